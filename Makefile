@@ -35,7 +35,7 @@ demo: setup ## start a local stack on the bundled model, ask it a few things, st
 test: setup ## run the whole test suite
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist worksteal
 	@# A share of them with mutual TLS. With --tls all of tests/services and tests/e2e have passed, but for the marker shows_no_certificate.
-	$(BIN)/pytest -n $(TEST_WORKERS) --dist worksteal --tls tests/services/test_prefill_decode_aborts.py tests/e2e/test_cancellation.py
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist worksteal --tls tests/services/test_prefill_decode_aborts.py tests/e2e/test_drain.py
 
 simulate: setup ## run N simulated schedules from SEED on; `make simulate N=10000`
 	$(BIN)/python -m tests.simulation.cluster --seed $(SEED) --count $(N) --jobs $(JOBS)

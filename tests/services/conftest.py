@@ -8,7 +8,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from grpc import aio
 from prometheus_client import CollectorRegistry
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
+from kaveri.cluster.redis_store import RedisStore
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import InstanceLoad
 from kaveri.engine.factory import BuiltEngine
@@ -35,10 +36,15 @@ from kaveri.wire.status import error_from_bytes, status_of
 from services.decode.replicated import open_replicas
 from services.instance.config import ColocatedConfig, DecodeConfig, PhasesConfig, PrefillConfig
 from services.instance.service import instance_host
+from tests.services.service_processes import ServiceProcesses
 from tests.services.session_client import SessionRouters
+from tests.support.redis_fixture import run_redis
 from tests.support.service_engines import Engines, FakeEngines, VllmEngines
 
 DEADLINE_S = 60.0
+BLOCK_BYTES = 4096
+"""One block of 16 tokens in the fake engine's pool, over all layers."""
+TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
 
 
 async def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -88,50 +94,42 @@ class RunningInstance:
         self.stopping.set()
         return await asyncio.wait_for(self.serving, DEADLINE_S)
 
+    async def reserve(
+        self,
+        request_id: str,
+        token_count: int,
+        *,
+        layout: KvLayout | None = None,
+        rpc_timeout_s: float = DEADLINE_S,
+        **fields: Any,
+    ) -> decode_pb2.ReserveResponse:
+        """Reserve room as a prefill instance does, for a push that never comes."""
+        params = params_to_proto(SamplingParams(max_tokens=5, seed=0))
+        named = {"attempt": 1, "router_id": "router-0", "timeout_s": DEADLINE_S, "params": params, **fields}
+        message = decode_pb2.ReserveRequest(
+            request_id=request_id,
+            token_ids=[1] * token_count,
+            layout=layout_to_proto(layout or self.engine.info.layout),
+            **named,
+        )
+        reserving: Any = DecodeServiceStub(self.channel).Reserve(message, timeout=rpc_timeout_s)
+        response: decode_pb2.ReserveResponse = await reserving
+        return response
 
-async def reserve(
-    instance: RunningInstance,
-    request_id: str,
-    token_count: int,
-    attempt: int = 1,
-    router_id: str = "router-0",
-    timeout_s: float = DEADLINE_S,
-    layout: KvLayout | None = None,
-    wait: bool = False,
-    rpc_timeout_s: float = DEADLINE_S,
-    reservation: int = 0,
-) -> decode_pb2.ReserveResponse:
-    """Reserves room by hand, as a prefill instance does that then pushes nothing."""
-    message = decode_pb2.ReserveRequest(
-        request_id=request_id,
-        attempt=attempt,
-        router_id=router_id,
-        token_ids=[1] * token_count,
-        params=params_to_proto(SamplingParams(max_tokens=5, seed=0)),
-        timeout_s=timeout_s,
-        layout=layout_to_proto(layout or instance.engine.info.layout),
-        wait=wait,
-        reservation=reservation,
-    )
-    response: decode_pb2.ReserveResponse = await DecodeServiceStub(instance.channel).Reserve(
-        message, timeout=rpc_timeout_s
-    )
-    return response
-
-
-async def abort(
-    instance: RunningInstance,
-    request_id: str,
-    attempt: int = 1,
-    router_id: str = "router-0",
-    by_router: bool = True,
-    reservation: int = 0,
-) -> None:
-    """Aborts by hand, as a router does, or a prefill instance."""
-    name = decode_pb2.AttemptId(request_id=request_id, attempt=attempt, router_id=router_id, reservation=reservation)
-    attempts = [name]
-    message = feed_pb2.AbortRequest(attempts=attempts, by_router=by_router)
-    await FeedServiceStub(instance.channel).Abort(message, timeout=DEADLINE_S)
+    async def abort(
+        self,
+        request_id: str,
+        attempt: int = 1,
+        router_id: str = "router-0",
+        by_router: bool = True,
+        reservation: int = 0,
+    ) -> None:
+        """Abort as a router does, or a prefill instance."""
+        name = decode_pb2.AttemptId(
+            request_id=request_id, attempt=attempt, router_id=router_id, reservation=reservation
+        )
+        message = feed_pb2.AbortRequest(attempts=[name], by_router=by_router)
+        await FeedServiceStub(self.channel).Abort(message, timeout=DEADLINE_S)
 
 
 @dataclass(eq=False)
@@ -389,12 +387,6 @@ def _small(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def by_hand() -> Any:
-    """The calls that tests make by hand: eventually, reserve, abort."""
-    return SimpleNamespace(eventually=eventually, reserve=reserve, abort=abort)
-
-
-@pytest.fixture
 def kv_transports(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """Those that the cluster's instances speak; each one alone in tests marked with OVER_EACH_TRANSPORT."""
     only: str | None = getattr(request, "param", None)
@@ -451,6 +443,24 @@ def tokenizer() -> Iterator[ModelTokenizer]:
     tokenizer = ModelTokenizer.load(KAVERI_TINY)
     yield tokenizer
     tokenizer.close()
+
+
+@pytest.fixture
+def fake_blocks(cluster: InProcessCluster) -> None:
+    """Skips the test on engines whose blocks have not 16 tokens."""
+    cluster.needs_fake_engines("counts blocks of 16 tokens")
+
+
+@pytest.fixture
+async def processes(tmp_path: Path) -> AsyncIterator[ServiceProcesses]:
+    async with run_redis() as redis, RedisStore(redis.url) as store:
+        processes = ServiceProcesses(redis.url, store, tmp_path)
+        try:
+            yield processes
+        finally:
+            for child in processes.children:
+                if child.exit_status is None:
+                    await child.kill()
 
 
 @pytest.fixture

@@ -1,13 +1,20 @@
 """Messages with a few fields that are not what a peer would send. Drawn from a generator; changes copies only."""
 
+import asyncio
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import grpc
 from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
+from grpc import aio
 
+_TOGETHER = 16
+_CALL_TIMEOUT_S = 0.5
+"""A valid call may wait for room, or stream for as long as it likes."""
 _MOST_CHANGES = 3
 _LONG = 20_000
 _INTEGERS = {
@@ -98,3 +105,61 @@ class Mutator:
                 low, high = _INTEGERS[field.type]
                 near = (int(now or 0) + rng.choice((-1, 1, 16)) - low) % (high - low + 1) + low
                 return rng.choice((low, high, 0, 1, near, near, rng.randint(low, high), rng.randint(0, 700)))
+
+
+class Attack:
+    """Mutated calls, and what is answered."""
+
+    def __init__(self, rng: random.Random, mutator: Mutator, not_for_callers: Sequence[grpc.StatusCode]) -> None:
+        """not_for_callers: codes that no caller may see."""
+        self.answers: Counter[str] = Counter()
+        self.rng = rng
+        self.mutator = mutator
+        self._wrong: list[str] = []
+        self._not_for_callers = not_for_callers
+
+    async def send(self, number: int) -> None:
+        """Makes one call."""
+        raise NotImplementedError
+
+    async def call(self, name: str, method: Callable[..., Any], message: Message) -> None:
+        try:
+            call = method(message, timeout=_CALL_TIMEOUT_S)
+            if isinstance(call, aio.UnaryStreamCall):
+                await call.read()
+                call.cancel()
+            else:
+                await call
+            self.answers[f"{name} OK"] += 1
+        except aio.AioRpcError as error:
+            self.answers[f"{name} {error.code().name}"] += 1
+            if error.code() in self._not_for_callers:
+                self._wrong.append(f"{name}: {error.code().name} {error.details()} for {str(message)[:300]}")
+
+    async def run(self, count: int, clients: int, serve: Callable[[int, int], Awaitable[None]]) -> None:
+        """Sends so many messages, some at once, while each client is served one request after another.
+
+        serve: checks one answer; given the numbers of the client and its request.
+        """
+        left, attacking = iter(range(count)), True
+
+        async def send_some() -> None:
+            for number in left:
+                await self.send(number)
+
+        async def serve_some(client: int) -> int:
+            served = 0
+            while attacking:
+                await serve(client, served)
+                served += 1
+            return served
+
+        serving = [asyncio.create_task(serve_some(client)) for client in range(clients)]
+        try:
+            await asyncio.gather(*(send_some() for _ in range(_TOGETHER)))
+        finally:
+            attacking = False
+        assert min(await asyncio.gather(*serving)) > 0
+        print(sorted(self.answers.items()))
+        assert not self._wrong, self._wrong[:5]
+        assert sum(self.answers.values()) == count

@@ -9,32 +9,20 @@ import pytest
 from kaveri.domain.sampling import SamplingParams
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.decode_room import MAX_OVERTAKES
-from kaveri.v1 import decode_pb2, predictor_pb2
-from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
-from kaveri.wire.messages import layout_to_proto, params_to_proto
+from kaveri.v1 import predictor_pb2
+from kaveri.wire.messages import params_to_proto
+from tests.services.conftest import TIGHT, eventually
 from tests.services.refusals import refuses
 
-BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
-TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
+pytestmark = pytest.mark.usefixtures("fake_blocks")
 
 
-@pytest.fixture(autouse=True)
-def fake_engines(cluster: Any) -> None:
-    cluster.needs_fake_engines("counts blocks of 16 tokens")
-
-
-async def reserve_for_an_answer_of(decode: Any, request_id: str, prompt_tokens: int, answer_tokens: int) -> None:
-    message = decode_pb2.ReserveRequest(
-        request_id=request_id,
-        attempt=1,
-        router_id="router-0",
-        token_ids=[1] * prompt_tokens,
-        params=params_to_proto(SamplingParams(max_tokens=answer_tokens, seed=0)),
-        timeout_s=60.0,
-        layout=layout_to_proto(decode.engine.info.layout),
-        predicted_length=predictor_pb2.PredictedLength(low=answer_tokens, high=answer_tokens + 1),
-    )
-    await DecodeServiceStub(decode.channel).Reserve(message, timeout=60.0)
+def answer_of(length: int) -> dict[str, Any]:
+    """Fields of a reservation for an answer that is known to have this length."""
+    return {
+        "params": params_to_proto(SamplingParams(max_tokens=length, seed=0)),
+        "predicted_length": predictor_pb2.PredictedLength(low=length, high=length + 1),
+    }
 
 
 async def test_a_request_that_no_decode_pool_can_hold_is_refused_with_the_limit(cluster: Any) -> None:
@@ -55,52 +43,42 @@ async def test_a_request_that_no_decode_pool_can_hold_is_refused_with_the_limit(
     await cluster.all_free()
 
 
-async def test_a_request_that_one_of_two_pools_can_hold_goes_there(cluster: Any) -> None:
-    prefill = await cluster.prefill()
-    await cluster.decode("decode-0", **TIGHT)
-    await cluster.decode("decode-1")
-    router = await cluster.router()
-    call = router.prefill(prefill, "a", [7] * 300, max_tokens=5)
-    assert await router.answer(call, "a") == cluster.expected([7] * 300, 5)
-    assert call.get("placed").decode_instance_id == "decode-1"
-
-
-async def test_a_reservation_that_can_never_fit_gets_no_place_in_line(cluster: Any, by_hand: Any) -> None:
+async def test_a_reservation_that_can_never_fit_gets_no_place_in_line(cluster: Any) -> None:
     decode = await cluster.decode(**TIGHT)
     await cluster.router()
-    await by_hand.reserve(decode, "taken", 79)
-    waits = asyncio.create_task(by_hand.reserve(decode, "large", 127, wait=True))
-    await by_hand.eventually(lambda: decode.metric("kaveri_decode_line_requests") == 1, "it waits")
+    await decode.reserve("taken", 79)
+    waits = asyncio.create_task(decode.reserve("large", 127, wait=True))
+    await eventually(lambda: decode.metric("kaveri_decode_line_requests") == 1, "it waits")
     # What comes free is for one that has waited: all others must wait.
     for number in range(MAX_OVERTAKES):
-        await by_hand.reserve(decode, f"overtakes {number}", 1)
-        await by_hand.abort(decode, f"overtakes {number}")
-        await by_hand.eventually(lambda: decode.held_blocks == 5, "its block is free")
+        await decode.reserve(f"overtakes {number}", 1)
+        await decode.abort(f"overtakes {number}")
+        await eventually(lambda: decode.held_blocks == 5, "its block is free")
     with refuses(grpc.StatusCode.RESOURCE_EXHAUSTED):
-        await by_hand.reserve(decode, "fits", 1)
+        await decode.reserve("fits", 1)
     with refuses(grpc.StatusCode.INVALID_ARGUMENT, "159"):
-        await by_hand.reserve(decode, "hopeless", 160, wait=True)
+        await decode.reserve("hopeless", 160, wait=True)
     assert decode.metric("kaveri_decode_line_requests") == 1
     waits.cancel()
-    await by_hand.eventually(lambda: decode.metric("kaveri_decode_line_requests") == 0, "it waits no more")
-    await by_hand.abort(decode, "taken")
+    await eventually(lambda: decode.metric("kaveri_decode_line_requests") == 0, "it waits no more")
+    await decode.abort("taken")
     await cluster.all_free()
 
 
 async def test_a_reservation_whose_push_stands_still_keeps_blocks_from_others_for_a_short_time_only(
-    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kaveri.policy.admission.UNLANDED_KEEPS_S", 1.0)
     decode = await cluster.decode(decode_policy=AdmissionPolicy.RESERVE_STATIC, **TIGHT)
     await cluster.router()
     # It holds 2 of 12 blocks, and is expected to end with 9.
-    await reserve_for_an_answer_of(decode, "frozen", 30, 100)
+    await decode.reserve("frozen", 30, **answer_of(100))
     assert decode.held_blocks == 2
     assert decode.load().free_blocks == 12 - 9
     with refuses(grpc.StatusCode.RESOURCE_EXHAUSTED):
-        await reserve_for_an_answer_of(decode, "other", 60, 1)
-    await by_hand.eventually(lambda: decode.load().free_blocks == 10, "nothing is kept for it any more", 5.0)
-    await reserve_for_an_answer_of(decode, "other", 60, 1)
+        await decode.reserve("other", 60, **answer_of(1))
+    await eventually(lambda: decode.load().free_blocks == 10, "nothing is kept for it any more", 5.0)
+    await decode.reserve("other", 60, **answer_of(1))
     for request_id in ("frozen", "other"):
-        await by_hand.abort(decode, request_id)
+        await decode.abort(request_id)
     await cluster.all_free()

@@ -7,7 +7,6 @@ has its own: tests/library/kv/test_wire_marks.py.
 
 import asyncio
 import random
-from collections import Counter
 from typing import Any
 
 import grpc
@@ -26,14 +25,12 @@ from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.messages import layout_to_proto, params_to_proto
 from kaveri.wire.replicas import offer_to_proto, resumption_to_proto
-from tests.services.mutations import Mutator
+from tests.services.conftest import eventually
+from tests.services.mutations import Attack, Mutator
 from tests.services.prompts import prompt
 from tests.services.session_client import SECRET, SessionClient, SessionRouters
 
 MESSAGES = 4_000
-TOGETHER = 16
-CALL_TIMEOUT_S = 0.5
-"""A valid call may wait for room, or stream for as long as it likes."""
 DECODE = {
     "replication": "ring",
     "replica_min_tokens": 16,
@@ -47,40 +44,27 @@ _BEGIN = ("Reserve", "Submit")
 NOT_FOR_CALLERS = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNIMPLEMENTED)
 
 
-class Attack:
+class PeerAttack(Attack):
     """Valid messages about requests that have no client, their mutations, and what is answered."""
 
     def __init__(
         self, rng: random.Random, cluster: Any, router: aio.Channel, served: list[str], incarnations: list[int]
     ) -> None:
         """served: ids of requests that must not be disturbed. incarnations: of the decode instances."""
-        self.answers: Counter[str] = Counter()
-        self.wrong: list[str] = []
-        self._rng = rng
+        self._ids = [f"attacked-{number}" for number in range(8)]
+        words = [*self._ids, *served, STRANGER, "decode-0", "decode-1", "prefill-0"]
+        super().__init__(rng, Mutator(rng, words, [OTHER_SECRET]), NOT_FOR_CALLERS)
         self._cluster = cluster
         self._router = InferenceServiceStub(router)
         self._served = served
         self._incarnations = incarnations
-        self._ids = [f"attacked-{number}" for number in range(8)]
-        words = [*self._ids, *served, STRANGER, "decode-0", "decode-1", "prefill-0"]
-        self._mutator = Mutator(rng, words, [OTHER_SECRET])
 
-    async def run(self, count: int) -> None:
-        """Sends so many, some at once."""
-        left = iter(range(count))
-
-        async def send_some() -> None:
-            for _ in left:
-                await self._send()
-
-        await asyncio.gather(*(send_some() for _ in range(TOGETHER)))
-
-    async def _send(self) -> None:
+    async def send(self, number: int) -> None:
         instances = {each.instance_id: each for each in self._cluster.instances}
-        decode = DecodeServiceStub(instances[self._rng.choice(("decode-0", "decode-1"))].channel)
-        feed = FeedServiceStub(instances[self._rng.choice(sorted(instances))].channel)
+        decode = DecodeServiceStub(instances[self.rng.choice(("decode-0", "decode-1"))].channel)
+        feed = FeedServiceStub(instances[self.rng.choice(sorted(instances))].channel)
         prefill = PrefillServiceStub(instances["prefill-0"].channel)
-        name, make, method = self._rng.choice(
+        name, make, method = self.rng.choice(
             (
                 ("Reserve", self._reserve, decode.Reserve),
                 ("Abort", self._abort, feed.Abort),
@@ -99,29 +83,18 @@ class Attack:
             )
         )
         message: Any = make()
-        if self._rng.random() < 0.97:
-            message = self._mutator.mutated(message)
+        if self.rng.random() < 0.97:
+            message = self.mutator.mutated(message)
         if name in _BEGIN and message.request_id in self._served:
             # Of two requests with one id, sent by peers, the later one replaces the other. Routers keep clients apart.
             message.request_id = self._ids[0]
-        try:
-            call = method(message, timeout=CALL_TIMEOUT_S)
-            if isinstance(call, aio.UnaryStreamCall):
-                await call.read()
-                call.cancel()
-            else:
-                await call
-            self.answers[f"{name} OK"] += 1
-        except aio.AioRpcError as error:
-            self.answers[f"{name} {error.code().name}"] += 1
-            if error.code() in NOT_FOR_CALLERS:
-                self.wrong.append(f"{name}: {error.code().name} {error.details()} for {str(message)[:300]}")
+        await self.call(name, method, message)
 
     def _owner(self) -> dict[str, Any]:
         return {
-            "request_id": self._rng.choice(self._ids),
-            "session": self._rng.choice((0, 0, 1, 2)),
-            "attempt": self._rng.choice((1, 1, 2, 3)),
+            "request_id": self.rng.choice(self._ids),
+            "session": self.rng.choice((0, 0, 1, 2)),
+            "attempt": self.rng.choice((1, 1, 2, 3)),
             "router_id": STRANGER,
             "secret": OTHER_SECRET,
         }
@@ -140,7 +113,7 @@ class Attack:
 
     def _abort(self) -> Message:
         name = decode_pb2.AttemptId(**self._owner())
-        return feed_pb2.AbortRequest(attempts=[name], by_router=True, give_back=self._rng.random() < 0.3)
+        return feed_pb2.AbortRequest(attempts=[name], by_router=True, give_back=self.rng.random() < 0.3)
 
     def _follow(self) -> Message:
         owner = self._owner()
@@ -149,12 +122,12 @@ class Attack:
             session=owner["session"],
             attempt=owner["attempt"],
             next_index=3,
-            at_prefill=self._rng.random() < 0.5,
+            at_prefill=self.rng.random() < 0.5,
         )
         return feed_pb2.FollowRequest(router_id=STRANGER, requests=[named])
 
     def _attach(self) -> Message:
-        at_prefill = self._rng.random() < 0.5
+        at_prefill = self.rng.random() < 0.5
         return feed_pb2.AttachRequest(
             **self._owner(), token_ids=prompt(2, 20), generated_count=2, at_prefill=at_prefill
         )
@@ -165,13 +138,13 @@ class Attack:
         return offer_to_proto(ReplicaOffer(request_id, ownership, "decode-7", 7, layout, 64, 5.0))
 
     def _await_resumed(self) -> Message:
-        owner = decode_pb2.AttemptId(**self._owner(), replica=self._rng.choice((0, 1, 2)))
+        owner = decode_pb2.AttemptId(**self._owner(), replica=self.rng.choice((0, 1, 2)))
         return decode_pb2.AwaitResumedRequest(owner=owner)
 
     def _resume(self) -> Message:
         request_id, ownership = self._ownership()
         params = ResolvedParams(max_tokens=10, seed=0)
-        incarnation = self._rng.choice(self._incarnations)
+        incarnation = self.rng.choice(self._incarnations)
         resumption = Resumption(request_id, ownership, tuple(prompt(2, 30)), 2, params, 5.0, None, incarnation)
         return resumption_to_proto(resumption)
 
@@ -181,23 +154,23 @@ class Attack:
 
     def _generate(self) -> Message:
         client = SessionClient(
-            prompt(3), {"max_tokens": 12}, request_id=self._rng.choice(self._ids), secret=OTHER_SECRET, session=1
+            prompt(3), {"max_tokens": 12}, request_id=self.rng.choice(self._ids), secret=OTHER_SECRET, session=1
         )
         client.token_ids = prompt(4, 3)
         client.owner = inference_pb2.OwnerHint(
             prefill_instance_id="prefill-0",
             prefill_incarnation=1,
             decode_instance_id="decode-0",
-            decode_incarnation=self._rng.getrandbits(64),
+            decode_incarnation=self.rng.getrandbits(64),
             holder_instance_id="decode-1",
-            holder_incarnation=self._rng.getrandbits(64),
+            holder_incarnation=self.rng.getrandbits(64),
         )
         return client.message()
 
 
 @pytest.mark.timeout(300)
 async def test_mutated_messages_are_refused_disturb_no_request_and_leave_nothing(
-    cluster: Any, by_hand: Any, tokenizer: Any
+    cluster: Any, routers: SessionRouters
 ) -> None:
     seed = random.randrange(2**30)
     print(f"seed {seed}")
@@ -206,47 +179,29 @@ async def test_mutated_messages_are_refused_disturb_no_request_and_leave_nothing
     for name in ("decode-0", "decode-1"):
         await cluster.decode(name, **DECODE)
     incarnations = list((await cluster.router("watcher")).incarnations.values())
-    routers = SessionRouters(cluster, tokenizer)
     served: list[str] = [f"served-{number}" for number in range(4)]
-    attacking = True
 
-    async def serve(request_id: str) -> int:
-        """One request after the other under the same id, each exact."""
-        count = 0
-        while attacking:
-            client = SessionClient(prompt(count), {"max_tokens": 60, "ignore_eos": True}, request_id, SECRET)
+    async def serve(client: int, number: int) -> None:
+        asked = SessionClient(prompt(number), {"max_tokens": 60, "ignore_eos": True}, served[client], SECRET)
+        while asked.last is None:
             try:
-                await client.finish(routers.generate("router-0", client.message()))
+                await asked.finish(routers.generate("router-0", asked.message()))
             except aio.AioRpcError as error:
                 # The attacker may use an id that is free.
-                if error.code() is not grpc.StatusCode.ALREADY_EXISTS or client.token_ids:
+                if error.code() is not grpc.StatusCode.ALREADY_EXISTS or asked.token_ids:
                     raise
                 await asyncio.sleep(0.01)
-                continue
-            assert client.token_ids == cluster.expected(client.prompt, 60)
-            count += 1
-        return count
+        assert asked.token_ids == cluster.expected(asked.prompt, 60)
 
     with structlog.testing.capture_logs() as logs:
-        try:
-            router = await routers.start("router-0")
-            serving = [asyncio.create_task(serve(request_id)) for request_id in served]
-            attack = Attack(random.Random(seed), cluster, routers._channels["router-0"], served, incarnations)
-            await attack.run(MESSAGES)
-            attacking = False
-            assert min(await asyncio.gather(*serving)) > 0
-            print(sorted(attack.answers.items()))
-            assert not attack.wrong, attack.wrong[:5]
-            assert sum(attack.answers.values()) == MESSAGES
-            await by_hand.eventually(lambda: not len(router.table), "the router forgets its requests")
-            await cluster.all_free(within_s=60)
-            for name, replicas in cluster.replicas.items():
-                await by_hand.eventually(
-                    lambda replicas=replicas: not replicas.usage().used_bytes, f"{name} holds none"
-                )
-                replicas.check_integrity()
-        finally:
-            attacking = False
-            await routers.close()
+        router = await routers.start("router-0")
+        attack = PeerAttack(random.Random(seed), cluster, routers._channels["router-0"], served, incarnations)
+        await attack.run(MESSAGES, len(served), serve)
+        await eventually(lambda: not len(router.table), "the router forgets its requests")
+        await cluster.all_free(within_s=60)
+        for name, replicas in cluster.replicas.items():
+            await eventually(lambda replicas=replicas: not replicas.usage().used_bytes, f"{name} holds none")
+            replicas.check_integrity()
+        await routers.close()
     errors = [entry for entry in logs if entry["log_level"] in ("error", "critical")]
     assert not errors, errors[:5]

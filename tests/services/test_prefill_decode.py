@@ -8,16 +8,11 @@ import grpc
 import pytest
 
 from kaveri.policy.admission import AdmissionPolicy
-from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
-from kaveri.v1 import decode_pb2, predictor_pb2
-from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
-from tests.services.conftest import OVER_EACH_TRANSPORT
+from kaveri.v1 import predictor_pb2
+from tests.services.conftest import OVER_EACH_TRANSPORT, TIGHT, eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
-
-BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
-TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
 
 
 @OVER_EACH_TRANSPORT
@@ -104,178 +99,112 @@ async def test_a_stop_token_drawn_by_prefill_gives_the_reservation_back(cluster:
 
 
 @OVER_EACH_TRANSPORT
-async def test_without_room_the_first_token_comes_and_the_rest_when_there_is_room(cluster: Any, by_hand: Any) -> None:
+async def test_without_room_the_first_token_comes_and_the_rest_when_there_is_room(cluster: Any) -> None:
     prefill, decode = await cluster.prefill(), await cluster.decode(**TIGHT)
     router = await cluster.router()
-    await by_hand.reserve(decode, "taken", 12 * 16 - 33)
-    await by_hand.eventually(lambda: decode.held_blocks >= cluster.blocks(12 * 16 - 32), "the pool is taken")
+    await decode.reserve("taken", 12 * 16 - 33)
+    await eventually(lambda: decode.held_blocks >= cluster.blocks(12 * 16 - 32), "the pool is taken")
     token_ids = prompt(5, 60)
     call = router.prefill(prefill, "a", token_ids, max_tokens=10)
-    await by_hand.eventually(lambda: call.seen("first_token"), "the first token comes without room")
+    await eventually(lambda: call.seen("first_token"), "the first token comes without room")
     assert not call.seen("placed")
     assert prefill.held_blocks > 0
-    await by_hand.abort(decode, "taken")
+    await decode.abort("taken")
     assert await router.answer(call, "a") == cluster.expected(token_ids, 10)
     await cluster.all_free()
 
 
-async def test_without_a_decode_instance_the_request_waits_for_one(cluster: Any, by_hand: Any) -> None:
-    prefill = await cluster.prefill()
-    router = await cluster.router()
-    token_ids = prompt(6, 20)
-    call = router.prefill(prefill, "a", token_ids, max_tokens=4)
-    await by_hand.eventually(lambda: call.seen("first_token"), "the first token")
-    await router.subscribe(await cluster.decode())
-    assert await router.answer(call, "a") == cluster.expected(token_ids, 4)
-
-
-@OVER_EACH_TRANSPORT
-async def test_a_decode_instance_that_dies_is_replaced_by_another(cluster: Any, by_hand: Any) -> None:
-    prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.05)
-    decodes = {name: await cluster.decode(name) for name in ("decode-0", "decode-1")}
-    router = await cluster.router()
-    token_ids = prompt(7, 400)
-    call = router.prefill(prefill, "a", token_ids, max_tokens=10)
-    await by_hand.eventually(lambda: call.seen("placed"), "placed")
-    assert not call.seen("first_token")
-    doomed = decodes.pop(call.get("placed").decode_instance_id)
-    doomed.serving.cancel()
-    assert await router.answer(call, "a") == cluster.expected(token_ids, 10)
-    assert [call.get("placed").decode_instance_id] == list(decodes)
-    await cluster.all_free()
-
-
-async def test_a_reservation_without_a_push_expires(cluster: Any, by_hand: Any) -> None:
-    decode = await cluster.decode(reservation_ttl_s=2.0)
+@pytest.mark.parametrize(("settings", "fields"), [({"reservation_ttl_s": 2.0}, {}), ({}, {"timeout_s": 2.0})])
+async def test_a_request_ends_at_decode_when_its_time_is_over(
+    cluster: Any, settings: dict[str, float], fields: dict[str, float]
+) -> None:
+    decode = await cluster.decode(**settings)
     await cluster.router()
-    await by_hand.reserve(decode, "a", 50)
+    await decode.reserve("a", 50, **fields)
     assert decode.held_blocks == cluster.blocks(51)
     await cluster.all_free(within_s=60)
 
 
-async def test_a_request_ends_at_decode_when_its_time_is_over(cluster: Any, by_hand: Any) -> None:
+async def test_decode_ends_an_older_attempt_for_a_newer_and_refuses_the_older(cluster: Any) -> None:
     decode = await cluster.decode()
     await cluster.router()
-    await by_hand.reserve(decode, "a", 50, timeout_s=2.0)
-    assert decode.held_blocks == cluster.blocks(51)
-    await cluster.all_free(within_s=60)
-
-
-async def test_decode_ends_an_older_attempt_for_a_newer_and_refuses_the_older(cluster: Any, by_hand: Any) -> None:
-    decode = await cluster.decode()
-    await cluster.router()
-    await by_hand.reserve(decode, "a", 15)
-    await by_hand.reserve(decode, "a", 60, attempt=2)
-    await by_hand.eventually(lambda: decode.held_blocks == cluster.blocks(61), "the older attempt's block is free")
-    await by_hand.abort(decode, "a", attempt=1)
+    await decode.reserve("a", 15)
+    await decode.reserve("a", 60, attempt=2)
+    await eventually(lambda: decode.held_blocks == cluster.blocks(61), "the older attempt's block is free")
+    await decode.abort("a", attempt=1)
     assert decode.held_blocks == cluster.blocks(61)
     with refuses(grpc.StatusCode.ABORTED):
-        await by_hand.reserve(decode, "a", 15, attempt=1)
-    await by_hand.abort(decode, "a", attempt=3)
-    await by_hand.abort(decode, "a", attempt=3)
-    await by_hand.abort(decode, "unknown")
+        await decode.reserve("a", 15, attempt=1)
+    await decode.abort("a", attempt=3)
+    await decode.abort("a", attempt=3)
+    await decode.abort("unknown")
     await cluster.all_free()
     with refuses(grpc.StatusCode.ABORTED):
-        await by_hand.reserve(decode, "a", 15, attempt=1)
+        await decode.reserve("a", 15, attempt=1)
 
 
-async def test_draining_instances_finish_what_they_have_and_take_nothing_new(cluster: Any, by_hand: Any) -> None:
+async def test_draining_instances_finish_what_they_have_and_take_nothing_new(cluster: Any) -> None:
     prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.01)
     decode = await cluster.decode(fake_step_s=0.01)
     router = await cluster.router()
     token_ids = prompt(10, 100)
     call = router.prefill(prefill, "a", token_ids, max_tokens=30)
-    await by_hand.eventually(lambda: call.seen("placed"), "placed")
+    await eventually(lambda: call.seen("placed"), "placed")
     prefill.stopping.set()
     decode.stopping.set()
-    await by_hand.eventually(lambda: not list(decode_view(prefill, decode)), "both show that they drain")
+    await eventually(lambda: "ready" not in (prefill.host.state, decode.host.state), "both show that they drain")
     late = router.prefill(prefill, "late", token_ids, max_tokens=30)
     with refuses(grpc.StatusCode.UNAVAILABLE):
         await late.ended()
     with refuses(grpc.StatusCode.UNAVAILABLE):
-        await by_hand.reserve(decode, "late", 15)
+        await decode.reserve("late", 15)
     assert await router.answer(call, "a") == cluster.expected(token_ids, 30)
     assert await prefill.stop() == 0
     assert await decode.stop() == 0
 
 
-def decode_view(*instances: Any) -> list[str]:
-    """Ids of those that still say they take work."""
-    return [instance.instance_id for instance in instances if instance.host.state == "ready"]
-
-
-async def test_a_drain_that_takes_too_long_ends_what_is_left(cluster: Any, by_hand: Any) -> None:
+async def test_a_drain_that_takes_too_long_ends_what_is_left(cluster: Any) -> None:
     prefill = await cluster.prefill(drain_timeout_s=0.1)
     decode = await cluster.decode(drain_timeout_s=0.1, fake_step_s=0.05)
     router = await cluster.router()
     call = router.prefill(prefill, "a", prompt(11, 20), max_tokens=400)
     await call.ended()
-    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
+    await eventually(lambda: ("a", 1) in router.tokens, "it decodes")
     assert await decode.stop() == 0
-    await by_hand.eventually(lambda: router.finished("a"), "the router hears of it")
+    await eventually(lambda: router.finished("a"), "the router hears of it")
     assert router.last["a", 1].error
     assert await prefill.stop() == 0
 
 
 @OVER_EACH_TRANSPORT
-async def test_a_broken_engine_fails_its_requests_and_ends_the_instance(cluster: Any, by_hand: Any) -> None:
+async def test_a_broken_engine_fails_its_requests_and_ends_the_instance(cluster: Any) -> None:
     cluster.needs_fake_engines("reaches into the engine; tests/vllm/engine breaks one")
     prefill = await cluster.prefill(fake_step_s=0.02, chunk_tokens=16)
     decode = await cluster.decode(fake_step_s=0.02)
     router = await cluster.router()
     decoding = router.prefill(prefill, "decoding", prompt(12, 20), max_tokens=400)
     await decoding.ended()
-    await by_hand.eventually(lambda: ("decoding", 1) in router.tokens, "it decodes")
+    await eventually(lambda: ("decoding", 1) in router.tokens, "it decodes")
 
     def broken(*_: Any) -> None:
         raise RuntimeError("the arithmetic broke")
 
     decode.engine._runner.run = broken
     assert await asyncio.wait_for(decode.serving, 10.0) == 1
-    await by_hand.eventually(lambda: router.finished("decoding"), "the router hears of it")
+    await eventually(lambda: router.finished("decoding"), "the router hears of it")
     assert "the arithmetic broke" in router.last["decoding", 1].error
 
     prefilling = router.prefill(prefill, "prefilling", prompt(13, 400), max_tokens=5)
-    await by_hand.eventually(lambda: prefilling.seen("started"), "it is prefilled")
+    await eventually(lambda: prefilling.seen("started"), "it is prefilled")
     prefill.engine._runner.run = broken
     assert await asyncio.wait_for(prefill.serving, 10.0) == 1
     with refuses(grpc.StatusCode.UNAVAILABLE):
         await prefilling.ended()
 
 
-@pytest.mark.parametrize("policy", ["sjf", "ljf"])
-async def test_every_ordering_policy_serves_exact_tokens_from_a_tight_pool(cluster: Any, policy: str) -> None:
-    settings = {"prefill_policy": OrderingPolicy(policy), "prefill_sched_batch": 4, "chunk_tokens": 32}
-    prefill = await cluster.prefill(**settings, **TIGHT)
-    await cluster.decode(**TIGHT)
-    router = await cluster.router()
-    prompts = {f"r{number}": prompt(number, 1 + 7 * number % 90) for number in range(16)}
-    calls = {name: router.prefill(prefill, name, prompts[name], max_tokens=12) for name in prompts}
-    for name, call in calls.items():
-        assert await router.answer(call, name) == cluster.expected(prompts[name], 12), name
-    await cluster.all_free()
-
-
-@pytest.mark.parametrize("policy", ["reserve-static", "reserve-dynamic"])
-async def test_every_admission_policy_serves_exact_tokens_from_a_tight_pool(cluster: Any, policy: str) -> None:
-    prefill = await cluster.prefill(chunk_tokens=32, **TIGHT)
-    await cluster.decode(decode_policy=AdmissionPolicy(policy), **TIGHT)
-    router = await cluster.router()
-    sizes = {f"r{number}": (1 + 7 * number % 60, 5 + 11 * number % 80) for number in range(16)}
-    prompts = {name: prompt(index, sizes[name][0]) for index, name in enumerate(sizes)}
-    calls = {
-        # Half of the lengths are known, half are not.
-        name: router.prefill(prefill, name, prompts[name], max_tokens=sizes[name][1], ignore_eos=index % 2 == 0)
-        for index, name in enumerate(sizes)
-    }
-    for name, call in calls.items():
-        assert await router.answer(call, name) == cluster.expected(prompts[name], sizes[name][1]), name
-    await cluster.all_free()
-
-
 @pytest.mark.parametrize(("policy", "preempts"), [("greedy", True), ("reserve-static", False)])
 async def test_reserve_static_holds_a_landed_request_back_where_greedy_preempts(
-    cluster: Any, by_hand: Any, policy: str, preempts: bool
+    cluster: Any, policy: str, preempts: bool
 ) -> None:
     prefill = await cluster.prefill(**TIGHT)
     # Slow enough that the second one lands while the first one runs.
@@ -286,9 +215,9 @@ async def test_reserve_static_holds_a_landed_request_back_where_greedy_preempts(
     calls = {}
     for name, token_ids in prompts.items():
         calls[name] = router.prefill(prefill, name, token_ids, max_tokens=100, ignore_eos=True)
-        await by_hand.eventually(lambda name=name: calls[name].seen("handed_over"), f"{name} is handed over")
+        await eventually(lambda name=name: calls[name].seen("handed_over"), f"{name} is handed over")
     running, waiting = (2, 0) if preempts else (1, 1)
-    await by_hand.eventually(
+    await eventually(
         lambda: (decode.load().running_requests, decode.load().waiting_requests) == (running, waiting),
         f"{running} run and {waiting} wait",
     )
@@ -298,59 +227,24 @@ async def test_reserve_static_holds_a_landed_request_back_where_greedy_preempts(
     assert (preemptions > 0) == preempts
 
 
-async def test_under_reserve_static_reservations_leave_the_blocks_alone_that_are_kept(
-    cluster: Any, by_hand: Any
-) -> None:
-    # Without that, the small prompts of all nine land at once and each long answer preempts some of them.
-    prefill = await cluster.prefill(max_model_len=160)
-    decode = await cluster.decode(decode_policy=AdmissionPolicy.RESERVE_STATIC, fake_step_s=0.001, **TIGHT)
-    router = await cluster.router()
-    prompts = {f"r{number}": prompt(number, 5 + 10 * (number % 3)) for number in range(9)}
-    calls = {}
-    for name in prompts:
-        calls[name] = router.prefill(prefill, name, prompts[name], max_tokens=90, ignore_eos=True)
-        if name == "r0":
-            # Blocks are kept from here on.
-            await by_hand.eventually(lambda: decode.load().running_requests == 1, "r0 runs")
-    for name, call in calls.items():
-        assert await router.answer(call, name) == cluster.expected(prompts[name], 90), name
-    assert [router.last[name, 1].timing.preemptions for name in prompts] == [0] * 9
-    await cluster.all_free()
-
-
 async def test_a_prediction_that_is_no_range_is_refused(cluster: Any) -> None:
     decode = await cluster.decode()
-    message = decode_pb2.ReserveRequest(
-        request_id="a",
-        attempt=1,
-        router_id="router-0",
-        token_ids=[1],
-        timeout_s=1.0,
-        predicted_length=predictor_pb2.PredictedLength(low=5, high=5),
-    )
     with refuses(grpc.StatusCode.INVALID_ARGUMENT, "predicted_length"):
-        await DecodeServiceStub(decode.channel).Reserve(message, timeout=5.0)
+        await decode.reserve("a", 1, predicted_length=predictor_pb2.PredictedLength(low=5, high=5))
 
 
-async def placed_on(cluster: Any, by_hand: Any, policy: DecodePlacementPolicy, lengths: list[int]) -> list[str]:
-    """Where answers of these known lengths go, one after the other, while all of them run."""
-    prefill = await cluster.prefill(decode_placement=policy, heavy_output_tokens=50)
+async def test_heavy_light_spreads_heavy_requests_over_the_instances(cluster: Any) -> None:
+    prefill = await cluster.prefill(decode_placement=DecodePlacementPolicy.HEAVY_LIGHT, heavy_output_tokens=50)
     decodes = [
         await cluster.decode(f"decode-{number}", heavy_output_tokens=50, fake_step_s=0.01) for number in range(2)
     ]
     router = await cluster.router()
     calls = []
-    for number, length in enumerate(lengths):
-        calls.append(router.prefill(prefill, f"r{number}", prompt(number, 8), max_tokens=length, ignore_eos=True))
-        await by_hand.eventually(lambda: calls[-1].seen("handed_over"), f"r{number} is handed over")
-    heavy = sum(decode.load().heavy_requests for decode in decodes)
-    light = sum(decode.load().light_requests for decode in decodes)
-    assert (heavy, light) == (sum(length > 50 for length in lengths), sum(length <= 50 for length in lengths))
+    for number in range(2):
+        calls.append(router.prefill(prefill, f"r{number}", prompt(number, 8), max_tokens=200, ignore_eos=True))
+        await eventually(lambda: calls[-1].seen("handed_over"), f"r{number} is handed over")
+    loads = [decode.load() for decode in decodes]
+    assert [(load.heavy_requests, load.light_requests) for load in loads] == [(1, 0), (1, 0)]
     for number, call in enumerate(calls):
-        assert await router.answer(call, f"r{number}") == cluster.expected(prompt(number, 8), lengths[number])
-    return [call.get("placed").decode_instance_id for call in calls]
-
-
-async def test_heavy_light_spreads_heavy_requests_over_the_instances(cluster: Any, by_hand: Any) -> None:
-    places = await placed_on(cluster, by_hand, DecodePlacementPolicy.HEAVY_LIGHT, [200, 200])
-    assert sorted(places) == ["decode-0", "decode-1"]
+        assert await router.answer(call, f"r{number}") == cluster.expected(prompt(number, 8), 200)
+    assert sorted(call.get("placed").decode_instance_id for call in calls) == ["decode-0", "decode-1"]

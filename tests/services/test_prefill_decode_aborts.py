@@ -2,83 +2,60 @@
 
 from typing import Any
 
-import grpc
 import pytest
 
 from kaveri.domain.owner import Owner
 from kaveri.engine.contract import KvPushed
+from tests.services.conftest import eventually
 from tests.services.prompts import prompt
-from tests.services.refusals import refuses
 
 
 @pytest.fixture
-def begin(cluster: Any, by_hand: Any) -> Any:
+def begin(cluster: Any) -> Any:
     async def begin(max_tokens: int = 400, attempt: int = 1) -> Any:
         """Start a request that decodes. Returns its prefill and decode instances, its router and its call."""
         prefill, decode = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
         router = await cluster.router()
         call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=max_tokens, attempt=attempt)
         await call.ended()
-        await by_hand.eventually(lambda: ("a", attempt) in router.tokens, "it decodes")
+        await eventually(lambda: ("a", attempt) in router.tokens, "it decodes")
         return prefill, decode, router, call
 
     return begin
 
 
-async def test_a_router_hears_when_prefill_gives_up_what_runs_already(cluster: Any, by_hand: Any) -> None:
+async def test_a_router_hears_when_prefill_gives_up_what_runs_already(cluster: Any) -> None:
     prefill, _ = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
     router = await cluster.router()
     # Prefill does not hear of the acceptance in time, and then its stream to the router breaks.
     handle = prefill.service.handle
     prefill.service.handle = lambda events: handle([event for event in events if not isinstance(event, KvPushed)])
     call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=400)
-    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
+    await eventually(lambda: ("a", 1) in router.tokens, "it decodes")
     assert not call.seen("handed_over")
     await call.cancel()
-    await by_hand.eventually(lambda: router.finished("a"), "the router hears of it")
+    await eventually(lambda: router.finished("a"), "the router hears of it")
     assert "prefill" in router.last["a", 1].error
     await cluster.all_free()
 
 
-async def test_what_prefill_gives_up_before_it_has_landed_is_no_news_to_the_router(cluster: Any, by_hand: Any) -> None:
-    prefill, decode = await cluster.prefill(), await cluster.decode()
-    router = await cluster.router()
-    await by_hand.reserve(decode, "reserved", 40)
-    await by_hand.abort(decode, "reserved", by_router=False)
-    call = router.prefill(prefill, "a", prompt(5, 60), max_tokens=10)
-    assert len(await router.answer(call, "a")) == 10
-    assert ("reserved", 1) not in router.last
-
-
-async def test_a_router_hears_nothing_of_what_it_aborts_itself(cluster: Any, by_hand: Any, begin: Any) -> None:
+async def test_a_router_hears_nothing_of_what_it_aborts_itself(cluster: Any, begin: Any) -> None:
     prefill, decode, router, _ = await begin()
-    await by_hand.abort(decode, "a")
+    await decode.abort("a")
     again = router.prefill(prefill, "a", prompt(6, 60), max_tokens=10, attempt=2)
     assert len(await router.answer(again, "a", 2)) == 10
     assert ("a", 1) not in router.last
 
 
-async def test_a_router_hears_when_room_is_asked_for_again_for_what_runs_already(
-    cluster: Any, by_hand: Any, begin: Any
-) -> None:
-    _, decode, router, _ = await begin()
-    await by_hand.reserve(decode, "a", 61)
-    await by_hand.eventually(lambda: router.finished("a"), "the router hears of it")
-    assert router.last["a", 1].error
-    assert not router.last["a", 1].replaced
-    await by_hand.abort(decode, "a")
-    await cluster.all_free()
-
-
 @pytest.mark.parametrize("newer", [Owner(0, 2), Owner(1, 1)])
 async def test_a_router_hears_when_its_request_is_lost_to_a_newer_owner_elsewhere(
-    cluster: Any, by_hand: Any, begin: Any, newer: Owner
+    cluster: Any, begin: Any, newer: Owner
 ) -> None:
     """It would wait for tokens without end if it were the newest owner after all."""
     _, decode, router, _ = await begin()
     (request,) = decode.service.landed()
     decode.service.lose(request, request.owner.stale("a", newer))
-    await by_hand.eventually(lambda: router.finished("a"), "the router hears of it")
+    await eventually(lambda: router.finished("a"), "the router hears of it")
     assert router.last["a", 1].error
     # Another session has it: then this router must not place it again.
     assert router.last["a", 1].replaced == (newer.session > 0)
@@ -87,33 +64,21 @@ async def test_a_router_hears_when_its_request_is_lost_to_a_newer_owner_elsewher
 
 @pytest.mark.parametrize(("attempt", "router_id"), [(1, "router-0"), (9, "router-1")])
 async def test_an_abort_of_an_older_attempt_or_of_another_routers_request_ends_nothing(
-    cluster: Any, by_hand: Any, begin: Any, attempt: int, router_id: str
+    cluster: Any, begin: Any, attempt: int, router_id: str
 ) -> None:
     _, decode, router, call = await begin(max_tokens=40, attempt=2)
-    await by_hand.abort(decode, "a", attempt, router_id)
+    await decode.abort("a", attempt, router_id)
     assert len(await router.answer(call, "a", 2)) == 40
 
 
-async def test_a_request_that_another_router_begins_ends_the_former_at_once(cluster: Any, by_hand: Any) -> None:
+async def test_a_request_that_another_router_begins_ends_the_former_at_once(cluster: Any) -> None:
     prefill, _ = await cluster.prefill(), await cluster.decode(fake_step_s=0.01)
     former, later = await cluster.router("former"), await cluster.router("later")
     first = former.prefill(prefill, "a", prompt(5, 60), max_tokens=400, attempt=7)
     await first.ended()
-    await by_hand.eventually(lambda: ("a", 7) in former.tokens, "it decodes")
+    await eventually(lambda: ("a", 7) in former.tokens, "it decodes")
     second = later.prefill(prefill, "a", prompt(6, 60), max_tokens=20)
     assert await later.answer(second, "a") == cluster.expected(prompt(6, 60), 20)
-    await by_hand.eventually(lambda: former.finished("a", 7), "the former router hears of it")
+    await eventually(lambda: former.finished("a", 7), "the former router hears of it")
     assert former.last["a", 7].replaced
     await cluster.all_free()
-
-
-async def test_a_request_that_another_router_begins_ends_the_former_at_prefill_too(cluster: Any, by_hand: Any) -> None:
-    prefill = await cluster.prefill(chunk_tokens=16, fake_step_s=0.02)
-    await cluster.decode()
-    former, later = await cluster.router("former"), await cluster.router("later")
-    first = former.prefill(prefill, "a", prompt(5, 300), max_tokens=20, attempt=7)
-    await by_hand.eventually(lambda: first.seen("started"), "it is computed")
-    second = later.prefill(prefill, "a", prompt(6, 60), max_tokens=20)
-    with refuses(grpc.StatusCode.ALREADY_EXISTS):
-        await first.ended()
-    assert await later.answer(second, "a") == cluster.expected(prompt(6, 60), 20)

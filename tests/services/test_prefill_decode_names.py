@@ -1,4 +1,4 @@
-"""What names requests, attempts and lives between prefill, decode and routers; and how a slow router is served."""
+"""What names requests, attempts and lives between prefill, decode and routers."""
 
 from typing import Any
 
@@ -39,29 +39,11 @@ async def test_names_beyond_their_limits_are_refused_at_both_roles(cluster: Any,
             await call
 
 
-async def test_a_placement_names_the_life_that_reserved_room(cluster: Any, by_hand: Any) -> None:
+async def test_a_placement_names_the_life_that_reserved_room(cluster: Any) -> None:
     prefill, decode = await cluster.prefill(), await cluster.decode()
     router = await cluster.router()
-    granted = await by_hand.reserve(decode, "by hand", 10)
-    await by_hand.abort(decode, "by hand")
+    granted = await decode.reserve("by hand", 10)
+    await decode.abort("by hand")
     call = router.prefill(prefill, "a", prompt(1, 20), max_tokens=5)
     assert len(await router.answer(call, "a")) == 5
     assert call.get("placed").decode_incarnation == granted.incarnation == router.incarnations["decode-0"] != 0
-
-
-async def test_a_slow_router_gets_a_long_answer_in_several_messages(
-    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.decode.server._MAX_TOKENS_BYTES", 600)
-    prefill = await cluster.prefill()
-    router = await cluster.router()
-    decode = await cluster.decode(orphan_grace_s=60.0)
-    call = router.prefill(prefill, "a", prompt(1, 20), max_tokens=100, logprobs=2)
-    await call.ended()
-    await by_hand.eventually(
-        lambda: decode.metric("kaveri_decode_requests_total", outcome="finished") == 1, "it is decoded"
-    )
-    await router.subscribe(decode)
-    assert await router.answer(call, "a") == cluster.expected(prompt(1, 20), 100)
-    assert len(router.batch_sizes) > 5
-    assert router.duplicates == 0

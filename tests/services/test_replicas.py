@@ -3,7 +3,6 @@
 Mostly the former owner is left running, as one that was frozen and wakes.
 """
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ import grpc
 import pytest
 from grpc import aio
 
-from kaveri.domain.length import TokenRange
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaOffer, Resumption
 from kaveri.domain.sampling import ResolvedParams
@@ -87,7 +85,7 @@ class Owned:
 
 
 @pytest.fixture
-def begin(cluster: Any, by_hand: Any) -> Any:
+def begin(cluster: Any) -> Any:
     async def begin(max_tokens: int = 200, prompt_tokens: int = 50, copied: int = 48, **settings: Any) -> Owned:
         """A request whose copy has at least so many tokens."""
         prefill = await cluster.prefill()
@@ -101,7 +99,7 @@ def begin(cluster: Any, by_hand: Any) -> Any:
             replica = router.replicas.get(("a", 1))
             return replica is not None and replica.token_count >= copied
 
-        await by_hand.eventually(is_copied, "a copy is held")
+        await eventually(is_copied, "a copy is held")
         holder = decodes.pop(router.replicas["a", 1].holder_id)
         (owner,) = decodes.values()
         expected = cluster.expected(token_ids, max_tokens)
@@ -110,15 +108,13 @@ def begin(cluster: Any, by_hand: Any) -> Any:
     return begin
 
 
-async def nothing_is_held(cluster: Any, by_hand: Any) -> None:
+async def nothing_is_held(cluster: Any) -> None:
     for name, replicas in cluster.replicas.items():
-        await by_hand.eventually(lambda replicas=replicas: replicas.usage().used_bytes == 0, f"{name} holds no copy")
+        await eventually(lambda replicas=replicas: replicas.usage().used_bytes == 0, f"{name} holds no copy")
         replicas.check_integrity()
 
 
-async def test_a_request_goes_on_at_the_holder_of_its_copy_with_the_same_tokens(
-    cluster: Any, by_hand: Any, begin: Any
-) -> None:
+async def test_a_request_goes_on_at_the_holder_of_its_copy_with_the_same_tokens(cluster: Any, begin: Any) -> None:
     owned = await begin()
     assert owned.owner.metric("kaveri_replica_copied_tokens_total") >= 48
 
@@ -126,7 +122,7 @@ async def test_a_request_goes_on_at_the_holder_of_its_copy_with_the_same_tokens(
         counts: ReplicaCounts = instance.load().replica_counts
         return counts
 
-    await by_hand.eventually(lambda: counts_of(owned.owner).owned == 1, "the owner says that it has a copy")
+    await eventually(lambda: counts_of(owned.owner).owned == 1, "the owner says that it has a copy")
     assert counts_of(owned.owner).unprotected == 0
     assert counts_of(owned.holder) == ReplicaCounts()
     message = owned.message()
@@ -135,57 +131,43 @@ async def test_a_request_goes_on_at_the_holder_of_its_copy_with_the_same_tokens(
     assert resumed.held_tokens >= 48
     assert counts_of(owned.holder).resumed == 1
     assert resumed.held_tokens % owned.holder.engine.info.layout.block_tokens == 0
-    await by_hand.abort(owned.owner, "a")
+    await owned.owner.abort("a")
     assert await owned.rest() == owned.expected[generated_count:]
     assert min(owned.router.tokens["a", 2]) == generated_count
     timing = owned.router.last["a", 2].timing
     assert timing.held_tokens == resumed.held_tokens
     assert timing.recomputed_tokens == len(message.token_ids) - resumed.held_tokens
     await cluster.all_free()
-    await nothing_is_held(cluster, by_hand)
+    await nothing_is_held(cluster)
 
 
-async def test_a_resumed_request_has_a_copy_again(cluster: Any, by_hand: Any, begin: Any) -> None:
-    owned = await begin(max_tokens=400)
-    await owned.resume(owned.message())
-    await by_hand.abort(owned.owner, "a")
-    await by_hand.eventually(lambda: ("a", 2) in owned.router.replicas, "its new owner has found a holder")
-    assert owned.router.replicas["a", 2].holder_id == owned.owner.instance_id
-    await by_hand.abort(owned.holder, "a", 2)
-    await nothing_is_held(cluster, by_hand)
-
-
-async def test_a_resume_may_be_asked_for_twice(cluster: Any, by_hand: Any, begin: Any) -> None:
+async def test_a_resume_may_be_asked_for_twice(cluster: Any, begin: Any) -> None:
     owned = await begin()
     message = owned.message()
     first = await owned.resume(message)
     assert await owned.resume(message) == first
-    await by_hand.abort(owned.owner, "a")
-    await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
+    await owned.owner.abort("a")
+    await eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
     assert await owned.resume(message) == first, "also shortly after its end"
     assert owned.router.duplicates == 0
 
 
-async def test_a_router_with_fewer_tokens_than_the_copy_resumes_from_its_own(
-    cluster: Any, by_hand: Any, begin: Any
-) -> None:
+async def test_a_router_with_fewer_tokens_than_the_copy_resumes_from_its_own(cluster: Any, begin: Any) -> None:
     owned = await begin(copied=80)
     resumed = await owned.resume(owned.message(token_count=4))
     assert resumed.held_tokens == 48, "whole blocks of the 54 tokens that the router has"
-    await by_hand.abort(owned.owner, "a")
+    await owned.owner.abort("a")
     assert await owned.rest() == owned.expected[4:]
 
 
-async def test_what_a_former_owner_goes_on_to_draw_changes_nothing_at_the_holder(
-    cluster: Any, by_hand: Any, begin: Any
-) -> None:
+async def test_what_a_former_owner_goes_on_to_draw_changes_nothing_at_the_holder(cluster: Any, begin: Any) -> None:
     owned = await begin(max_tokens=300)
     await owned.resume(owned.message())
     # It hears that its push has ended, and that the holder has a newer owner, and gives the request up.
-    await by_hand.eventually(lambda: owned.owner.metric("kaveri_replica_losses_total") == 1, "the owner's copy is over")
-    await by_hand.eventually(owned.owner.free, "the owner has given it up")
+    await eventually(lambda: owned.owner.metric("kaveri_replica_losses_total") == 1, "the owner's copy is over")
+    await eventually(owned.owner.free, "the owner has given it up")
     assert owned.owner.metric("kaveri_decode_requests_total", outcome="replaced") == 1
-    await by_hand.eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
+    await eventually(lambda: owned.router.finished("a", 2), "it ends at the holder")
     assert len(owned.router.tokens["a", 2]) > 0
     gained = owned.router.tokens["a", 2]
     assert [gained[index] for index in sorted(gained)] == owned.expected[min(gained) :]
@@ -203,19 +185,19 @@ async def test_what_a_former_owner_goes_on_to_draw_changes_nothing_at_the_holder
     ],
 )
 async def test_a_resume_by_any_other_is_refused_and_disturbs_nothing(
-    cluster: Any, by_hand: Any, begin: Any, fields: dict[str, Any], status: grpc.StatusCode
+    cluster: Any, begin: Any, fields: dict[str, Any], status: grpc.StatusCode
 ) -> None:
     owned = await begin(max_tokens=120)
     with refuses(status):
         await owned.resume(owned.message(**fields))
-    await by_hand.eventually(lambda: owned.router.finished("a"), "it ends at its owner")
+    await eventually(lambda: owned.router.finished("a"), "it ends at its owner")
     assert owned.answer == owned.expected
     assert owned.owner.metric("kaveri_replica_losses_total") == 0
-    await nothing_is_held(cluster, by_hand)
+    await nothing_is_held(cluster)
 
 
 async def test_a_resume_with_another_prompt_is_refused_and_the_copy_stays_for_the_right_one(
-    cluster: Any, by_hand: Any, begin: Any
+    cluster: Any, begin: Any
 ) -> None:
     owned = await begin()
     message = owned.message()
@@ -224,88 +206,12 @@ async def test_a_resume_with_another_prompt_is_refused_and_the_copy_stays_for_th
     with refuses(grpc.StatusCode.INVALID_ARGUMENT, "token_ids[3]"):
         await owned.resume(wrong)
     assert (await owned.resume(message)).held_tokens >= 48
-    await by_hand.abort(owned.owner, "a")
-    await by_hand.abort(owned.holder, "a", 2)
-
-
-async def test_a_resume_without_room_in_the_engine_is_refused_and_may_be_asked_for_again(
-    cluster: Any, by_hand: Any, begin: Any
-) -> None:
-    # The request goes on for long, and its copy, which has no room to grow, is kept for as long.
-    owned = await begin(max_tokens=300, fake_step_s=0.1, orphan_grace_s=60.0)
-    message = owned.message()
-    others: list[str] = []
-    with contextlib.suppress(aio.AioRpcError):
-        while True:
-            await by_hand.reserve(owned.holder, f"other-{len(others)}", 500, router_id="router-1")
-            others.append(f"other-{len(others)}")
-    assert owned.holder.engine.stats().free_blocks < cluster.blocks(len(message.token_ids) + 1) + 32
-    for number in range(2):
-        with contextlib.suppress(aio.AioRpcError):
-            await by_hand.reserve(owned.holder, f"small-{number}", 240, router_id="router-1")
-    with refuses(grpc.StatusCode.RESOURCE_EXHAUSTED):
-        await owned.resume(message)
-    for name in (*others, "small-0", "small-1"):
-        await by_hand.abort(owned.holder, name, router_id="router-1")
-    await by_hand.eventually(owned.holder.free, "there is room")
-    assert (await owned.resume(message)).held_tokens >= 48
-    await by_hand.abort(owned.owner, "a")
-    await by_hand.abort(owned.holder, "a", 2)
-
-
-@pytest.mark.parametrize("by_router", [True, False])
-async def test_a_copy_ends_with_its_request(cluster: Any, by_hand: Any, begin: Any, by_router: bool) -> None:
-    owned = await begin(max_tokens=400)
-    await by_hand.abort(owned.owner, "a", by_router=by_router)
-    await nothing_is_held(cluster, by_hand)
-    assert owned.holder.metric("kaveri_replica_drops_total", cause="given_up") == 1
-
-
-async def test_the_copy_of_a_complete_answer_ends_it_again_for_a_router_that_lacks_the_last_tokens(
-    cluster: Any, by_hand: Any, begin: Any
-) -> None:
-    owned = await begin(max_tokens=120)
-    await by_hand.eventually(lambda: owned.router.finished("a"), "it ends at its owner")
-    # As if the owner had died before its last tokens left it.
-    message = owned.message(token_count=110)
-    resumed = await owned.resume(message)
-    recomputed_tokens = len(message.token_ids) - resumed.held_tokens
-    assert recomputed_tokens <= 2 * owned.holder.engine.info.layout.block_tokens
-    assert await owned.rest() == owned.expected[110:]
-    await nothing_is_held(cluster, by_hand)
-
-
-async def test_copies_of_complete_answers_are_no_reason_to_refuse_another(
-    cluster: Any, by_hand: Any, begin: Any
-) -> None:
-    owned = await begin(max_tokens=60, replica_memory=2**20, orphan_grace_s=20.0)
-    await by_hand.eventually(lambda: owned.router.finished("a"), "it ends at its owner")
-    load = owned.holder.load()
-    layout = owned.holder.engine.info.layout
-    await by_hand.eventually(
-        lambda: owned.holder.load().replica_free_bytes == load.replica_total_bytes, "its memory counts as free"
-    )
-    assert cluster.replicas[owned.holder.instance_id].usage().used_bytes > 0
-    blocks = load.replica_total_bytes // (layout.layer_count * layout.block_bytes)
-    large = offer(owned.holder, "large", (blocks - 1) * layout.block_tokens)
-    await DecodeServiceStub(owned.holder.channel).OpenReplica(large, timeout=60)
-    assert owned.holder.metric("kaveri_replica_drops_total", cause="given_up") == 1
-
-
-async def test_the_copy_of_a_lost_owner_is_kept_for_the_grace_and_then_dropped(
-    cluster: Any, by_hand: Any, begin: Any
-) -> None:
-    owned = await begin(max_tokens=400)
-    message = owned.message()
-    owned.owner.host.break_off("it is killed")
-    await by_hand.eventually(owned.owner.serving.done, "the owner is gone")
-    assert (await owned.resume(message)).held_tokens >= 48
-    await by_hand.abort(owned.holder, "a", 2)
-    await by_hand.eventually(lambda: cluster.replicas[owned.holder.instance_id].usage().used_bytes == 0, "dropped")
+    await owned.owner.abort("a")
+    await owned.holder.abort("a", 2)
 
 
 async def test_a_holder_does_not_take_the_next_life_of_an_owner_for_the_one_that_it_has_a_copy_of(
-    cluster: Any, by_hand: Any, begin: Any
+    cluster: Any, begin: Any
 ) -> None:
     owned = await begin()
     holder = owned.holder.service._holder
@@ -314,85 +220,29 @@ async def test_a_holder_does_not_take_the_next_life_of_an_owner_for_the_one_that
     assert owner_id == owned.owner.instance_id
     assert holder._is_there(owner_id, life)
     assert not holder._is_there(owner_id, life + 1)
-    await by_hand.abort(owned.owner, "a")
-    await nothing_is_held(cluster, by_hand)
-
-
-async def test_nothing_resumes_a_lost_request_for_longer_than_the_grace(cluster: Any, by_hand: Any, begin: Any) -> None:
-    owned = await begin(max_tokens=400)
-    owned.owner.host.break_off("it is killed")
-    dropped = lambda: owned.holder.metric("kaveri_replica_drops_total", cause="orphaned") == 1  # noqa: E731
-    await by_hand.eventually(dropped, "the copy is dropped")
-    with refuses(grpc.StatusCode.NOT_FOUND):
-        await owned.resume(owned.message())
-
-
-async def test_a_holder_that_drains_is_replaced(cluster: Any, by_hand: Any, begin: Any) -> None:
-    owned = await begin(max_tokens=450)
-    third = await cluster.decode("decode-2", **REPLICATED)
-    owned.holder.stopping.set()
-    await by_hand.eventually(lambda: owned.replica.holder_id == third.instance_id, "another one holds the copy")
-    await by_hand.abort(owned.owner, "a")
-    await nothing_is_held(cluster, by_hand)
-
-
-async def test_a_draining_holder_takes_no_copy_and_resumes_from_those_it_has(
-    cluster: Any, by_hand: Any, begin: Any
-) -> None:
-    owned = await begin(max_tokens=400)
-    message = owned.message()
-    owned.holder.service.drain()
-    assert (await owned.resume(message)).held_tokens
-    with refuses(grpc.StatusCode.UNAVAILABLE):
-        await DecodeServiceStub(owned.holder.channel).OpenReplica(offer(owned.holder, "b"), timeout=60)
-    for decode in (owned.owner, owned.holder):
-        await by_hand.abort(decode, "a", attempt=message.attempt)
-
-
-async def test_a_draining_owner_lets_its_request_go_and_the_holder_computes_nothing_again(
-    cluster: Any, by_hand: Any, begin: Any
-) -> None:
-    owned = await begin(max_tokens=300)
-    owned.owner.service.drain()
-    await by_hand.eventually(lambda: owned.router.finished("a", 1), "the owner lets it go")
-    end = owned.router.last["a", 1]
-    assert end.moved
-    assert end.error
-    message = owned.message()
-    # The instance that draws the next token computes the newest one.
-    assert end.replica.token_count == len(message.token_ids) - 1
-    assert end.replica.holder_id == owned.holder.instance_id
-    await by_hand.eventually(lambda: owned.owner.service.is_idle, "the owner has no request")
-    await by_hand.eventually(
-        lambda: owned.owner.load().replica_counts == ReplicaCounts(moved=1), "it says that the request has moved"
-    )
-    message.replica_tokens = end.replica.token_count
-    resumed = await owned.resume(message)
-    assert resumed.held_tokens == len(message.token_ids) - 1
-    assert await owned.rest() == owned.expected[message.generated_count :]
-    await cluster.all_free()
-    await nothing_is_held(cluster, by_hand)
+    await owned.owner.abort("a")
+    await nothing_is_held(cluster)
 
 
 async def test_a_draining_owner_whose_router_is_gone_keeps_its_request(
-    cluster: Any, by_hand: Any, begin: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, begin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owned = await begin(max_tokens=400, orphan_grace_s=60.0)
     released: list[Any] = []
     monkeypatch.setattr(owned.owner.engine, "release", lambda *args: released.append(args))
     owned.router.unsubscribe(owned.owner)
     streams = owned.owner.service._instance.owners.feeds
-    await by_hand.eventually(lambda: not streams.has(ROUTER), "its router is gone")
+    await eventually(lambda: not streams.has(ROUTER), "its router is gone")
     owned.owner.service.drain()
     watermark = cluster.replicas[owned.holder.instance_id].usage
     used_bytes = watermark().used_bytes
-    await by_hand.eventually(lambda: watermark().used_bytes > used_bytes, "it draws on, and its copy grows")
+    await eventually(lambda: watermark().used_bytes > used_bytes, "it draws on, and its copy grows")
     assert not released
-    await by_hand.abort(owned.owner, "a")
+    await owned.owner.abort("a")
 
 
 async def test_only_a_few_requests_of_a_draining_owner_stand_still_at_once(
-    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill = await cluster.prefill()
     owner = await cluster.decode("decode-0", **REPLICATED)
@@ -405,19 +255,19 @@ async def test_only_a_few_requests_of_a_draining_owner_stand_still_at_once(
     monkeypatch.setattr(owner.engine, "release", lambda key, timeout_s: asked.append(key))
     here = [name for name in names if owner.service._instance._requests.by_request_id(name) is not None]
     owner.service.drain()
-    await by_hand.eventually(lambda: len(asked) >= min(2, len(here)), "some are let go")
-    await by_hand.eventually(lambda: owner.metric("kaveri_replicas_owned") == len(here), "all have copies")
+    await eventually(lambda: len(asked) >= min(2, len(here)), "some are let go")
+    await eventually(lambda: owner.metric("kaveri_replicas_owned") == len(here), "all have copies")
     for _ in range(3):
         owner.service._replicator._move_some()
     assert len(asked) == min(2, len(here))
     assert len(set(asked)) == len(asked)
     for name in names:
         for decode in (owner, other):
-            await by_hand.abort(decode, name)
+            await decode.abort(name)
 
 
 async def test_a_draining_owner_lets_the_next_request_go_when_the_one_before_goes_on_at_its_holder(
-    cluster: Any, by_hand: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicator, "_MOST_MOVING", 1)
     monkeypatch.setattr(replicator, "_RESUME_TIMEOUT_S", 60.0)
@@ -430,7 +280,7 @@ async def test_a_draining_owner_lets_the_next_request_go_when_the_one_before_goe
         await call.ended()
         answers[name] = call.get("first_token").token_id
     holder = await cluster.decode("decode-1", **REPLICATED)
-    await by_hand.eventually(lambda: len(router.replicas) == 2, "both have copies")
+    await eventually(lambda: len(router.replicas) == 2, "both have copies")
     let_go: list[Any] = []
     release = owner.engine.release
 
@@ -440,14 +290,14 @@ async def test_a_draining_owner_lets_the_next_request_go_when_the_one_before_goe
 
     monkeypatch.setattr(owner.engine, "release", count_and_release)
     owner.service.drain()
-    await by_hand.eventually(lambda: any(end.moved for end in router.last.values()), "one is let go")
+    await eventually(lambda: any(end.moved for end in router.last.values()), "one is let go")
     ((first, _),) = (key for key, end in router.last.items() if end.moved)
     second = "b" if first == "a" else "a"
 
     def second_could_go() -> bool:
         return 50 + len(router.tokens[second, 1]) - router.replicas[second, 1].token_count <= 16
 
-    await by_hand.eventually(second_could_go, "the copy of the second is nearly whole")
+    await eventually(second_could_go, "the copy of the second is nearly whole")
     owner.service._replicator._move_some()
     assert len(let_go) == 1
     gained = (answers[first], *router.drawn(first))
@@ -463,11 +313,11 @@ async def test_a_draining_owner_lets_the_next_request_go_when_the_one_before_goe
         replica_tokens=router.last[first, 1].replica.token_count,
     )
     await DecodeServiceStub(holder.channel).Resume(resumption_to_proto(resumption), timeout=30)
-    await by_hand.eventually(lambda: router.finished(second, 1), "the second is let go")
+    await eventually(lambda: router.finished(second, 1), "the second is let go")
     assert router.last[second, 1].moved
     for decode in (owner, holder):
         for name in ("a", "b"):
-            await by_hand.abort(decode, name, attempt=3)
+            await decode.abort(name, attempt=3)
 
 
 def offer(holder: Any, request_id: str, token_count: int = 50, attempt: int = 1, router_id: str = ROUTER) -> Any:
@@ -504,19 +354,7 @@ async def test_a_holder_refuses_what_it_cannot_hold_by_name(cluster: Any) -> Non
     assert holder.load().replica_free_bytes < holder.load().replica_total_bytes
 
 
-async def test_the_same_owner_may_ask_for_room_again(cluster: Any, by_hand: Any) -> None:
-    holder = await cluster.decode("decode-0", **REPLICATED)
-    stub = DecodeServiceStub(holder.channel)
-    first = await stub.OpenReplica(offer(holder, "a"), timeout=60)
-    again = await stub.OpenReplica(offer(holder, "a"), timeout=60)
-    assert first.ticket.transfer_id != again.ticket.transfer_id
-    assert again.ticket.is_open
-    assert cluster.replicas["decode-0"].usage().replica_count == 1
-    await by_hand.abort(holder, "a", by_router=False)
-    await nothing_is_held(cluster, by_hand)
-
-
-async def test_a_full_holder_drops_short_copies_for_a_long_one(cluster: Any, by_hand: Any) -> None:
+async def test_a_full_holder_drops_short_copies_for_a_long_one(cluster: Any) -> None:
     holder = await cluster.decode("decode-0", **REPLICATED | {"replica_memory": 2**20})
     stub = DecodeServiceStub(holder.channel)
     total = holder.load().replica_total_bytes
@@ -528,34 +366,6 @@ async def test_a_full_holder_drops_short_copies_for_a_long_one(cluster: Any, by_
     assert await refusal(holder, offer(holder, "equal", short)) is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert await refusal(holder, offer(holder, "long", 4 * short)) is grpc.StatusCode.RESOURCE_EXHAUSTED
     replicas = cluster.replicas["decode-0"]
-    await by_hand.eventually(lambda: replicas.usage().used_bytes < total - total // 20, "there is room")
+    await eventually(lambda: replicas.usage().used_bytes < total - total // 20, "there is room")
     await stub.OpenReplica(offer(holder, "long", 4 * short), timeout=60)
     assert holder.metric("kaveri_replica_drops_total", cause="full") >= 3
-
-
-async def test_colocated_instances_hold_one_anothers_copies(cluster: Any, by_hand: Any) -> None:
-    settings = REPLICATED | {"replication": "pair"}
-    one = await cluster.colocated("colocated-0", **settings)
-    other = await cluster.colocated("colocated-1", **settings)
-    router = await cluster.router(ROUTER)
-    token_ids = prompt(5, 50)
-    call = router.prefill(one, "a", token_ids, 200)
-    await by_hand.eventually(lambda: ("a", 1) in router.replicas, "a copy is held")
-    assert router.replicas["a", 1].holder_id == "colocated-1"
-    answer = [call.get("first_token").token_id, *router.drawn("a")]
-    params = ResolvedParams(max_tokens=200, seed=0)
-    resumption = Resumption(
-        "a",
-        Ownership(Owner(0, 2), ROUTER),
-        (*token_ids, *answer),
-        len(answer),
-        params,
-        60.0,
-        TokenRange(100, 200),
-        router.replicas["a", 1].holder_incarnation,
-    )
-    await DecodeServiceStub(other.channel).Resume(resumption_to_proto(resumption), timeout=30)
-    await by_hand.abort(one, "a")
-    await by_hand.eventually(lambda: router.finished("a", 2), "it ends at the holder")
-    assert router.drawn("a", 2) == cluster.expected(token_ids, 200)[len(answer) :]
-    await nothing_is_held(cluster, by_hand)

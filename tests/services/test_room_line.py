@@ -10,20 +10,19 @@ import grpc
 import pytest
 from grpc import aio
 
-from kaveri.domain.owner import Owner, Ownership
 from kaveri.errors import NoCapacity
 from kaveri.policy.decode_room import MAX_OVERTAKES
+from tests.services.conftest import BLOCK_BYTES, TIGHT, eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
 
-BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
-TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
+pytestmark = pytest.mark.usefixtures("fake_blocks")
 
 
-async def is_refused(by_hand: Any, decode: Any, request_id: str, token_count: int) -> bool:
+async def is_refused(decode: Any, request_id: str, token_count: int) -> bool:
     """Asks for room by hand, and does not wait for it; whether there is none."""
     try:
-        await by_hand.reserve(decode, request_id, token_count)
+        await decode.reserve(request_id, token_count)
     except aio.AioRpcError as error:
         if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
             raise
@@ -38,18 +37,17 @@ def in_line(decode: Any) -> int:
 class Waiters:
     """Requests that wait for room, by hand."""
 
-    def __init__(self, by_hand: Any) -> None:
-        self.by_hand = by_hand
+    def __init__(self) -> None:
         self.calls: dict[str, asyncio.Task[Any]] = {}
         self.granted: list[str] = []
 
     async def begin(self, decode: Any, request_id: str, token_count: int, **fields: Any) -> None:
         """The request is in line when this returns."""
         before = in_line(decode)
-        call = asyncio.create_task(self.by_hand.reserve(decode, request_id, token_count, wait=True, **fields))
+        call = asyncio.create_task(decode.reserve(request_id, token_count, wait=True, **fields))
         call.add_done_callback(lambda done: self._done(request_id, done))
         self.calls[request_id] = call
-        await self.by_hand.eventually(lambda: in_line(decode) == before + 1, f"{request_id} waits")
+        await eventually(lambda: in_line(decode) == before + 1, f"{request_id} waits")
 
     async def code(self, request_id: str) -> grpc.StatusCode:
         """How its call ends."""
@@ -65,112 +63,46 @@ class Waiters:
 
 
 @pytest.fixture
-async def waiters(by_hand: Any) -> AsyncIterator[Waiters]:
-    made = Waiters(by_hand)
+async def waiters() -> AsyncIterator[Waiters]:
+    made = Waiters()
     yield made
     for call in made.calls.values():
         call.cancel()
     await asyncio.gather(*made.calls.values(), return_exceptions=True)
 
 
-async def overtake(by_hand: Any, decode: Any, count: int) -> None:
+async def overtake(decode: Any, count: int) -> None:
     """So many small requests get room and give it back."""
     held_blocks = decode.held_blocks
     for number in range(count):
-        await by_hand.reserve(decode, f"overtakes {number}", 1)
-        await by_hand.abort(decode, f"overtakes {number}")
-        await by_hand.eventually(lambda: decode.held_blocks == held_blocks, "its block is free")
+        await decode.reserve(f"overtakes {number}", 1)
+        await decode.abort(f"overtakes {number}")
+        await eventually(lambda: decode.held_blocks == held_blocks, "its block is free")
 
 
 def small_decode(cluster: Any, instance_id: str = "decode-0", **settings: Any) -> Any:
     return cluster.decode(instance_id, **{**TIGHT, **settings})
 
 
-@pytest.fixture(autouse=True)
-def fake_engines(cluster: Any) -> None:
-    cluster.needs_fake_engines("counts blocks of 16 tokens")
-
-
-async def test_a_large_request_under_a_steady_stream_of_small_ones_is_placed_within_a_bound(
-    cluster: Any, by_hand: Any
-) -> None:
-    # Each of the small ones takes 1 or 2 of 12 blocks, the large one 9. Sixteen of them want room at all times, from
-    # another prefill instance, and of different lengths, so that there is hardly ever room for the large one by chance.
-    stream = await cluster.prefill("prefill-0", max_model_len=160)
-    prefill = await cluster.prefill("prefill-1", max_model_len=160)
-    decode = await small_decode(cluster, fake_step_s=0.02)
-    router = await cluster.router()
-    width, order, numbers = 16, list[str](), itertools.count()
-    stopping = asyncio.Event()
-
-    async def send_small(number: int) -> None:
-        name, token_ids, length = f"small {number}", prompt(number, 4), 2 + 5 * number % 23
-        call = router.prefill(stream, name, token_ids, max_tokens=length, ignore_eos=True)
-        await by_hand.eventually(lambda: call.seen("placed"), f"{name} is placed")
-        order.append(name)
-        assert await router.answer(call, name) == cluster.expected(token_ids, length)
-
-    async def keep_coming() -> None:
-        while not stopping.is_set():
-            await send_small(next(numbers))
-
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(width):
-            tasks.create_task(keep_coming())
-        await by_hand.eventually(lambda: len(order) >= 2 * width, "the small ones run")
-        token_ids = prompt(1, 140)
-        large = router.prefill(prefill, "large", token_ids, max_tokens=10, ignore_eos=True)
-        await by_hand.eventually(lambda: decode.metric("kaveri_decode_line_requests") > 0, "the large one waits")
-        before = len(order)
-        await by_hand.eventually(lambda: large.seen("placed"), "the large one is placed")
-        overtakes = len(order) - before
-        stopping.set()
-        assert await router.answer(large, "large") == cluster.expected(token_ids, 10)
-    # Each of the small ones may have had its room before the large one waited, and not have said so.
-    assert overtakes <= MAX_OVERTAKES + 2 * width
-    await cluster.all_free()
-
-
-async def test_room_that_comes_free_goes_to_those_that_wait_in_the_order_in_which_they_came(
-    cluster: Any, by_hand: Any, waiters: Waiters
-) -> None:
-    decode = await small_decode(cluster)
-    await cluster.router()
-    await by_hand.reserve(decode, "taken", 159)
-    await by_hand.reserve(decode, "taken too", 31)
-    for name, token_count in (("large", 100), ("next", 40), ("small", 1), ("last", 100)):
-        await waiters.begin(decode, name, token_count)
-    await by_hand.abort(decode, "taken")
-    await by_hand.abort(decode, "taken too")
-    await by_hand.eventually(lambda: len(waiters.granted) == 3, "three fit")
-    assert waiters.granted == ["large", "next", "small"]
-    await by_hand.abort(decode, "next")
-    await by_hand.abort(decode, "large")
-    await by_hand.eventually(lambda: waiters.granted[3:] == ["last"], "the last one fits")
-    for name in ("small", "last"):
-        await by_hand.abort(decode, name)
-    await cluster.all_free()
-
-
 async def test_what_is_free_is_kept_for_the_first_in_line_once_it_was_overtaken_to_the_limit(
-    cluster: Any, by_hand: Any, waiters: Waiters
+    cluster: Any, waiters: Waiters
 ) -> None:
     decode = await small_decode(cluster)
     await cluster.router()
-    await by_hand.reserve(decode, "taken", 79)
+    await decode.reserve("taken", 79)
     await waiters.begin(decode, "large", 127)
-    await overtake(by_hand, decode, MAX_OVERTAKES)
-    assert await is_refused(by_hand, decode, "small", 1)
+    await overtake(decode, MAX_OVERTAKES)
+    assert await is_refused(decode, "small", 1)
     # Prefill instances see that there is nothing for others.
     assert decode.engine.stats().free_blocks == 7
     assert decode.load().free_blocks == 0
     await waiters.begin(decode, "behind", 1)
-    await by_hand.abort(decode, "taken")
+    await decode.abort("taken")
     assert await waiters.code("large") is grpc.StatusCode.OK
     assert await waiters.code("behind") is grpc.StatusCode.OK
     assert waiters.granted == ["large", "behind"]
     for request_id in ("large", "behind"):
-        await by_hand.abort(decode, request_id)
+        await decode.abort(request_id)
     await cluster.all_free()
 
 
@@ -178,118 +110,116 @@ async def test_what_is_free_is_kept_for_the_first_in_line_once_it_was_overtaken_
     "how", ["its call is cancelled", "it is aborted", "its time is over", "its call's time is over"]
 )
 async def test_nothing_is_kept_for_a_request_that_wants_no_room_any_more(
-    cluster: Any, by_hand: Any, waiters: Waiters, how: str
+    cluster: Any, waiters: Waiters, how: str
 ) -> None:
     decode = await small_decode(cluster)
     await cluster.router()
-    await by_hand.reserve(decode, "taken", 79)
+    await decode.reserve("taken", 79)
     await waiters.begin(decode, "large", 127, **({"timeout_s": 2.0} if how == "its time is over" else {}))
-    await overtake(by_hand, decode, MAX_OVERTAKES)
+    await overtake(decode, MAX_OVERTAKES)
     if how == "its call is cancelled":
         waiters.calls["large"].cancel()
     elif how == "it is aborted":
-        await by_hand.abort(decode, "large")
+        await decode.abort("large")
         assert await waiters.code("large") is grpc.StatusCode.CANCELLED
     elif how == "its time is over":
         assert await waiters.code("large") is grpc.StatusCode.DEADLINE_EXCEEDED
     else:
         waiters.calls["large"].cancel()
         with refuses(grpc.StatusCode.DEADLINE_EXCEEDED):
-            await by_hand.reserve(decode, "large", 127, wait=True, rpc_timeout_s=1.0)
-    await by_hand.eventually(lambda: in_line(decode) == 0, "it waits no more")
+            await decode.reserve("large", 127, wait=True, rpc_timeout_s=1.0)
+    await eventually(lambda: in_line(decode) == 0, "it waits no more")
     assert decode.load().free_blocks == 7
-    assert not await is_refused(by_hand, decode, "small", 1)
+    assert not await is_refused(decode, "small", 1)
     for request_id in ("taken", "small"):
-        await by_hand.abort(decode, request_id)
+        await decode.abort(request_id)
     await cluster.all_free()
 
 
 async def test_an_abort_by_another_router_or_of_an_older_attempt_leaves_the_place_in_line(
-    cluster: Any, by_hand: Any, waiters: Waiters
+    cluster: Any, waiters: Waiters
 ) -> None:
     decode = await small_decode(cluster)
     await cluster.router()
-    await by_hand.reserve(decode, "taken", 159)
+    await decode.reserve("taken", 159)
     await waiters.begin(decode, "waits", 100, attempt=2)
-    await by_hand.abort(decode, "waits", attempt=9, router_id="router-1")
-    await by_hand.abort(decode, "waits", attempt=1)
+    await decode.abort("waits", attempt=9, router_id="router-1")
+    await decode.abort("waits", attempt=1)
     assert in_line(decode) == 1
-    await by_hand.abort(decode, "taken")
+    await decode.abort("taken")
     assert await waiters.code("waits") is grpc.StatusCode.OK
-    await by_hand.abort(decode, "waits", attempt=2)
+    await decode.abort("waits", attempt=2)
     await cluster.all_free()
 
 
 async def test_a_newer_attempt_takes_the_place_in_line_over_and_the_older_ones_call_ends(
-    cluster: Any, by_hand: Any, waiters: Waiters
+    cluster: Any, waiters: Waiters
 ) -> None:
     decode = await small_decode(cluster)
     await cluster.router()
-    await by_hand.reserve(decode, "taken", 159)
+    await decode.reserve("taken", 159)
     for name in ("a", "b"):
         await waiters.begin(decode, name, 100)
     older = waiters.calls.pop("a")
-    newer = asyncio.create_task(by_hand.reserve(decode, "a", 100, attempt=2, wait=True))
+    newer = asyncio.create_task(decode.reserve("a", 100, attempt=2, wait=True))
     waiters.calls["a"] = newer
     with refuses(grpc.StatusCode.ABORTED):
         await older
     assert in_line(decode) == 2
-    await by_hand.abort(decode, "taken")
+    await decode.abort("taken")
     assert await waiters.code("a") is grpc.StatusCode.OK
     assert not waiters.calls["b"].done()
-    await by_hand.abort(decode, "a", attempt=2)
+    await decode.abort("a", attempt=2)
     assert await waiters.code("b") is grpc.StatusCode.OK
-    await by_hand.abort(decode, "b")
+    await decode.abort("b")
     await cluster.all_free()
 
 
 async def test_a_waiting_request_that_another_router_begins_hears_that_it_must_not_be_placed_again(
-    cluster: Any, by_hand: Any, waiters: Waiters
+    cluster: Any, waiters: Waiters
 ) -> None:
     decode = await small_decode(cluster)
     await cluster.router()
-    await by_hand.reserve(decode, "taken", 159)
+    await decode.reserve("taken", 159)
     await waiters.begin(decode, "a", 100)
-    assert await is_refused_for(by_hand, decode, "a", "router-1")
+    assert await is_refused_for(decode, "a", "router-1")
     assert await waiters.code("a") is grpc.StatusCode.ALREADY_EXISTS
     assert in_line(decode) == 0
-    await by_hand.abort(decode, "taken")
+    await decode.abort("taken")
     await cluster.all_free()
 
 
-async def is_refused_for(by_hand: Any, decode: Any, request_id: str, router_id: str) -> bool:
+async def is_refused_for(decode: Any, request_id: str, router_id: str) -> bool:
     try:
-        await by_hand.reserve(decode, request_id, 100, router_id=router_id)
+        await decode.reserve(request_id, 100, router_id=router_id)
     except aio.AioRpcError as error:
         return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     return False
 
 
 async def test_a_full_line_refuses_the_next_request(
-    cluster: Any, by_hand: Any, waiters: Waiters, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, waiters: Waiters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = await small_decode(cluster)
     monkeypatch.setattr(decode.service._room.line, "_max_waiting", 2)
     await cluster.router()
-    await by_hand.reserve(decode, "taken", 79)
+    await decode.reserve("taken", 79)
     for name in ("a", "b"):
         await waiters.begin(decode, name, 127)
     with refuses(grpc.StatusCode.RESOURCE_EXHAUSTED):
-        await by_hand.reserve(decode, "c", 127, wait=True)
-    assert not await is_refused(by_hand, decode, "small", 1), "it does not have to wait"
+        await decode.reserve("c", 127, wait=True)
+    assert not await is_refused(decode, "small", 1), "it does not have to wait"
     assert in_line(decode) == 2
     for request_id in ("taken", "small", "a", "b"):
-        await by_hand.abort(decode, request_id)
+        await decode.abort(request_id)
     await cluster.all_free()
 
 
 @pytest.mark.parametrize("how", ["drains", "breaks"])
-async def test_an_instance_that_ends_answers_all_that_wait_at_once(
-    cluster: Any, by_hand: Any, waiters: Waiters, how: str
-) -> None:
+async def test_an_instance_that_ends_answers_all_that_wait_at_once(cluster: Any, waiters: Waiters, how: str) -> None:
     decode = await small_decode(cluster, drain_timeout_s=30.0)
     await cluster.router()
-    await by_hand.reserve(decode, "taken", 159)
+    await decode.reserve("taken", 159)
     for name in ("a", "b", "c"):
         await waiters.begin(decode, name, 100)
     if how == "drains":
@@ -299,48 +229,29 @@ async def test_an_instance_that_ends_answers_all_that_wait_at_once(
     for name in ("a", "b", "c"):
         assert await waiters.code(name) is grpc.StatusCode.UNAVAILABLE
     assert in_line(decode) == 0
-    await by_hand.abort(decode, "taken")
+    await decode.abort("taken")
 
 
-async def test_requests_wait_spread_over_the_instances_and_go_where_room_appears(cluster: Any, by_hand: Any) -> None:
+async def test_requests_wait_spread_over_the_instances_and_go_where_room_appears(cluster: Any) -> None:
     prefill = await cluster.prefill(max_model_len=160, kv_cache_memory=48 * BLOCK_BYTES)
     decodes = [await small_decode(cluster, f"decode-{number}") for number in range(2)]
     router = await cluster.router()
     for decode in decodes:
-        await by_hand.reserve(decode, "taken", 79)
+        await decode.reserve("taken", 79)
     calls = [router.prefill(prefill, f"r{number}", prompt(number, 127), 10, ignore_eos=True) for number in range(2)]
-    await by_hand.eventually(lambda: [in_line(decode) for decode in decodes] == [1, 1], "one waits at each")
+    await eventually(lambda: [in_line(decode) for decode in decodes] == [1, 1], "one waits at each")
     # Both are served by one of them: the other never has room.
-    await by_hand.abort(decodes[0], "taken")
+    await decodes[0].abort("taken")
     for number, call in enumerate(calls):
         assert await router.answer(call, f"r{number}") == cluster.expected(prompt(number, 127), 10)
         assert call.get("placed").decode_instance_id == "decode-0"
-    await by_hand.eventually(lambda: in_line(decodes[1]) == 0, "it gives its place up")
-    await by_hand.abort(decodes[1], "taken")
-    await cluster.all_free()
-
-
-async def test_room_granted_to_a_request_that_has_just_been_cancelled_is_given_back(
-    cluster: Any, by_hand: Any, waiters: Waiters
-) -> None:
-    decode = await small_decode(cluster)
-    await cluster.router()
-    instance = decode.service
-    for number in range(20):
-        await by_hand.reserve(decode, "taken", 159)
-        await waiters.begin(decode, f"r{number}", 100)
-        # The grant and the cancellation cross: either may come first.
-        instance.abort("taken", Ownership(Owner(0, 1), "router-0"), by_router=True)
-        for _ in range(number):
-            await asyncio.sleep(0)
-        waiters.calls[f"r{number}"].cancel()
-        await by_hand.abort(decode, f"r{number}", by_router=False)
-        await by_hand.eventually(decode.free, "nothing is reserved")
+    await eventually(lambda: in_line(decodes[1]) == 0, "it gives its place up")
+    await decodes[1].abort("taken")
     await cluster.all_free()
 
 
 async def test_a_request_that_the_engine_refuses_while_the_instance_drains_is_sent_away(
-    cluster: Any, by_hand: Any, waiters: Waiters, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, waiters: Waiters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = await small_decode(cluster)
     await cluster.router()
@@ -352,7 +263,7 @@ async def test_a_request_that_the_engine_refuses_while_the_instance_drains_is_se
 
     monkeypatch.setattr(decode.engine, "reserve", answer_later)
     await waiters.begin(decode, "a", 100)
-    await by_hand.eventually(lambda: bool(asked), "the engine is asked")
+    await eventually(lambda: bool(asked), "the engine is asked")
     decode.service.drain()
     asked[0].set_exception(NoCapacity("kv pool", 0.1, "preempted requests wait for blocks"))
     assert await waiters.code("a") is grpc.StatusCode.UNAVAILABLE
@@ -361,7 +272,7 @@ async def test_a_request_that_the_engine_refuses_while_the_instance_drains_is_se
 
 
 async def test_an_engine_that_keeps_its_free_blocks_for_others_is_asked_again_after_a_pause(
-    cluster: Any, by_hand: Any, waiters: Waiters, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, waiters: Waiters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = await small_decode(cluster)
     await cluster.router()
@@ -379,29 +290,29 @@ async def test_an_engine_that_keeps_its_free_blocks_for_others_is_asked_again_af
     await waiters.begin(decode, "a", 100)
     assert next(asked) < refusals, "other work goes on in between"
     assert await waiters.code("a") is grpc.StatusCode.OK
-    await by_hand.abort(decode, "a")
+    await decode.abort("a")
     await cluster.all_free()
 
 
-async def test_a_late_abort_of_room_that_was_given_back_leaves_a_newer_reservation(cluster: Any, by_hand: Any) -> None:
+async def test_a_late_abort_of_room_that_was_given_back_leaves_a_newer_reservation(cluster: Any) -> None:
     """Prefill gives a place up and asks the same instance again: its messages may change their order on the way."""
     decode = await small_decode(cluster)
     await cluster.router()
-    await by_hand.reserve(decode, "a", 100, reservation=1)
-    await by_hand.reserve(decode, "a", 100, reservation=3, wait=True)
+    await decode.reserve("a", 100, reservation=1)
+    await decode.reserve("a", 100, reservation=3, wait=True)
     held_blocks = decode.held_blocks
-    await by_hand.abort(decode, "a", by_router=False, reservation=2)
+    await decode.abort("a", by_router=False, reservation=2)
     with refuses(grpc.StatusCode.ABORTED):
-        await by_hand.reserve(decode, "a", 100, reservation=2)
+        await decode.reserve("a", 100, reservation=2)
     assert decode.load().running_requests + decode.load().waiting_requests == 1
     assert decode.held_blocks == held_blocks
-    await by_hand.abort(decode, "a", by_router=False, reservation=3)
-    await by_hand.eventually(decode.free, "it is given back")
+    await decode.abort("a", by_router=False, reservation=3)
+    await eventually(decode.free, "it is given back")
     for number in (0, 7):
-        await by_hand.reserve(decode, "b", 100, attempt=1 + number, reservation=2, wait=True)
-        await by_hand.abort(decode, "b", attempt=1 + number, reservation=0)
-        await by_hand.eventually(decode.free, "a router ends every reservation")
-    await by_hand.reserve(decode, "c", 100, attempt=1, reservation=5)
-    await by_hand.abort(decode, "c", attempt=2, by_router=False, reservation=1)
-    await by_hand.eventually(decode.free, "an older attempt ends, whatever its number")
+        await decode.reserve("b", 100, attempt=1 + number, reservation=2, wait=True)
+        await decode.abort("b", attempt=1 + number, reservation=0)
+        await eventually(decode.free, "a router ends every reservation")
+    await decode.reserve("c", 100, attempt=1, reservation=5)
+    await decode.abort("c", attempt=2, by_router=False, reservation=1)
+    await eventually(decode.free, "an older attempt ends, whatever its number")
     await cluster.all_free()

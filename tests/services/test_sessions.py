@@ -12,7 +12,6 @@ from kaveri.v1 import inference_pb2, sampling_pb2
 from services.router import recovery
 from tests.services.conftest import eventually
 from tests.services.prompts import prompt
-from tests.services.refusals import refuses
 from tests.services.session_client import GRACE_S, SECRET, WAIT_S, SessionClient, SessionRouters, computed
 
 
@@ -49,65 +48,6 @@ async def two_routers(cluster: Any, routers: SessionRouters, **decode: Any) -> N
     await cluster.decode(orphan_grace_s=GRACE_S, **{"fake_step_s": 0.01, **decode})
     await routers.start("router-0")
     await routers.start("router-1")
-
-
-async def test_a_router_dies_while_the_prompt_is_computed_and_it_is_computed_once(
-    cluster: Any, routers: SessionRouters
-) -> None:
-    await two_routers(cluster, routers, prefill={"fake_step_s": 0.05})
-    ahead = SessionClient(prompt(3, 100), {"max_tokens": 2}, request_id="ahead")
-    client = SessionClient(prompt(2, 200), {"max_tokens": 20})
-    other = routers.generate("router-1", ahead.message())
-    call = routers.generate("router-0", client.message())
-    await eventually(lambda: computed(cluster) > 0, "the prompts are computed")
-    await routers.cut("router-0")
-    call.cancel()
-    client.session = 1
-    await client.finish(routers.generate("router-1", client.message()))
-    await ahead.finish(other)
-    assert client.token_ids == cluster.expected(prompt(2, 200), 20)
-    assert computed(cluster) == 300, "each prompt once"
-    await cluster.all_free()
-
-
-async def test_a_router_dies_while_the_prompt_waits_for_room_at_decode(cluster: Any, routers: SessionRouters) -> None:
-    await two_routers(cluster, routers, max_model_len=160, kv_cache_memory=12 * 4096)
-    first = SessionClient(prompt(4, 100), {"max_tokens": 50}, request_id="first")
-    client = SessionClient(prompt(5, 100), {"max_tokens": 20})
-    other = routers.generate("router-1", first.message())
-    await first.read(other, 2)
-    call = routers.generate("router-0", client.message())
-    await eventually(lambda: computed(cluster) == 200, "it waits for room")
-    await routers.cut("router-0")
-    call.cancel()
-    client.session = 1
-    await client.finish(routers.generate("router-1", client.message()))
-    await first.finish(other)
-    assert client.token_ids == cluster.expected(prompt(5, 100), 20)
-    assert computed(cluster) == 200
-    await cluster.all_free()
-
-
-async def test_an_answer_that_ended_before_its_client_heard_of_it_is_repeated(
-    cluster: Any, routers: SessionRouters
-) -> None:
-    await two_routers(cluster, routers)
-    decode = cluster.instances[1]
-    for number, received in enumerate((0, 1, 5)):
-        client = SessionClient(prompt(6), {"max_tokens": 10}, request_id=f"r{number}")
-        call = routers.generate("router-0", client.message())
-        await client.read(call, received)
-        await eventually(
-            lambda number=number: decode.metric("kaveri_decode_requests_total", outcome="finished") == number + 1,
-            "decode has finished it",
-        )
-        call.cancel()
-        before = computed(cluster)
-        client.session = 1
-        await client.finish(routers.generate("router-1", client.message()))
-        assert client.token_ids == cluster.expected(prompt(6), 10)
-        assert computed(cluster) == before
-    await cluster.all_free()
 
 
 async def test_a_client_may_re_attach_through_the_same_router_again_and_again(
@@ -149,20 +89,6 @@ async def test_text_goes_on_with_the_next_character_and_a_stop_text_straddles_th
     await cluster.all_free()
 
 
-async def test_a_client_that_leaves_a_living_router_frees_everything_within_a_second(
-    cluster: Any, routers: SessionRouters
-) -> None:
-    await two_routers(cluster, routers, prefill={"fake_step_s": 0.02})
-    for number, until in enumerate((0, 0, 5)):
-        client = SessionClient(prompt(9, 300), {"max_tokens": 100}, request_id=f"r{number}")
-        call = routers.generate("router-0", client.message())
-        before = computed(cluster)
-        await eventually(lambda before=before: computed(cluster) > before, "it is computed")
-        await client.read(call, until)
-        call.cancel()
-        await cluster.all_free(1.0)
-
-
 async def test_cancel_works_through_any_router(cluster: Any, routers: SessionRouters) -> None:
     await two_routers(cluster, routers)
     client = SessionClient(prompt(10), {"max_tokens": 300})
@@ -174,30 +100,6 @@ async def test_cancel_works_through_any_router(cluster: Any, routers: SessionRou
     assert client.last.finish_reason == sampling_pb2.FINISH_REASON_CANCELLED
     assert not await routers.cancel("router-1", "a")
     await cluster.all_free()
-
-
-@pytest.mark.parametrize("through", ["router-1", "router-2"])
-async def test_a_cancel_between_two_sessions_ends_the_request_when_it_re_attaches(
-    cluster: Any, routers: SessionRouters, through: str
-) -> None:
-    await two_routers(cluster, routers)
-    await routers.start("router-2")
-    client = SessionClient(prompt(30), {"max_tokens": 300})
-    await client.read(routers.generate("router-0", client.message()), 3)
-    await routers.cut("router-0")
-    # By another client, while no router has the request.
-    assert await routers.cancel(through, "a")
-    client.session = 1
-    await client.finish(routers.generate("router-1", client.message()))
-    assert client.last is not None
-    assert client.last.finish_reason == sampling_pb2.FINISH_REASON_CANCELLED
-    await cluster.all_free(1.0)
-    again = SessionClient(prompt(30), {"max_tokens": 20}, secret=b"of another request")
-    call = routers.generate("router-1", again.message())
-    await again.read(call, 3)
-    again.session = 1
-    await again.finish(routers.generate("router-2", again.message()))
-    assert again.token_ids == cluster.expected(prompt(30), 20), "the same id may be used again"
 
 
 @pytest.mark.parametrize("how", ["by its id", "by its client's leaving"])
@@ -372,54 +274,3 @@ async def test_bad_re_attaches_are_refused_by_field_and_disturb_no_one(
         await client.finish(routers.generate("router-0", client.message()))
     assert client.token_ids == cluster.expected(prompt(11), 50)
     await cluster.all_free()
-
-
-async def test_a_session_that_does_not_grow_is_refused(cluster: Any, routers: SessionRouters) -> None:
-    await two_routers(cluster, routers)
-    client = SessionClient(prompt(12), {"max_tokens": 200})
-    call = routers.generate("router-0", client.message())
-    await client.read(call, 3)
-    client.session = 2
-    again = routers.generate("router-1", client.message())
-    await client.read(again, 10)
-    for name in ("router-0", "router-1"):
-        with refuses(grpc.StatusCode.INVALID_ARGUMENT, "session"):
-            await replace(client, token_ids=[]).read(routers.generate(name, client.message()), 1000)
-    again.cancel()
-    await cluster.all_free()
-
-
-async def test_an_instance_of_both_phases_hands_its_requests_to_another_router(
-    cluster: Any, routers: SessionRouters
-) -> None:
-    await cluster.colocated(orphan_grace_s=GRACE_S, fake_step_s=0.01)
-    await routers.start("router-0")
-    await routers.start("router-1")
-    for number, until in enumerate((0, 1, 20)):
-        client = SessionClient(prompt(13, 100), {"max_tokens": 60}, request_id=f"r{number}")
-        before = computed(cluster)
-        call = routers.generate("router-0", client.message())
-        if until:
-            await client.read(call, until)
-        else:
-            await eventually(lambda before=before: computed(cluster) > before, "it is computed")
-        client.session = 1
-        await client.finish(routers.generate("router-1", client.message()))
-        assert client.token_ids == cluster.expected(prompt(13, 100), 60)
-        assert computed(cluster) - before == 100
-    await cluster.all_free()
-
-
-async def test_orphans_end_with_the_grace(cluster: Any, routers: SessionRouters) -> None:
-    await cluster.prefill(orphan_grace_s=0.3, fake_step_s=0.05, chunk_tokens=16)
-    decode = await cluster.decode(orphan_grace_s=0.3, fake_step_s=0.02)
-    await routers.start("router-0")
-    running = SessionClient(prompt(14), {"max_tokens": 400}, request_id="running")
-    computing = SessionClient(prompt(15, 400), {"max_tokens": 100}, request_id="computing")
-    await running.read(routers.generate("router-0", running.message()), 3)
-    call = routers.generate("router-0", computing.message())
-    await eventually(lambda: computed(cluster) > 40, "the second one is computed")
-    await routers.cut("router-0")
-    call.cancel()
-    await cluster.all_free(2.0)
-    assert decode.metric("kaveri_decode_requests_total", outcome="router_gone") >= 1

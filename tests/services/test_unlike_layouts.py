@@ -11,6 +11,7 @@ import pytest
 
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.kv.transports import TRANSPORT_NAMES
+from tests.services.conftest import eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
 from tests.support.plain_transformers import PlainTransformers
@@ -84,38 +85,19 @@ async def test_like_and_unlike_decode_instances_are_pushed_to_side_by_side(clust
 
 
 @over_each_transport
-async def test_a_request_that_is_given_up_while_it_is_mapped_leaves_nothing_behind(cluster: Any, by_hand: Any) -> None:
+async def test_a_request_that_is_given_up_while_it_is_mapped_leaves_nothing_behind(cluster: Any) -> None:
     prefill = await cluster.prefill(block_tokens=32, chunk_tokens=32, fake_step_s=0.01)
     decode = await cluster.decode(block_tokens=16)
     router = await cluster.router()
     calls = [router.prefill(prefill, f"r{number}", prompt(number, 400), max_tokens=5) for number in range(4)]
-    await by_hand.eventually(lambda: all(call.seen("placed") for call in calls[:2]), "pushes are under way")
+    await eventually(lambda: all(call.seen("placed") for call in calls[:2]), "pushes are under way")
     for number, call in enumerate(calls):
         await call.cancel()
-        await by_hand.abort(decode, f"r{number}")
+        await decode.abort(f"r{number}")
     await cluster.all_free()
     token_ids = prompt(9, 300)
     call = router.prefill(prefill, "after", token_ids, max_tokens=5)
     assert await router.answer(call, "after") == FakeModel().answer(token_ids, 0, 5)
-    await cluster.all_free()
-
-
-@over_each_transport
-async def test_a_decode_instance_that_dies_under_a_mapped_push_is_replaced_by_another(
-    cluster: Any, by_hand: Any
-) -> None:
-    prefill = await cluster.prefill(block_tokens=16, chunk_tokens=16, fake_step_s=0.05)
-    decodes = {
-        name: await cluster.decode(name, block_tokens=size) for name, size in (("decode-0", 64), ("decode-1", 32))
-    }
-    router = await cluster.router()
-    token_ids = prompt(7, 400)
-    call = router.prefill(prefill, "a", token_ids, max_tokens=10)
-    await by_hand.eventually(lambda: call.seen("placed"), "placed")
-    doomed = decodes.pop(call.get("placed").decode_instance_id)
-    doomed.serving.cancel()
-    assert await router.answer(call, "a") == FakeModel().answer(token_ids, 0, 10)
-    assert [call.get("placed").decode_instance_id] == list(decodes)
     await cluster.all_free()
 
 
@@ -131,13 +113,13 @@ async def test_a_decode_instance_that_dies_under_a_mapped_push_is_replaced_by_an
     ],
 )
 async def test_what_cannot_be_mapped_is_refused_by_the_field_before_room_is_spent(
-    cluster: Any, by_hand: Any, field: str, value: object
+    cluster: Any, field: str, value: object
 ) -> None:
     decode = await cluster.decode()
     await cluster.router()
     foreign = replace(decode.engine.info.layout, block_tokens=32, **{field: value})
     with refuses(grpc.StatusCode.FAILED_PRECONDITION, field):
-        await by_hand.reserve(decode, "a", 15, layout=foreign)
+        await decode.reserve("a", 15, layout=foreign)
     assert decode.held_blocks == 0
 
 

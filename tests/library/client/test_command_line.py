@@ -183,17 +183,6 @@ def test_in_a_chat_ctrl_c_just_when_the_request_was_sent_cancels_the_answer(
     assert len(service.finished) == 1
 
 
-@pytest.mark.parametrize("role", ["router", "prefill", "decode"])
-def test_a_service_gets_its_flags_and_its_help(role: str) -> None:
-    helped = kaveri(role, "--help")
-    assert helped.returncode == 0, helped.stderr
-    assert helped.stdout.startswith(f"Usage: kaveri {role} [OPTIONS]")
-    assert "KAVERI_REDIS_URL" in helped.stdout
-    refused = kaveri(role, "--port", "many")
-    assert refused.returncode == 2
-    assert refused.stderr.startswith(f"kaveri {role}: --port: ")
-
-
 def test_version_and_help_are_quick() -> None:
     assert kaveri("--version").stdout.strip() == "0.1.0"
     helped = kaveri("--help")

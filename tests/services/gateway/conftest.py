@@ -14,7 +14,7 @@ from kaveri.cluster.memory_store import MemoryStore
 from kaveri.text.tokenizer import ModelTokenizer
 from services.gateway.config import GatewayConfig
 from services.gateway.service import Gateway, gateway_host
-from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
+from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster, scripted_cluster
 
 WITHIN_S = 60.0
 
@@ -129,11 +129,8 @@ async def read_answer(reader: asyncio.StreamReader) -> HttpAnswer:
 @pytest.fixture
 async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
     """One scripted prefill and one scripted decode instance."""
-    cluster = ScriptedCluster(tokenizer)
-    await cluster.add_prefill("prefill-0")
-    await cluster.add_decode("decode-0")
-    yield cluster
-    await cluster.close()
+    async with scripted_cluster(tokenizer) as cluster:
+        yield cluster
 
 
 @contextlib.asynccontextmanager

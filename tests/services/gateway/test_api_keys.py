@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -105,48 +103,6 @@ async def test_a_new_key_and_a_revoked_one_are_noticed_while_the_gateway_runs(
         await _until_status(gateway, secret, 200)
         _remove_last(keys_file)
         await _until_status(gateway, secret, 401)
-
-
-async def test_a_thousand_reloads_under_load_let_nobody_in_or_out_for_a_moment(
-    cluster: ScriptedCluster, keys_file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # All looks are this test's: one of the gateway's own beside them would be the second one at a file half written.
-    monkeypatch.setattr("kaveri.security.keys_file.LOOK_EVERY_S", 3600.0)
-    steady = add_key(keys_file, "steady", KeyLimits())
-    without = _text(keys_file)
-    changing = add_key(keys_file, "changing", KeyLimits())
-    texts = (without, _text(keys_file))
-    stopping = asyncio.Event()
-    statuses: Counter[int] = Counter()
-
-    async def ask_steadily(gateway: GatewayUnderTest) -> None:
-        while not stopping.is_set():
-            statuses[(await gateway.ask("/v1/models", headers=_bearer(steady))).status] += 1
-
-    async with run_gateway(cluster, keys_file=keys_file, redis_url=_NO_REDIS) as gateway:
-        assert gateway.gateway.callers is not None
-        keys = gateway.gateway.callers.keys
-        async with asyncio.TaskGroup() as clients:
-            for _ in range(4):
-                clients.create_task(ask_steadily(gateway))
-            for number in range(1000):
-                text = texts[number % 2]
-                if number % 3:
-                    _write(keys_file, text[: len(without) // 2])
-                    await keys.look()
-                    _write(keys_file, text)
-                else:
-                    _write(f"{keys_file}.new", text)
-                    os.replace(f"{keys_file}.new", keys_file)
-                async with asyncio.timeout(WITHIN_S):
-                    while keys.count != 2 + number % 2:
-                        await keys.look()
-                if number % 20 < 2:
-                    answer = await gateway.ask("/v1/models", headers=_bearer(changing))
-                    assert answer.status == (200 if number % 2 else 401)
-            stopping.set()
-    assert set(statuses) == {200}
-    assert statuses[200] > 100
 
 
 async def test_requests_past_the_limit_of_a_second_get_429_and_other_keys_go_on(

@@ -60,16 +60,23 @@ async def test_a_clients_bytes_get_an_answer_whatever_protocol_they_offer(
     writer.close()
 
 
-async def test_a_stream_answers_an_offer_to_upgrade_and_its_client_is_missed_when_it_leaves(
-    gateway: GatewayUnderTest, cluster: ScriptedCluster
+_OFFER = OFFERS["Java 17, length"].replace(b'"temperature": 0}', b'"max_tokens": 8000}').replace(b": 62", b": 64")
+
+
+@pytest.mark.parametrize(
+    ("request_sent", "early"),
+    [(_OFFER, 0), (request_bytes("POST", "/v1/completions", _BODY).replace(b"connection: close\r\n", b""), 2)],
+    ids=["offers to upgrade", "early requests"],
+)
+async def test_a_client_that_leaves_is_missed(
+    gateway: GatewayUnderTest, cluster: ScriptedCluster, request_sent: bytes, early: int
 ) -> None:
-    request = OFFERS["Java 17, length"]
-    longer = request.replace(b'"temperature": 0}', b'"max_tokens": 8000}').replace(b"Length: 62", b"Length: 64")
-    assert len(longer) == len(request) + 2
     cluster.decodes["decode-0"].pause_at = 5
     _, writer = await gateway.connect()
-    writer.write(longer)
+    writer.write(request_sent)
     await eventually(lambda: cluster.decodes["decode-0"].is_paused)
+    writer.write(request_sent * early)
+    await writer.drain()
     writer.close()
     await eventually(lambda: not gateway.gateway.app.answering)
     cluster.let_all_go()
@@ -144,21 +151,6 @@ async def test_requests_that_come_early_are_answered_in_their_order(
     assert "version" in (await read_answer(reader)).json
     assert await reader.read() == b""
     writer.close()
-
-
-async def test_a_client_that_sends_early_requests_and_leaves_is_missed(
-    gateway: GatewayUnderTest, cluster: ScriptedCluster
-) -> None:
-    cluster.decodes["decode-0"].pause_at = 5
-    _, writer = await gateway.connect()
-    request = request_bytes("POST", "/v1/completions", _BODY).replace(b"connection: close\r\n", b"")
-    writer.write(request)
-    await eventually(lambda: cluster.decodes["decode-0"].is_paused)
-    writer.write(request * 2)
-    await writer.drain()
-    writer.close()
-    await eventually(lambda: not gateway.gateway.app.answering)
-    cluster.let_all_go()
 
 
 async def test_a_request_without_its_rest_ends_with_its_connection(gateway: GatewayUnderTest) -> None:

@@ -111,20 +111,3 @@ async def test_a_client_of_nginx_that_leaves_cancels_its_request(
         writer.close()
         await eventually(lambda: not gateway.gateway.app.answering and not cluster.decodes["decode-0"].running)
         cluster.let_all_go()
-
-
-async def test_curl_that_dies_of_a_closed_pipe_cancels_its_request(
-    gateway: GatewayUnderTest, cluster: ScriptedCluster
-) -> None:
-    """`curl -N ... | head -1`."""
-    if shutil.which("curl") is None:
-        pytest.skip("curl is not installed")
-    cluster.decodes["decode-0"].pause_at = 5
-    command = f"curl -sN http://127.0.0.1:{gateway.port}/v1/completions -d '{_STREAM.decode()}' | head -1"
-    process = await asyncio.create_subprocess_shell(command, stdout=asyncio.subprocess.PIPE)
-    assert process.stdout is not None
-    assert (await asyncio.wait_for(process.stdout.readline(), WITHIN_S)).startswith(b"data: {")
-    await eventually(lambda: cluster.decodes["decode-0"].is_paused)
-    cluster.let_all_go()
-    await eventually(lambda: not gateway.gateway.app.answering)
-    assert await asyncio.wait_for(process.wait(), WITHIN_S) == 0

@@ -7,14 +7,12 @@ from typing import Any
 import grpc
 import pytest
 
-from kaveri.domain.view import InstanceState
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
+from tests.services.conftest import TIGHT, eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
 
-BLOCK_BYTES = 4096  # of 16 tokens in the fake engine's pool, over all layers
-TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
 LONG = 400
 SLOW = {"fake_step_s": 0.01}
 
@@ -63,122 +61,70 @@ async def test_many_requests_in_a_pool_that_holds_a_few_are_all_answered_exactly
     await cluster.all_free()
 
 
-async def test_answers_go_on_while_a_long_prompt_is_computed(cluster: Any, by_hand: Any) -> None:
+async def test_answers_go_on_while_a_long_prompt_is_computed(cluster: Any) -> None:
     instance = await cluster.colocated(chunk_tokens=16, **SLOW)
     router = await cluster.router()
     answering = router.prefill(instance, "answering", prompt(1, 20), max_tokens=200)
-    await by_hand.eventually(lambda: ("answering", 1) in router.tokens, "it decodes")
+    await eventually(lambda: ("answering", 1) in router.tokens, "it decodes")
     long = router.prefill(instance, "long", prompt(2, LONG), max_tokens=2)
-    await by_hand.eventually(lambda: long.seen("started"), "the prompt's first chunk")
+    await eventually(lambda: long.seen("started"), "the prompt's first chunk")
     before = len(router.tokens["answering", 1])
-    await by_hand.eventually(lambda: long.seen("first_token"), "the prompt is computed")
+    await eventually(lambda: long.seen("first_token"), "the prompt is computed")
     # 25 chunks, each in a step that gave the running answer a token too; the first and last may be seen late.
     assert len(router.tokens["answering", 1]) - before >= 20
     await answering.cancel()
-    await by_hand.abort(instance, "answering")
-    await cluster.all_free()
-
-
-async def test_cancel_in_the_queue_and_while_a_prompt_is_computed(cluster: Any, by_hand: Any) -> None:
-    instance = await cluster.colocated(chunk_tokens=16, fake_step_s=0.05)
-    router = await cluster.router()
-    ahead = router.prefill(instance, "ahead", prompt(1, LONG), max_tokens=10)
-    await by_hand.eventually(lambda: ahead.seen("started"), "the one ahead runs")
-    queued = router.prefill(instance, "queued", prompt(2, 100), max_tokens=10)
-    await by_hand.eventually(lambda: instance.load().waiting_requests == 1, "the other one waits")
-    assert not ahead.seen("first_token")
-    await queued.cancel()
-    await ahead.cancel()
-    await by_hand.eventually(
-        lambda: instance.metric("kaveri_prefill_requests_total", outcome="cancelled") == 2, "both are given up"
-    )
+    await instance.abort("answering")
     await cluster.all_free()
 
 
 @pytest.mark.parametrize("phase", ["queued", "computed", "decoding"])
-async def test_an_abort_ends_a_request_in_any_phase(cluster: Any, by_hand: Any, phase: str) -> None:
+async def test_an_abort_ends_a_request_in_any_phase(cluster: Any, phase: str) -> None:
     instance = await cluster.colocated(chunk_tokens=16, fake_step_s=0.03)
     router = await cluster.router()
     ahead = router.prefill(instance, "ahead", prompt(1, LONG), max_tokens=1)
-    await by_hand.eventually(lambda: ahead.seen("started"), "the one ahead runs")
+    await eventually(lambda: ahead.seen("started"), "the one ahead runs")
     if phase == "queued":
         router.prefill(instance, "queued", prompt(2, 100), max_tokens=10)
-        await by_hand.eventually(lambda: instance.load().waiting_requests == 1, "the other one waits")
+        await eventually(lambda: instance.load().waiting_requests == 1, "the other one waits")
     if phase == "decoding":
         await ahead.cancel()
         router.prefill(instance, "decoding", prompt(2, 20), max_tokens=400)
-        await by_hand.eventually(lambda: ("decoding", 1) in router.tokens, "it decodes")
-    await by_hand.abort(instance, {"queued": "queued", "computed": "ahead", "decoding": "decoding"}[phase])
+        await eventually(lambda: ("decoding", 1) in router.tokens, "it decodes")
+    await instance.abort({"queued": "queued", "computed": "ahead", "decoding": "decoding"}[phase])
     if phase == "queued":
         assert not ahead.reading.done(), "another one was aborted too"
         await ahead.cancel()
     await cluster.all_free()
 
 
-async def test_a_newer_attempt_takes_the_place_of_one_that_decodes_and_an_older_one_is_refused(
-    cluster: Any, by_hand: Any
-) -> None:
-    instance = await cluster.colocated(**SLOW)
-    router = await cluster.router()
-    token_ids = prompt(3, 40)
-    answer = cluster.expected(token_ids, 60)
-    router.prefill(instance, "a", token_ids, max_tokens=60)
-    await by_hand.eventually(lambda: len(router.tokens.get(("a", 1), ())) >= 3, "the first attempt decodes")
-    newer = router.prefill(instance, "a", token_ids + answer[:3], max_tokens=60, attempt=2, generated_count=3)
-    await newer.ended()
-    older = router.prefill(instance, "a", token_ids, max_tokens=60, attempt=1)
-    with refuses(grpc.StatusCode.ABORTED):
-        await older.ended()
-    assert await router.answer(newer, "a", attempt=2) == answer[3:]
-    assert not router.finished("a", attempt=1)
-    await cluster.all_free()
-
-
-async def test_nobody_can_reserve_room_for_a_push(cluster: Any, by_hand: Any) -> None:
+async def test_nobody_can_reserve_room_for_a_push(cluster: Any) -> None:
     instance = await cluster.colocated()
     with refuses(grpc.StatusCode.UNAVAILABLE):
-        await by_hand.reserve(instance, "a", 10)
+        await instance.reserve("a", 10)
     assert instance.free()
 
 
-async def test_draining_finishes_both_phases_and_takes_nothing_new(cluster: Any, by_hand: Any) -> None:
-    instance = await cluster.colocated(chunk_tokens=16, **SLOW)
-    router = await cluster.router()
-    decoding = router.prefill(instance, "decoding", prompt(1, 20), max_tokens=100)
-    await by_hand.eventually(lambda: ("decoding", 1) in router.tokens, "it decodes")
-    computing = router.prefill(instance, "computing", prompt(2, 300), max_tokens=30)
-    await by_hand.eventually(lambda: computing.seen("started"), "the other one is computed")
-    instance.stopping.set()
-    await by_hand.eventually(lambda: instance.load().state is InstanceState.DRAINING, "it drains")
-    late = router.prefill(instance, "late", prompt(3, 20), max_tokens=5)
-    with refuses(grpc.StatusCode.UNAVAILABLE):
-        await late.ended()
-    assert await router.answer(decoding, "decoding") == cluster.expected(prompt(1, 20), 100)
-    assert await router.answer(computing, "computing") == cluster.expected(prompt(2, 300), 30)
-    assert await instance.stop() == 0
-
-
-async def test_a_length_that_is_known_to_prefill_is_known_to_decode(cluster: Any, by_hand: Any) -> None:
+async def test_a_length_that_is_known_to_prefill_is_known_to_decode(cluster: Any) -> None:
     instance = await cluster.colocated(**SLOW)
     router = await cluster.router()
     for name, max_tokens in (("long", 200), ("short", 100)):
         router.prefill(instance, name, prompt(1, 20), max_tokens, ignore_eos=True)
-    await by_hand.eventually(lambda: len(router.tokens) == 2, "both decode")
+    await eventually(lambda: len(router.tokens) == 2, "both decode")
     assert (instance.load().heavy_requests, instance.load().light_requests) == (1, 1)
     for name in ("long", "short"):
-        await by_hand.abort(instance, name)
+        await instance.abort(name)
     await cluster.all_free()
 
 
-async def test_its_load_is_that_of_both_phases(cluster: Any, by_hand: Any) -> None:
+async def test_its_load_is_that_of_both_phases(cluster: Any) -> None:
     instance = await cluster.colocated(chunk_tokens=16, fake_step_s=0.1)
     router = await cluster.router()
     router.prefill(instance, "decoding", prompt(1, 20), max_tokens=400)
-    await by_hand.eventually(lambda: ("decoding", 1) in router.tokens, "it decodes")
+    await eventually(lambda: ("decoding", 1) in router.tokens, "it decodes")
     computing = router.prefill(instance, "computing", prompt(2, LONG), max_tokens=10)
-    await by_hand.eventually(lambda: computing.seen("started"), "the other one is computed")
+    await eventually(lambda: computing.seen("started"), "the other one is computed")
     router.prefill(instance, "queued", prompt(3, 80), max_tokens=10)
-    await by_hand.eventually(lambda: instance.load().waiting_requests == 1, "the last one waits")
+    await eventually(lambda: instance.load().waiting_requests == 1, "the last one waits")
     load = instance.load()
     assert load.running_requests == 2
     assert 80 < load.queued_prefill_tokens <= 480
@@ -189,7 +135,7 @@ async def test_its_load_is_that_of_both_phases(cluster: Any, by_hand: Any) -> No
         return load.free_blocks == load.total_blocks - instance.held_blocks
 
     # The answer may take a block between the two looks at the pool.
-    await by_hand.eventually(counts_the_blocks_of_both, "all blocks that are held are counted")
+    await eventually(counts_the_blocks_of_both, "all blocks that are held are counted")
     for name in ("decoding", "computing", "queued"):
-        await by_hand.abort(instance, name)
+        await instance.abort(name)
     await cluster.all_free()

@@ -1,8 +1,6 @@
 """Phases that start and stop while their instance lives: real services on the fake engine, under load."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -10,39 +8,19 @@ import grpc
 from kaveri.client.async_client import AsyncClient
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import ClusterView, Phase
-from kaveri.text.tokenizer import ModelTokenizer
-from services.router.config import RouterConfig
-from services.router.service import Router, router_host
+from tests.services.conftest import eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
+from tests.services.session_client import SessionRouters
 
-MODEL = "kaveri-tiny"
 PREFILL, DECODE, BOTH = (Phase.PREFILL,), (Phase.DECODE,), (Phase.PREFILL, Phase.DECODE)
 WAIT_S = 60.0
 SLOW = {"fake_step_s": 0.002}
 ANSWER_TOKENS = 60
 
 
-@contextlib.asynccontextmanager
-async def run_router(cluster: Any) -> AsyncIterator[tuple[Router, AsyncClient]]:
-    tokenizer, stopping = ModelTokenizer.load(MODEL), asyncio.Event()
-    router = Router(RouterConfig(instance_id="router-0", model=MODEL), await cluster.store(), tokenizer)
-    host = router_host(router)
-    serving = asyncio.create_task(host.serve(stopping))
-    await asyncio.wait_for(host.started.wait(), WAIT_S)
-    async with AsyncClient(host.address) as client:
-        yield router, client
-    stopping.set()
-    assert await asyncio.wait_for(serving, WAIT_S) == 0
-    tokenizer.close()
-
-
 def ready(view: ClusterView) -> dict[Phase, list[str]]:
     return {phase: [one.record.instance_id for one in view.ready(phase)] for phase in Phase}
-
-
-async def start(cluster: Any, count: int) -> list[Any]:
-    return [await cluster.colocated(f"c{number}", served_model_name=MODEL, **SLOW) for number in range(count)]
 
 
 class _Load:
@@ -53,7 +31,6 @@ class _Load:
         self._client = client
         self._stop = False
         self.answered = 0
-        self.lost_attempts = 0
         self.transports: set[str] = set()
         self.paths: set[tuple[str, str]] = set()
 
@@ -67,31 +44,31 @@ class _Load:
             assert list(answer.token_ids) == self._cluster.expected(token_ids, ANSWER_TOKENS)
             server = answer.timing.server
             self.transports.add(server.kv_transport)
-            self.lost_attempts += server.attempts - 1
             self.paths.add((server.prefill_instance_id, server.decode_instance_id))
             self.answered += 1
 
-    async def answer_more(self, count: int, by_hand: Any) -> None:
+    async def answer_more(self, count: int) -> None:
         until = self.answered + count
-        await by_hand.eventually(lambda: self.answered >= until, f"{count} more requests are answered")
+        await eventually(lambda: self.answered >= until, f"{count} more requests are answered")
 
     def stop(self) -> None:
         self._stop = True
 
 
 async def test_requests_under_load_are_answered_exactly_while_instances_switch_phases(
-    cluster: Any, by_hand: Any
+    cluster: Any, routers: SessionRouters
 ) -> None:
     cluster.needs_fake_engines("it compares with the fake model's answers")
-    first, second, third = await start(cluster, 3)
+    first, second, third = [await cluster.colocated(f"c{number}", **SLOW) for number in range(3)]
     lives = [instance.host.address for instance in (first, second, third)]
-    async with run_router(cluster) as (router, client), asyncio.TaskGroup() as tasks:
+    router = await routers.start("router-0")
+    async with AsyncClient(routers.address("router-0")) as client, asyncio.TaskGroup() as tasks:
         view = router.store.view
-        await by_hand.eventually(lambda: len(view().instances) >= 3, "the router knows them")
+        await eventually(lambda: len(view().instances) >= 3, "the router knows them")
         load = _Load(cluster, client)
         for worker in range(6):
             tasks.create_task(load.keep_asking(worker))
-        await load.answer_more(10, by_hand)
+        await load.answer_more(10)
         assert load.transports == {"none"}
         orders = ((PREFILL, DECODE), (DECODE, PREFILL), (BOTH, ()), (BOTH, BOTH))
         for order, (phases_of_first, phases_of_second) in enumerate(orders, 2):
@@ -110,8 +87,8 @@ async def test_requests_under_load_are_answered_exactly_while_instances_switch_p
                 ]
                 for phase in Phase
             }
-            await by_hand.eventually(lambda serving=serving: ready(view()) == serving, "the view follows")  # type: ignore[misc]
-            await load.answer_more(20, by_hand)
+            await eventually(lambda serving=serving: ready(view()) == serving, "the view follows")  # type: ignore[misc]
+            await load.answer_more(20)
         load.stop()
     assert {"c0", "c1"} >= {name for path in load.paths if path[0] != path[1] for name in path}, load.paths
     assert {("c0", "c1"), ("c1", "c0")} <= load.paths, "prompts of one are decoded by the other, both ways"
@@ -120,13 +97,13 @@ async def test_requests_under_load_are_answered_exactly_while_instances_switch_p
     await cluster.all_free()
 
 
-async def test_a_phase_that_stops_finishes_what_it_has_and_takes_nothing_new(cluster: Any, by_hand: Any) -> None:
+async def test_a_phase_that_stops_finishes_what_it_has_and_takes_nothing_new(cluster: Any) -> None:
     instance = await cluster.colocated(**{**SLOW, "fake_step_s": 0.01})
     router = await cluster.router()
     call = router.prefill(instance, "a", prompt(1, 50), max_tokens=100)
-    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
+    await eventually(lambda: ("a", 1) in router.tokens, "it decodes")
     switching = asyncio.create_task(instance.host.switch(PREFILL, 2))
-    await by_hand.eventually(lambda: instance.load().ending_phases == DECODE, "decode ends")
+    await eventually(lambda: instance.load().ending_phases == DECODE, "decode ends")
     assert instance.load().phases == BOTH
     assert not switching.done()
     assert await router.answer(call, "a") == cluster.expected(prompt(1, 50), 100)
@@ -135,14 +112,14 @@ async def test_a_phase_that_stops_finishes_what_it_has_and_takes_nothing_new(clu
 
 
 async def test_a_newer_order_replaces_one_that_is_being_carried_out_and_an_older_one_does_not_count(
-    cluster: Any, by_hand: Any
+    cluster: Any,
 ) -> None:
     instance = await cluster.colocated(**{**SLOW, "fake_step_s": 0.01})
     router = await cluster.router()
     call = router.prefill(instance, "a", prompt(1, 50), max_tokens=100)
-    await by_hand.eventually(lambda: ("a", 1) in router.tokens, "it decodes")
+    await eventually(lambda: ("a", 1) in router.tokens, "it decodes")
     switching = asyncio.create_task(instance.host.switch(PREFILL, 5))
-    await by_hand.eventually(lambda: instance.load().ending_phases == DECODE, "decode ends")
+    await eventually(lambda: instance.load().ending_phases == DECODE, "decode ends")
     assert not await instance.host.switch(DECODE, 5)
     assert not await instance.host.switch(DECODE, 4)
     assert await instance.host.switch(BOTH, 6)
@@ -153,52 +130,16 @@ async def test_a_newer_order_replaces_one_that_is_being_carried_out_and_an_older
     assert not await asyncio.wait_for(switching, WAIT_S)
 
 
-async def test_prefill_and_decode_instances_exchange_their_phases_and_change_back_under_load(
-    cluster: Any, by_hand: Any
-) -> None:
-    cluster.needs_fake_engines("it compares with the fake model's answers")
-    settings = {"served_model_name": MODEL, **SLOW}
-    await cluster.prefill("prefill-0", **settings)
-    await cluster.decode("decode-0", **settings)
-    first, second = await cluster.prefill("prefill-1", **settings), await cluster.decode("decode-1", **settings)
-    async with run_router(cluster) as (router, client), asyncio.TaskGroup() as tasks:
-        view = router.store.view
-        started = {Phase.PREFILL: ["prefill-0", "prefill-1"], Phase.DECODE: ["decode-0", "decode-1"]}
-        exchanged = {Phase.PREFILL: ["decode-1", "prefill-0"], Phase.DECODE: ["decode-0", "prefill-1"]}
-        await by_hand.eventually(lambda: ready(view()) == started, "the router knows them")
-        load = _Load(cluster, client)
-        for worker in range(6):
-            tasks.create_task(load.keep_asking(worker))
-        await load.answer_more(10, by_hand)
-        for order, of_first, of_second, serving in (
-            (2, DECODE, PREFILL, exchanged),
-            (3, PREFILL, DECODE, started),
-        ):
-            switched = await asyncio.gather(first.host.switch(of_first, order), second.host.switch(of_second, order))
-            assert switched == [True, True]
-            await by_hand.eventually(lambda serving=serving: ready(view()) == serving, "the view follows")  # type: ignore[misc]
-            load.paths.clear()
-            await load.answer_more(40, by_hand)
-            assert {prefill for prefill, _ in load.paths} >= {serving[Phase.PREFILL][0]}
-            assert {decode for _, decode in load.paths} >= {serving[Phase.DECODE][1]}
-        load.stop()
-    assert load.lost_attempts == 0
-    assert "none" not in load.transports, "both phases of a request never met in one instance"
-    await cluster.all_free()
-
-
-async def test_an_instance_that_has_stopped_a_phase_refuses_its_requests_until_it_starts_it_again(
-    cluster: Any, by_hand: Any
-) -> None:
+async def test_an_instance_that_has_stopped_a_phase_refuses_its_requests_until_it_starts_it_again(cluster: Any) -> None:
     instance = await cluster.prefill()
     await cluster.decode()
     router = await cluster.router()
     assert (instance.load().phases, instance.load().phase_order) == (PREFILL, 1)
     view = (await cluster.store()).view
-    await by_hand.eventually(lambda: "prefill-0" in view().instances, "it has registered")
+    await eventually(lambda: "prefill-0" in view().instances, "it has registered")
     assert view().instances["prefill-0"].record.phases == BOTH
     with refuses(grpc.StatusCode.UNAVAILABLE):
-        await by_hand.reserve(instance, "a", 20)
+        await instance.reserve("a", 20)
     assert await instance.host.switch((), 2)
     assert instance.load().phases == ()
     with refuses(grpc.StatusCode.UNAVAILABLE):

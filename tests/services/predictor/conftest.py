@@ -22,6 +22,7 @@ from kaveri.v1.predictor_pb2_grpc import LengthPredictorServiceStub
 from services.predictor.config import PredictorConfig
 from services.predictor.service import predictor_host
 from services.predictor.worker import WorkerThread
+from tests.services.conftest import eventually
 from tests.support.redis_fixture import run_redis
 
 DEADLINE_S = 30.0
@@ -94,15 +95,6 @@ class RunningPredictor:
         task = asyncio.create_task(call())
         self.calls.append(task)
         return task
-
-
-async def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Waits until the condition holds; fails, saying what did not come to pass, after the deadline."""
-    loop = asyncio.get_running_loop()
-    until_s = loop.time() + deadline_s
-    while not condition():
-        assert loop.time() < until_s, f"not within {deadline_s} s: {what}"
-        await asyncio.sleep(0.002)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from kaveri.errors import NoCapacity, Unavailable
 from services.predictor.batcher import PredictionBatcher, choose_batch
 from services.predictor.metrics import PredictorMetrics
 from services.predictor.worker import WorkerThread
-from tests.services.predictor.conftest import eventually
+from tests.services.conftest import eventually
 
 LONG = 10
 

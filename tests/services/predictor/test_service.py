@@ -11,7 +11,8 @@ from kaveri.domain.view import InstanceState, Role
 from kaveri.errors import InvalidArgument, KaveriError, ModelNotFound, NoCapacity, Unavailable
 from kaveri.rpc.server import check_health
 from kaveri.wire.status import error_of
-from tests.services.predictor.conftest import DEADLINE_S, LastTokenModel, RunningPredictor, eventually
+from tests.services.conftest import eventually
+from tests.services.predictor.conftest import DEADLINE_S, LastTokenModel, RunningPredictor
 
 
 async def refusal(call: "asyncio.Task[Any]") -> KaveriError:

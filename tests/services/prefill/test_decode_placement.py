@@ -135,22 +135,20 @@ async def test_room_is_reserved_then_the_kv_is_pushed_to_the_ticket_and_the_rout
     assert decode.calls == ["reserve a", "reserve later", "abort later"], "what decode has taken over is not aborted"
 
 
-async def test_a_request_that_ends_while_it_is_pushed_gives_its_room_back(world: PlacementWorld) -> None:
-    decode = await world.decode()
+@pytest.mark.parametrize("phase", ["pushed", "asking", "waiting"])
+async def test_a_request_that_ends_gives_back_its_room_and_what_it_may_have_got(
+    world: PlacementWorld, phase: str
+) -> None:
+    waits, asks = phase == "waiting", phase == "asking"
+    decode = await world.decode(**({"free_blocks": 0} if waits else {}))
+    decode.full = waits
+    if asks:
+        decode.may_answer.clear()
     request = world.begin("a")
-    await eventually(lambda: world.pushed() == ["a"])
+    await eventually(lambda: (decode.waiting if waits else decode.asked if asks else world.pushed()) == ["a"])
     world.decode_placer.end(request, handed_over=False)
-    await eventually(lambda: decode.aborted == [("a", 3)])
-
-
-async def test_a_request_that_ends_while_it_asks_gives_back_what_it_may_have_got(world: PlacementWorld) -> None:
-    decode = await world.decode()
-    decode.may_answer.clear()
-    request = world.begin("a")
-    await eventually(lambda: decode.asked == ["a"])
-    world.decode_placer.end(request, handed_over=False)
-    await eventually(lambda: decode.aborted == [("a", 3)])
-    assert world.pushed() == []
+    await eventually(lambda: decode.waiting == [] and decode.aborted == [("a", 3)])
+    assert not asks or world.pushed() == []
 
 
 async def test_a_failed_push_gives_the_room_back_and_goes_elsewhere(world: PlacementWorld) -> None:
@@ -263,17 +261,6 @@ async def test_a_request_without_room_asks_once_and_waits(world: PlacementWorld)
     assert [asked.wait for asked in decode.reserved] == [True, True]
     for request in requests:
         world.decode_placer.end(request, handed_over=True)
-
-
-async def test_a_request_that_ends_while_it_waits_gives_its_place_up(world: PlacementWorld) -> None:
-    decode = await world.decode(free_blocks=0)
-    decode.full = True
-    request = world.begin("a")
-    await eventually(lambda: decode.waiting == ["a"])
-    world.decode_placer.end(request, handed_over=False)
-    await eventually(lambda: decode.waiting == [])
-    # The answer may have been on its way.
-    await eventually(lambda: decode.aborted == [("a", 3)])
 
 
 async def test_a_waiting_request_takes_room_at_another_instance_and_gives_its_place_up(world: PlacementWorld) -> None:

@@ -16,6 +16,7 @@ from kaveri.v1 import predictor_pb2
 from services.prefill.forecaster import LengthForecaster, Question
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.predictors import Predictors
+from tests.services.conftest import eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
 
@@ -57,7 +58,7 @@ async def ask(
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_prediction_that_is_there_in_time_reaches_the_decode_instance(
-    cluster: Any, by_hand: Any, new_predictor: NewPredictor, mode: str
+    cluster: Any, new_predictor: NewPredictor, mode: str
 ) -> None:
     predictor = await new_predictor()
     # Two seconds for the first chunk, beside which the prediction runs.
@@ -67,7 +68,7 @@ async def test_a_prediction_that_is_there_in_time_reaches_the_decode_instance(
     token_ids = prompt(1, 60)
     call = router.prefill(prefill, "a", token_ids, max_tokens=300)
     # Heavy: of more than 128 tokens, as predicted.
-    await by_hand.eventually(lambda: decode.load().heavy_requests == 1, "decode knows that it is long")
+    await eventually(lambda: decode.load().heavy_requests == 1, "decode knows that it is long")
     assert await router.answer(call, "a") == cluster.expected(token_ids, 300)
     assert predictor.prompts == [token_ids]
     assert outcome(prefill, "used") == 1
@@ -75,16 +76,16 @@ async def test_a_prediction_that_is_there_in_time_reaches_the_decode_instance(
 
 
 async def test_a_prompt_of_one_chunk_is_placed_within_it_once_the_prediction_is_there(
-    cluster: Any, by_hand: Any, new_predictor: NewPredictor
+    cluster: Any, new_predictor: NewPredictor
 ) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
     prefill, router = await serve(cluster, fake_step_s=3.0)
     call = router.prefill(prefill, "a", prompt(1, 60), max_tokens=5)
-    await by_hand.eventually(lambda: call.seen("started") and predictor.calls, "the chunk has begun")
+    await eventually(lambda: call.seen("started") and predictor.calls, "the chunk has begun")
     assert not call.seen("placed")
     predictor.held.set()
-    await by_hand.eventually(lambda: call.seen("placed"), "it is placed")
+    await eventually(lambda: call.seen("placed"), "it is placed")
     assert not call.seen("first_token")
     assert outcome(prefill, "used") == 1
     assert await router.answer(call, "a") == cluster.expected(prompt(1, 60), 5)
@@ -106,13 +107,13 @@ async def test_in_parallel_no_request_waits_for_a_prediction(
 
 
 async def test_in_sequence_a_request_is_queued_when_its_prediction_is_there(
-    cluster: Any, by_hand: Any, new_predictor: NewPredictor
+    cluster: Any, new_predictor: NewPredictor
 ) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
     prefill, router = await serve(cluster, prediction=PredictionMode.SEQUENTIAL, **PATIENT)
     call = router.prefill(prefill, "a", prompt(1, 60), max_tokens=5)
-    await by_hand.eventually(lambda: bool(predictor.calls), "the predictor is asked")
+    await eventually(lambda: bool(predictor.calls), "the predictor is asked")
     assert prefill.load().queued_prefill_tokens == 60
     assert prefill.load().waiting_requests == 1
     assert prefill.held_blocks == 0
@@ -289,61 +290,38 @@ async def test_a_later_attempt_is_asked_about_by_its_prompt_alone(cluster: Any, 
     assert (outcome(prefill, "used"), outcome(prefill, "outlived")) == (1, 1)
 
 
-async def test_a_prediction_is_cut_to_what_may_be_generated(
-    cluster: Any, by_hand: Any, new_predictor: NewPredictor
-) -> None:
-    await new_predictor()  # says 300 and more
-    prefill = await cluster.prefill(prediction=PredictionMode.SEQUENTIAL, **PATIENT)
-    decode = await cluster.decode(fake_step_s=0.02)
-    router = await cluster.router()
-    call = router.prefill(prefill, "a", prompt(1, 20), max_tokens=50)
-    await by_hand.eventually(lambda: decode.load().light_requests == 1, "decode knows that it is short")
-    assert decode.load().heavy_requests == 0
-    await router.answer(call, "a")
-
-
 async def test_held_requests_count_for_the_queues_limit_and_leave_it_when_cancelled(
-    cluster: Any, by_hand: Any, new_predictor: NewPredictor
+    cluster: Any, new_predictor: NewPredictor
 ) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
     prefill, router = await serve(cluster, max_queue=2, prediction=PredictionMode.SEQUENTIAL, **PATIENT)
     held = [router.prefill(prefill, f"held-{number}", prompt(number, 40), max_tokens=5) for number in range(2)]
-    await by_hand.eventually(lambda: prefill.load().waiting_requests == 2, "both are held")
+    await eventually(lambda: prefill.load().waiting_requests == 2, "both are held")
     refused = router.prefill(prefill, "refused", prompt(5, 40), max_tokens=5)
     with refuses(grpc.StatusCode.RESOURCE_EXHAUSTED):
         await refused.ended()
-    await by_hand.eventually(lambda: len(predictor.prompts) == 2, "the predictor is asked about both")
+    await eventually(lambda: len(predictor.prompts) == 2, "the predictor is asked about both")
     for call in held:
         await call.cancel()
-    await by_hand.eventually(lambda: prefill.load().queued_prefill_tokens == 0, "nothing is queued any more")
-    await by_hand.eventually(lambda: predictor.cancelled == len(predictor.calls), "its calls are cancelled")
+    await eventually(lambda: prefill.load().queued_prefill_tokens == 0, "nothing is queued any more")
+    await eventually(lambda: predictor.cancelled == len(predictor.calls), "its calls are cancelled")
     predictor.held.set()
     await ask(cluster, router, prefill, "next")
 
 
 async def test_a_draining_instance_finishes_what_waits_for_its_prediction(
-    cluster: Any, by_hand: Any, new_predictor: NewPredictor
+    cluster: Any, new_predictor: NewPredictor
 ) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
     prefill, router = await serve(cluster, prediction=PredictionMode.SEQUENTIAL, drain_timeout_s=20.0, **PATIENT)
     call = router.prefill(prefill, "a", prompt(1, 20), max_tokens=5)
-    await by_hand.eventually(lambda: bool(predictor.calls), "it is held")
+    await eventually(lambda: bool(predictor.calls), "it is held")
     prefill.stopping.set()
     predictor.held.set()
     assert await router.answer(call, "a") == cluster.expected(prompt(1, 20), 5)
     assert await prefill.stop() == 0
-
-
-async def test_a_colocated_instance_asks_too(cluster: Any, new_predictor: NewPredictor) -> None:
-    predictor = await new_predictor()
-    instance = await cluster.colocated(prediction=PredictionMode.SEQUENTIAL, **PATIENT)
-    router = await cluster.router()
-    await router.subscribe(instance)
-    await ask(cluster, router, instance, "a")
-    assert len(predictor.calls) == 1
-    assert outcome(instance, "used") == 1
 
 
 @pytest.fixture
@@ -391,12 +369,12 @@ def asked(forecaster: LengthForecaster) -> AskedPredictor:
 
 
 async def test_what_is_accepted_at_the_same_moment_is_asked_in_one_call(
-    asked: AskedPredictor, by_hand: Any, new_predictor: NewPredictor
+    asked: AskedPredictor, new_predictor: NewPredictor
 ) -> None:
     predictor = await new_predictor()
     for number in range(100):
         asked.ask(number)
-    await by_hand.eventually(lambda: len(asked.lengths) == 100, "all are answered")
+    await eventually(lambda: len(asked.lengths) == 100, "all are answered")
     # Two calls, which may overtake one another.
     assert sorted(len(call.prompts) for call in predictor.calls) == [36, 64]
     assert sorted(predictor.prompts) == sorted(prompt(number, 5) for number in range(100))
@@ -404,7 +382,7 @@ async def test_what_is_accepted_at_the_same_moment_is_asked_in_one_call(
 
 
 async def test_a_request_that_breaks_over_its_answer_keeps_no_other_from_its_own(
-    asked: AskedPredictor, by_hand: Any, new_predictor: NewPredictor
+    asked: AskedPredictor, new_predictor: NewPredictor
 ) -> None:
     await new_predictor()
 
@@ -414,24 +392,24 @@ async def test_a_request_that_breaks_over_its_answer_keeps_no_other_from_its_own
     asked.ask(0, break_down)
     for number in (1, 2):
         asked.ask(number)
-    await by_hand.eventually(lambda: list(asked.lengths) == [0, 1, 2], "the others are answered")
+    await eventually(lambda: list(asked.lengths) == [0, 1, 2], "the others are answered")
     asked.ask(7)
-    await by_hand.eventually(lambda: 7 in asked.lengths, "the forecaster still works")
+    await eventually(lambda: 7 in asked.lengths, "the forecaster still works")
 
 
 async def test_an_answer_that_ends_another_request_of_the_call_leaves_the_rest_their_answers(
-    asked: AskedPredictor, forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+    asked: AskedPredictor, forecaster: LengthForecaster, new_predictor: NewPredictor
 ) -> None:
     await new_predictor()
     asked.ask(0, lambda: forecaster.drop(ended))
     ended = asked.ask(1)
     asked.ask(2)
-    await by_hand.eventually(lambda: 2 in asked.lengths, "the last one is answered")
+    await eventually(lambda: 2 in asked.lengths, "the last one is answered")
     assert list(asked.lengths) == [0, 2]
 
 
 async def test_a_colocated_instance_uses_an_answer_that_comes_before_the_first_token(
-    cluster: Any, by_hand: Any, new_predictor: NewPredictor
+    cluster: Any, new_predictor: NewPredictor
 ) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
@@ -439,7 +417,7 @@ async def test_a_colocated_instance_uses_an_answer_that_comes_before_the_first_t
     colocated = await cluster.colocated(chunk_tokens=16, fake_step_s=0.5)
     router = await cluster.router()
     call = router.prefill(colocated, "a", prompt(1, 60), max_tokens=5)
-    await by_hand.eventually(lambda: colocated.metric("kaveri_prefill_tokens_total") > 0, "the first chunk is computed")
+    await eventually(lambda: colocated.metric("kaveri_prefill_tokens_total") > 0, "the first chunk is computed")
     assert not call.seen("first_token")
     predictor.held.set()
     assert await router.answer(call, "a") == cluster.expected(prompt(1, 60), 5)
@@ -450,7 +428,6 @@ async def test_a_colocated_instance_uses_an_answer_that_comes_before_the_first_t
 async def test_a_call_ends_when_no_request_waits_for_any_of_it(
     asked: AskedPredictor,
     forecaster: LengthForecaster,
-    by_hand: Any,
     new_predictor: NewPredictor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -459,36 +436,36 @@ async def test_a_call_ends_when_no_request_waits_for_any_of_it(
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
     questions = [asked.ask(number) for number in range(3)]
-    await by_hand.eventually(lambda: bool(predictor.calls), "the predictor is asked")
+    await eventually(lambda: bool(predictor.calls), "the predictor is asked")
     for question in questions:
         assert not predictor.cancelled
         forecaster.drop(question)
-    await by_hand.eventually(lambda: predictor.cancelled == 1, "the call is cancelled", 20.0)
+    await eventually(lambda: predictor.cancelled == 1, "the call is cancelled", 20.0)
     assert not asked.lengths
 
 
 async def test_an_answer_after_the_decision_changes_nothing(
-    asked: AskedPredictor, forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+    asked: AskedPredictor, forecaster: LengthForecaster, new_predictor: NewPredictor
 ) -> None:
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))
     late = asked.ask(1)
-    await by_hand.eventually(lambda: bool(predictor.calls), "the predictor is asked")
+    await eventually(lambda: bool(predictor.calls), "the predictor is asked")
     forecaster.decided(late, PredictionOutcome.LATE)
     predictor.held.set()
     asked.ask(2)
-    await by_hand.eventually(lambda: 2 in asked.lengths, "the next one is answered")
+    await eventually(lambda: 2 in asked.lengths, "the next one is answered")
     assert 1 not in asked.lengths
 
 
 async def test_what_ends_before_it_is_sent_is_never_asked(
-    asked: AskedPredictor, forecaster: LengthForecaster, by_hand: Any, new_predictor: NewPredictor
+    asked: AskedPredictor, forecaster: LengthForecaster, new_predictor: NewPredictor
 ) -> None:
     predictor = await new_predictor()
     forecaster.drop(asked.ask(1))
     await asyncio.sleep(0)
     asked.ask(2)
-    await by_hand.eventually(lambda: list(asked.lengths) == [2], "the other one is answered")
+    await eventually(lambda: list(asked.lengths) == [2], "the other one is answered")
     assert predictor.prompts == [prompt(2, 5)]
 
 
@@ -496,7 +473,6 @@ async def test_answers_that_always_come_too_late_are_logged_once(
     asked: AskedPredictor,
     forecaster: LengthForecaster,
     registry: CollectorRegistry,
-    by_hand: Any,
     new_predictor: NewPredictor,
     said: Callable[[], list[str]],
 ) -> None:
@@ -504,16 +480,16 @@ async def test_answers_that_always_come_too_late_are_logged_once(
     predictor.answer = predictor.hold(predictor.bucket(3))
     for number in range(1, 11):
         question = asked.ask(number)
-        await by_hand.eventually(lambda: len(predictor.calls) == number, "the predictor is asked")  # noqa: B023
+        await eventually(lambda: len(predictor.calls) == number, "the predictor is asked")  # noqa: B023
         forecaster.decided(question, PredictionOutcome.LATE)
         predictor.held.set()
         answered = "kaveri_prediction_seconds_count"
-        await by_hand.eventually(lambda: registry.get_sample_value(answered) == number, "it answers")  # noqa: B023
+        await eventually(lambda: registry.get_sample_value(answered) == number, "it answers")  # noqa: B023
         predictor.held.clear()
     assert registry.get_sample_value("kaveri_predictions_total", {"outcome": "late"}) == 10
     assert said() == ["predictor_works", "predictions_late"]
     predictor.answer = predictor.bucket(3)
     in_time = asked.ask(11)
-    await by_hand.eventually(lambda: 11 in asked.lengths, "it is answered")
+    await eventually(lambda: 11 in asked.lengths, "it is answered")
     forecaster.decided(in_time, PredictionOutcome.USED)
     assert said()[2:] == ["predictions_in_time"]

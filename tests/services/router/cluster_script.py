@@ -214,6 +214,22 @@ class ScriptedCluster:
         return ScriptedInstance(record, load, server, heartbeat, asyncio.create_task(beat()), register)
 
 
+@contextlib.asynccontextmanager
+async def scripted_cluster(
+    tokenizer: ModelTokenizer, prefills: int = 1, decodes: int = 1, **settings: Any
+) -> AsyncIterator[ScriptedCluster]:
+    """A cluster with so many scripted instances of each phase, prefill-0 and decode-0 first."""
+    cluster = ScriptedCluster(tokenizer, **settings)
+    for number in range(prefills):
+        await cluster.add_prefill(f"prefill-{number}")
+    for number in range(decodes):
+        await cluster.add_decode(f"decode-{number}")
+    try:
+        yield cluster
+    finally:
+        await cluster.close()
+
+
 @dataclass
 class RouterUnderTest:
     """A running router and a client's way to it."""

@@ -5,16 +5,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kaveri.text.tokenizer import ModelTokenizer
-from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.cluster_script import ScriptedCluster, scripted_cluster
 
 
 @pytest.fixture
 async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
     """Two scripted prefill and two scripted decode instances."""
-    cluster = ScriptedCluster(tokenizer)
-    for name in ("prefill-0", "prefill-1"):
-        await cluster.add_prefill(name)
-    for name in ("decode-0", "decode-1"):
-        await cluster.add_decode(name)
-    yield cluster
-    await cluster.close()
+    async with scripted_cluster(tokenizer, 2, 2) as cluster:
+        yield cluster

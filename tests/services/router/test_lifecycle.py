@@ -203,9 +203,6 @@ def test_a_gap_loses_the_attempt() -> None:
     assert isinstance(state, Lost)
     assert "tokens 2 to 2 are missing" in str(state.error)
     assert appended(actions) == [7, 8]
-
-
-def test_a_gap_between_the_first_token_and_those_of_decode_loses_the_attempt() -> None:
     state, actions = run(DecodeNamed(ONE), FIRST, tokens(ONE, 2, 9))
     assert isinstance(state, Lost)
     assert appended(actions) == [7]

@@ -115,14 +115,9 @@ def test_late_tokens_of_the_former_instance_are_dropped_in_every_phase() -> None
     assert run(resumed, late) == (resumed, [Disown(1, OWNER)])
 
 
-def test_tokens_of_the_resumed_attempt_from_elsewhere_are_dropped() -> None:
-    state = resuming()
-    assert run(state, drawn(2, OWNER, 3, 80), drawn(2, HOLDER._replace(incarnation=1), 3, 80)) == (state, [])
-
-
-def test_an_announcement_of_the_holder_is_no_token() -> None:
-    state = resuming()
-    assert run(state, drawn(2, HOLDER, 0)) == (state, [])
+def test_tokens_of_the_resumed_attempt_from_elsewhere_are_dropped_and_an_announcement_is_none() -> None:
+    state, foreign = resuming(), HOLDER._replace(incarnation=1)
+    assert run(state, drawn(2, OWNER, 3, 80), drawn(2, foreign, 3, 80), drawn(2, HOLDER, 0)) == (state, [])
 
 
 def test_a_gap_behind_a_resume_loses_the_attempt_and_ends_both_instances() -> None:
@@ -171,33 +166,21 @@ def test_a_resumed_request_may_be_resumed_again_at_its_next_holder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "first"),
-    [
-        (Stopped(FinishReason.CANCELLED), [CompleteAnswer()]),
-        (Stopped(GONE), []),
-        (Stopped(FinishReason.STOP), [CompleteAnswer()]),
-    ],
-    ids=["cancel", "error", "stop"],
+    ("end", "first"),
+    [(FinishReason.CANCELLED, [CompleteAnswer()]), (FinishReason.STOP, [CompleteAnswer()]), (GONE, [])],
+    ids=["cancel", "stop", "error"],
 )
-def test_what_ends_a_lost_request_ends_it_at_the_former_instance(event: Event, first: list[Action]) -> None:
-    state, actions = run(lost(), event)
+def test_what_ends_a_lost_request_ends_it_wherever_it_may_be(
+    end: FinishReason | KaveriError, first: list[Action]
+) -> None:
+    state, actions = run(lost(), Stopped(end))
     assert isinstance(state, Ended)
     assert actions == [*first, END_OF_OWNER]
-
-
-@pytest.mark.parametrize(
-    ("event", "first"),
-    [(Stopped(FinishReason.CANCELLED), [CompleteAnswer()]), (Stopped(GONE), [])],
-    ids=["cancel", "error"],
-)
-def test_what_ends_a_request_while_it_is_resumed_ends_it_at_both(event: Event, first: list[Action]) -> None:
-    state, actions = run(resuming(), event)
+    state, actions = run(resuming(), Stopped(end))
     assert isinstance(state, Ended)
     assert actions == [*first, LeaveAttempt(), END_OF_OWNER, END_OF_HOLDER]
-    assert run(state, ResumeAnswered(), ResumeAnswered(GONE, may_have_begun=True), drawn(2, HOLDER, 3, 8)) == (
-        state,
-        [],
-    )
+    late = (ResumeAnswered(), ResumeAnswered(GONE, may_have_begun=True), drawn(2, HOLDER, 3, 8))
+    assert run(state, *late) == (state, [])
 
 
 def test_a_later_session_finds_the_request_where_it_is() -> None:

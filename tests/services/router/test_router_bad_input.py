@@ -24,7 +24,7 @@ from kaveri.models import resolve_model
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
 from services.router.intake import max_model_len
-from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.cluster_script import ScriptedCluster, scripted_cluster
 from tests.services.router.scripted_answers import (
     MAX_MODEL_LEN,
     MODEL,
@@ -97,22 +97,16 @@ async def test_text_whose_tokens_the_model_does_not_have_costs_no_attempt(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 290}))
     cut = ModelTokenizer.load(str(folder))
-    cluster = ScriptedCluster(cut)
-    prefill = await cluster.add_prefill("prefill-0")
-    await cluster.add_decode("decode-0")
     text = tokenizer.backend.decode([300, 301])
-    try:
-        async with cluster.router() as router:
-            for request, field in (
-                (inference_pb2.GenerateRequest(text=text), "prompt.text"),
-                (with_messages(("user", text)), "prompt.messages"),
-            ):
-                error = await invalid(collect(router.stub.Generate(request, timeout=60)))
-                assert error.field == field
-            assert not prefill.requests
-    finally:
-        await cluster.close()
-        cut.close()
+    async with scripted_cluster(cut) as cluster, cluster.router() as router:
+        for request, field in (
+            (inference_pb2.GenerateRequest(text=text), "prompt.text"),
+            (with_messages(("user", text)), "prompt.messages"),
+        ):
+            error = await invalid(collect(router.stub.Generate(request, timeout=60)))
+            assert error.field == field
+        assert not cluster.taken()
+    cut.close()
 
 
 async def test_an_unknown_model_is_not_found(cluster: ScriptedCluster) -> None:
@@ -157,20 +151,11 @@ async def test_a_long_text_is_tokenized_like_a_short_one(cluster: ScriptedCluste
 
 async def test_a_prompt_that_no_decode_pool_holds_is_refused_with_the_limit(tokenizer: ModelTokenizer) -> None:
     layout = KvLayout("fingerprint", 2, 16, 2, 32, "float32")
-    cluster = ScriptedCluster(tokenizer, layout=layout)
-    prefill = await cluster.add_prefill("prefill-0")
-    await cluster.add_decode("decode-0")
-    try:
-        async with cluster.router() as router:
-            assert await collect(router.stub.Generate(with_ids(*[300] * 1599, max_tokens=2), timeout=60))
-            await refused(
-                collect(router.stub.Generate(with_ids(*[300] * 1600, max_tokens=2), timeout=60)),
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "1599",
-            )
-            assert len(prefill.requests) == 1
-    finally:
-        await cluster.close()
+    async with scripted_cluster(tokenizer, layout=layout) as cluster, cluster.router() as router:
+        assert await collect(router.stub.Generate(with_ids(*[300] * 1599, max_tokens=2), timeout=60))
+        too_long = collect(router.stub.Generate(with_ids(*[300] * 1600, max_tokens=2), timeout=60))
+        await refused(too_long, grpc.StatusCode.INVALID_ARGUMENT, "1599")
+        assert len(cluster.taken()) == 1
 
 
 def test_the_limit_is_that_of_every_instance_with_an_engine() -> None:

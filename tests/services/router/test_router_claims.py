@@ -1,9 +1,10 @@
 """Request ids: one router at a time has a request; a dead router's are free again; reuse mixes nothing up."""
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import grpc
@@ -18,7 +19,7 @@ from kaveri.errors import InvalidArgument
 from kaveri.wire.messages import id_drawn_from
 from services.router.claims import _FLUSH_AFTER_S, _MOST_AT_ONCE, RequestClaims
 from services.router.request_table import RequestTable
-from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
 from tests.services.router.scripted_answers import (
     PROMPT,
     SECRET,
@@ -35,6 +36,19 @@ OTHER = InstanceRecord("router-9", 7, Role.ROUTER, "127.0.0.1:1", "kaveri-tiny",
 HELD = RequestClaim("mine", OTHER.instance_id, OTHER.incarnation)
 
 
+@contextlib.asynccontextmanager
+async def beside_another(
+    cluster: ScriptedCluster, *, lives: bool = True
+) -> AsyncIterator[tuple[RouterUnderTest, MemoryStore]]:
+    """A router that has the other one in its view, which lives on or was heard once."""
+    async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
+        await other.heartbeat(OTHER, InstanceLoad())
+        beating = asyncio.create_task(Heartbeat(other, OTHER, InstanceLoad, 0.05).run() if lives else asyncio.sleep(0))
+        await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
+        yield router, other
+        beating.cancel()
+
+
 def is_refused(call: "asyncio.Task[object]") -> bool:
     error = call.exception()
     return isinstance(error, aio.AioRpcError) and error.code() is grpc.StatusCode.ALREADY_EXISTS
@@ -48,9 +62,7 @@ async def test_the_request_id_of_a_router_that_is_gone_is_free(cluster: Scripted
 
 async def test_an_id_that_its_client_drew_from_the_secret_waits_for_no_claim(cluster: ScriptedCluster) -> None:
     """Another's claim would make a request with this id wait."""
-    async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
-        beating = asyncio.create_task(Heartbeat(other, OTHER, InstanceLoad, 0.05).run())
-        await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
+    async with beside_another(cluster) as (router, other):
         for request_id, is_placed in ((id_drawn_from(SECRET), True), (id_drawn_from(b"another" * 3), False)):
             held = replace(HELD, request_id=request_id)
             cluster.cluster.put_request(held, 60.0)
@@ -59,30 +71,24 @@ async def test_an_id_that_its_client_drew_from_the_secret_waits_for_no_claim(clu
             assert is_placed or is_refused(call)
             assert not is_placed or tokens_of(call.result()) == answer(PROMPT, 20)
             await other.close_requests([held])
-        beating.cancel()
 
 
 async def test_a_session_whose_id_a_later_one_has_claimed_elsewhere_ends(cluster: ScriptedCluster) -> None:
     """A router that stood still while it tokenized finds this out when it claims the id behind the placement."""
     later = replace(HELD, request_id=id_drawn_from(SECRET), session=1, secret_hash=hashlib.sha256(SECRET).hexdigest())
     cluster.pausing()
-    async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
-        beating = asyncio.create_task(Heartbeat(other, OTHER, InstanceLoad, 0.05).run())
-        await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
+    async with beside_another(cluster) as (router, other):
         cluster.cluster.put_request(later, 60.0)
         call = router.ask(request_id=later.request_id, secret=SECRET)
         await refused(rest_of(call), grpc.StatusCode.ALREADY_EXISTS)
         assert await other.requests() == (later,)
         await other.close_requests([later])
-        beating.cancel()
 
 
 async def test_the_request_id_of_a_router_that_has_died_waits_for_its_lease_and_is_free_then(
     cluster: ScriptedCluster,
 ) -> None:
-    async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
-        await other.heartbeat(OTHER, InstanceLoad())
-        await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
+    async with beside_another(cluster, lives=False) as (router, _):
         cluster.cluster.put_request(HELD, 60.0)
         started_s = time.monotonic()
         await finish(router.ask(request_id="mine"))
@@ -92,9 +98,7 @@ async def test_the_request_id_of_a_router_that_has_died_waits_for_its_lease_and_
 async def test_the_request_id_of_a_router_that_lives_is_refused_at_its_next_heartbeat(
     cluster: ScriptedCluster,
 ) -> None:
-    async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
-        beating = asyncio.create_task(Heartbeat(other, OTHER, InstanceLoad, 0.05).run())
-        await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
+    async with beside_another(cluster) as (router, other):
         cluster.cluster.put_request(HELD, 60.0)
         started_s = time.monotonic()
         call = asyncio.create_task(collect(router.ask(request_id="mine")))
@@ -103,7 +107,6 @@ async def test_the_request_id_of_a_router_that_lives_is_refused_at_its_next_hear
         assert time.monotonic() - started_s < 20.0
         assert await other.requests() == (HELD,), "the other router's claim stays"
         await other.close_requests([HELD])
-        beating.cancel()
 
 
 async def test_the_ids_of_requests_that_ended_while_the_store_was_away_are_free_when_it_returns(
@@ -131,9 +134,7 @@ async def test_a_later_session_waits_for_the_end_of_a_dead_routers_claim_of_anot
 ) -> None:
     """The store was away while the request's first session began, so the claim before it is still there."""
     of_another = replace(HELD, secret_hash="of another request", hint=b"of another request")
-    async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
-        await other.heartbeat(OTHER, InstanceLoad())
-        await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
+    async with beside_another(cluster, lives=False) as (router, other):
         cluster.cluster.put_request(of_another, 60.0)
         claims = router.router.claims
         claim = claims.claim_of("mine", 1, SECRET)
@@ -146,16 +147,13 @@ async def test_a_later_session_is_refused_once_the_router_that_has_another_reque
     cluster: ScriptedCluster,
 ) -> None:
     of_another = replace(HELD, secret_hash="of another request")
-    async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
-        beating = asyncio.create_task(Heartbeat(other, OTHER, InstanceLoad, 0.05).run())
-        await eventually(lambda: OTHER.instance_id in router.router.store.view().instances)
+    async with beside_another(cluster) as (router, other):
         cluster.cluster.put_request(of_another, 60.0)
         claims = router.router.claims
         with pytest.raises(InvalidArgument, match="secret"):
             await asyncio.wait_for(claims.open(claims.claim_of("mine", 1, SECRET), 60.0), 20.0)
         assert await other.requests() == (of_another,), "the other router's claim stays"
         await other.close_requests([of_another])
-        beating.cancel()
 
 
 async def test_a_claim_that_this_router_has_left_behind_refuses_nothing(cluster: ScriptedCluster) -> None:

@@ -5,16 +5,14 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-import pytest_asyncio
 
 from kaveri.policy.placement import PlacementPolicy
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
-from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.cluster_script import ScriptedCluster, scripted_cluster
 from tests.services.router.scripted_answers import (
     MAX_MODEL_LEN,
     MODEL,
-    answer,
     collect,
     eventually,
     finish,
@@ -23,19 +21,13 @@ from tests.services.router.scripted_answers import (
 )
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def colocated(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
     """Two scripted colocated instances only."""
-    cluster = ScriptedCluster(tokenizer)
-    for name in ("colocated-0", "colocated-1"):
-        await cluster.add_colocated(name)
-    yield cluster
-    await cluster.close()
-
-
-def requests_of(cluster: ScriptedCluster) -> dict[str, list[int]]:
-    """The attempts that each instance has got."""
-    return {name: [request.attempt for request in prefill.requests] for name, (prefill, _) in cluster.colocated.items()}
+    async with scripted_cluster(tokenizer, 0, 0) as cluster:
+        for name in ("colocated-0", "colocated-1"):
+            await cluster.add_colocated(name)
+        yield cluster
 
 
 async def test_colocated_instances_alone_make_a_model_ready_and_answer(colocated: ScriptedCluster) -> None:
@@ -49,23 +41,6 @@ async def test_colocated_instances_alone_make_a_model_ready_and_answer(colocated
         await collect(router.ask(max_tokens=1))
 
 
-@pytest.mark.parametrize("step", ["started", "placed", "first_token", "handed_over"])
-async def test_one_that_is_killed_at_any_step_costs_no_token(colocated: ScriptedCluster, step: str) -> None:
-    for prefill, decode in colocated.colocated.values():
-        prefill.hold.add(step)
-        decode.may_step.clear()
-    async with colocated.router(placement_policy=PlacementPolicy.ROUND_ROBIN) as router:
-        calls = [router.ask((300 + number,)) for number in range(4)]
-        held = [prefill for prefill, _ in colocated.colocated.values()]
-        await eventually(lambda: sum(prefill.waiting_requests for prefill in held) == 4)
-        await colocated.kill("colocated-0")
-        for prefill, decode in colocated.colocated.values():
-            prefill.release.set()
-            decode.may_step.set()
-        for number, call in enumerate(calls):
-            assert tokens_of(await collect(call)) == answer((300 + number,), 20)
-
-
 async def test_an_abort_reaches_it_before_it_has_said_that_it_decodes(colocated: ScriptedCluster) -> None:
     for prefill, _ in colocated.colocated.values():
         prefill.hold.add("placed")
@@ -74,21 +49,6 @@ async def test_an_abort_reaches_it_before_it_has_said_that_it_decodes(colocated:
         await eventually(lambda: any(prefill.waiting_requests for prefill, _ in colocated.colocated.values()))
         call.cancel()
         await eventually(lambda: any(decode.aborted == [("a", 1)] for _, decode in colocated.colocated.values()))
-
-
-async def test_an_answer_that_it_gives_up_goes_on_elsewhere(colocated: ScriptedCluster) -> None:
-    for _, decode in colocated.colocated.values():
-        decode.pause_at = 8
-    async with colocated.router() as router:
-        call = router.ask()
-        responses = [await call.read()]
-        await eventually(lambda: any(decode.is_paused for _, decode in colocated.colocated.values()))
-        (first,) = (decode for _, decode in colocated.colocated.values() if decode.is_paused)
-        first.fail_next = "out of order"
-        first.may_step.set()
-        (second,) = (decode for _, decode in colocated.colocated.values() if decode is not first)
-        await finish(call, responses)
-        assert requests_of(colocated) == {first.instance_id: [1], second.instance_id: [2]}
 
 
 async def test_a_prefill_instance_without_decode_is_passed_over_for_a_colocated_one(
@@ -103,10 +63,7 @@ async def test_a_prefill_instance_without_decode_is_passed_over_for_a_colocated_
 
 
 async def test_with_no_instance_of_either_kind_requests_are_unavailable(tokenizer: ModelTokenizer) -> None:
-    cluster = ScriptedCluster(tokenizer)
-    await cluster.add_prefill("prefill-0")
-    async with cluster.router(unavailable_after_s=0.2) as router:
+    async with scripted_cluster(tokenizer, decodes=0) as cluster, cluster.router(unavailable_after_s=0.2) as router:
         started_s = time.monotonic()
         await refused(collect(router.ask()), grpc.StatusCode.UNAVAILABLE, "decode")
         assert 0.15 < time.monotonic() - started_s < 20
-    await cluster.close()

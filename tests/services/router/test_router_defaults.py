@@ -124,21 +124,6 @@ async def test_clients_can_see_the_defaults(cluster: ScriptedCluster, model: dic
         assert {name: getattr(newest.params, name) for name in DRAWN} == VALUES | {"top_k": 5}
 
 
-async def test_a_re_attach_has_the_length_that_its_first_router_has_resolved(
-    cluster: ScriptedCluster, model: dict[str, Any], elsewhere: str
-) -> None:
-    async with cluster.router(**model, generation_config=elsewhere) as router:
-        request = asks(max_tokens=12, seed=1)
-        request.request_id, request.secret, request.session = "a", bytes(16), 1
-        request.received.token_ids.extend(answer(PROMPT, 2))
-        for max_tokens, expected in ((7, 7), (0, 4)):
-            request.received.max_tokens = max_tokens
-            request.session += 1
-            responses = [response async for response in router.stub.Generate(request, timeout=60)]
-            assert responses[0].max_tokens == expected
-            assert tokens_of(responses) == answer(PROMPT, expected)[2:]
-
-
 def at_least(min_tokens: int, **fields: Any) -> inference_pb2.GenerateRequest:
     request = ask(**fields)
     request.params.min_tokens = min_tokens

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
 from services.router import request_table
-from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
+from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster, scripted_cluster
 from tests.services.router.scripted_answers import (
     PROMPT,
     SECRET,
@@ -30,13 +30,8 @@ WITHIN_S = 60.0
 @pytest.fixture
 async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
     """One prefill and two decode instances, of which no silence is noticed on a busy machine."""
-    cluster = ScriptedCluster(tokenizer, lease_ttl_s=WITHIN_S)
-    await cluster.add_prefill("prefill-0")
-    for name in ("decode-0", "decode-1"):
-        await cluster.add_decode(name)
-    cluster.place_on = "decode-0"
-    yield cluster
-    await cluster.close()
+    async with scripted_cluster(tokenizer, decodes=2, lease_ttl_s=WITHIN_S, place_on="decode-0") as cluster:
+        yield cluster
 
 
 @pytest.mark.parametrize(("logprobs", "offers"), [(None, 1), (0, 0)])

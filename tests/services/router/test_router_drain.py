@@ -212,19 +212,6 @@ async def test_the_last_router_takes_requests_back_while_it_drains(cluster: Scri
         await draining
 
 
-async def test_a_request_that_cannot_re_attach_is_finished(cluster: ScriptedCluster) -> None:
-    decode = cluster.pausing()
-    async with cluster.router(drain_timeout_s=10) as router, cluster.router(instance_id="router-1"):
-        await eventually(lambda: router.router.peers.addresses(includes_own=False))
-        call = router.ask()
-        (first,) = await cluster.read_until_paused(call)
-        draining = asyncio.create_task(router.drain())
-        await eventually(lambda: router.router.draining)
-        decode.may_step.set()
-        await finish(call, [first])
-        await draining
-
-
 async def test_at_the_end_of_its_time_a_single_router_leaves_requests_where_they_are(cluster: ScriptedCluster) -> None:
     decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=0.1) as router:

@@ -15,7 +15,7 @@ from kaveri.rpc.server import MAX_MESSAGE_BYTES
 from kaveri.text.tokenizer import ChatMessage, ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.status import error_of
-from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.cluster_script import ScriptedCluster, scripted_cluster
 from tests.services.router.scripted_answers import answer, ask, collect, tokens_of
 from tests.support.scripted_ports import blocking_channel
 
@@ -103,12 +103,8 @@ async def refusals(errors: "queue.Queue[grpc.RpcError]", count: int) -> list[grp
 @pytest.fixture
 async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
     """Instances share this process's loop with the huge messages: no lease ends while it stands still."""
-    cluster = ScriptedCluster(tokenizer, lease_ttl_s=30.0)
-    for number in range(2):
-        await cluster.add_prefill(f"prefill-{number}")
-        await cluster.add_decode(f"decode-{number}")
-    yield cluster
-    await cluster.close()
+    async with scripted_cluster(tokenizer, 2, 2, lease_ttl_s=30.0) as cluster:
+        yield cluster
 
 
 class Ticks:

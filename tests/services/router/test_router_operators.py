@@ -21,7 +21,7 @@ from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc
 from kaveri.v1.cluster_pb2_grpc import ClusterServiceStub
 from kaveri.wire.status import error_of
-from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.cluster_script import ScriptedCluster, scripted_cluster
 from tests.services.router.scripted_answers import MODEL, ask, collect, eventually
 from tests.support.certificates import Authority
 
@@ -82,13 +82,9 @@ async def test_with_a_certificate_no_key_is_asked_for(tokenizer: ModelTokenizer,
     add_key(keys_file, "operator", KeyLimits(), is_admin=True)
     use_tls(RpcTls(Authority(tmp_path).certify("service")))
     try:
-        cluster = ScriptedCluster(tokenizer)
-        await cluster.add_prefill("prefill-0")
-        await cluster.add_decode("decode-0")
-        async with cluster.router(keys_file=keys_file) as router:
+        async with scripted_cluster(tokenizer) as cluster, cluster.router(keys_file=keys_file) as router:
             await collect(router.stub.Generate(ask(request_id="a"), timeout=_WITHIN_S))
             assert not await refusals(router.address)
-        await cluster.close()
     finally:
         use_tls(None)
 

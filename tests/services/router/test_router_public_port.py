@@ -24,7 +24,7 @@ from kaveri.security.tls_files import TlsFiles
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.router.config import RouterConfig
-from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
+from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster, scripted_cluster
 from tests.services.router.scripted_answers import SECRET, ask, eventually, refused
 from tests.support.certificates import Authority
 from tests.support.redis_fixture import free_port
@@ -53,11 +53,8 @@ class PublicRouter:
 @pytest.fixture
 async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
     """One prefill and one decode instance; leases that end on a busy machine are not the subject."""
-    cluster = ScriptedCluster(tokenizer, lease_ttl_s=WITHIN_S)
-    await cluster.add_prefill("prefill-0")
-    await cluster.add_decode("decode-0")
-    yield cluster
-    await cluster.close()
+    async with scripted_cluster(tokenizer, lease_ttl_s=WITHIN_S) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -65,11 +62,6 @@ def keys_file(tmp_path: Path) -> str:
     path = str(tmp_path / "keys.toml")
     add_key(path, "root", KeyLimits())
     return path
-
-
-def _remove_last(keys_file: str) -> None:
-    text = Path(keys_file).read_text()
-    Path(keys_file).write_text(text[: text.rindex("\n[")])
 
 
 @contextlib.asynccontextmanager
@@ -163,26 +155,6 @@ async def test_a_key_is_good_for_all_that_the_sdk_does_and_appears_in_no_log(
             assert await client.list_models(), "the inner port takes no notice of a key"
     logged = capfd.readouterr()
     assert secret not in logged.out + logged.err
-
-
-async def test_a_new_key_and_a_revoked_one_are_noticed_while_the_router_runs(
-    cluster: ScriptedCluster, keys_file: str
-) -> None:
-    async with _public_router(cluster, keys_file) as router:
-        secret = add_key(keys_file, "late", KeyLimits())
-        async with router.client(secret) as client:
-
-            async def is_let_in() -> bool:
-                with contextlib.suppress(Unauthenticated):
-                    return bool(await client.list_models())
-                return False
-
-            async with asyncio.timeout(WITHIN_S):
-                while not await is_let_in():  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-                _remove_last(keys_file)
-                while await is_let_in():  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
 
 
 async def test_a_key_past_a_limit_is_refused_with_a_delay_and_others_go_on(
@@ -280,54 +252,49 @@ async def test_a_key_neither_cancels_nor_collides_with_the_requests_of_others(
             await hers.generate("hello", request_id="x" * 123)
 
 
-async def test_a_client_whose_router_dies_goes_on_through_the_public_port_of_another(
+@contextlib.asynccontextmanager
+async def _streaming_at_the_first_of_two(
     cluster: ScriptedCluster, keys_file: str
-) -> None:
+) -> AsyncIterator[tuple[PublicRouter, PublicRouter, AsyncClient, Any]]:
+    """Both public routers, and a client of alice with its stream, which has its first token and waits."""
     secret = add_key(keys_file, "alice", KeyLimits(in_flight=1))
-    decode = cluster.decodes["decode-0"]
-    decode.may_step.clear()
+    cluster.decodes["decode-0"].may_step.clear()
     async with (
         _public_router(cluster, keys_file, instance_id="router-1") as second,
-        contextlib.AsyncExitStack() as stack,
+        _public_router(cluster, keys_file) as first,
     ):
-        first = await stack.enter_async_context(_public_router(cluster, keys_file))
         await eventually(lambda: len(first.inner.router.peers.addresses(public=True)) == 2)
         async with first.client(secret) as client:
             stream = client.stream(prompt_token_ids=[300, 301, 302], params=_FIVE)
             await anext(stream)
-            assert set(client.targets) == {first.target, second.target}
-            first.inner.host.break_off("the test ends it")
-            decode.may_step.set()
-            answer = await stream.collect()
-            assert answer.usage.completion_tokens == 5
-            assert answer.timing.server.reattaches >= 1
+            yield first, second, client, stream
         # What the other router has claimed it gives back by itself, a little later.
         await second.inner.router.claims.close_all()
         await first.inner.serving
 
 
+async def test_a_client_whose_router_dies_goes_on_through_the_public_port_of_another(
+    cluster: ScriptedCluster, keys_file: str
+) -> None:
+    async with _streaming_at_the_first_of_two(cluster, keys_file) as (first, second, client, stream):
+        assert set(client.targets) == {first.target, second.target}
+        first.inner.host.break_off("the test ends it")
+        cluster.decodes["decode-0"].may_step.set()
+        answer = await stream.collect()
+        assert answer.usage.completion_tokens == 5
+        assert answer.timing.server.reattaches >= 1
+
+
 async def test_a_revoked_key_cannot_re_attach(cluster: ScriptedCluster, keys_file: str) -> None:
-    secret = add_key(keys_file, "alice", KeyLimits())
-    decode = cluster.decodes["decode-0"]
-    decode.may_step.clear()
-    async with (
-        _public_router(cluster, keys_file, instance_id="router-1") as second,
-        contextlib.AsyncExitStack() as stack,
-    ):
-        first = await stack.enter_async_context(_public_router(cluster, keys_file))
-        await eventually(lambda: len(first.inner.router.peers.addresses(public=True)) == 2)
-        async with first.client(secret) as client:
-            stream = client.stream(prompt_token_ids=[300, 301, 302], params=_FIVE)
-            await anext(stream)
-            callers = second.inner.router.callers
-            assert callers is not None
-            revoke_key(keys_file, "alice")
-            await eventually(lambda: callers.keys.count == 1)
-            first.inner.host.break_off("the test ends it")
-            with pytest.raises(Unauthenticated, match="unknown, or was revoked"):
-                await stream.collect()
-        decode.may_step.set()
-        await first.inner.serving
+    async with _streaming_at_the_first_of_two(cluster, keys_file) as (first, second, _, stream):
+        callers = second.inner.router.callers
+        assert callers is not None
+        revoke_key(keys_file, "alice")
+        await eventually(lambda: callers.keys.count == 1)
+        first.inner.host.break_off("the test ends it")
+        with pytest.raises(Unauthenticated, match="unknown, or was revoked"):
+            await stream.collect()
+        cluster.decodes["decode-0"].may_step.set()
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make certificates with")

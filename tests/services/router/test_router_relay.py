@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from kaveri.models import resolve_model
 from kaveri.text.tokenizer import ModelTokenizer
-from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
+from kaveri.v1 import inference_pb2, sampling_pb2
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import (
     MAX_MODEL_LEN,
@@ -26,7 +26,6 @@ from tests.services.router.scripted_answers import (
     tokens_of,
 )
 from tests.support.chat_templates import SHAPES
-from tests.support.scripted_ports import plain_channel
 
 
 async def test_an_answer_arrives_whole_and_in_order(cluster: ScriptedCluster, tokenizer: ModelTokenizer) -> None:
@@ -102,13 +101,6 @@ async def test_the_token_that_ends_an_answer_is_among_its_tokens_and_not_in_its_
     assert text_of(responses) == tokenizer.backend.decode(tokens[:-1])
     assert sum(len(response.logprobs) for response in responses) == stop_at
     assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_STOP
-
-
-async def test_an_answer_of_one_token_needs_no_decode_instance(cluster: ScriptedCluster) -> None:
-    async with cluster.router() as router:
-        responses = await collect(router.ask(max_tokens=1))
-        assert tokens_of(responses) == answer(PROMPT, 1)
-        assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
 
 
 async def test_an_answer_of_two_tokens_still_tells_of_its_kv_transfer(
@@ -190,34 +182,6 @@ async def test_all_that_prefill_reports_may_come_in_one_response(
         assert stopped[-1].finish_reason == sampling_pb2.FINISH_REASON_STOP
 
 
-async def test_many_requests_at_once_do_not_mix(cluster: ScriptedCluster) -> None:
-    async with cluster.router() as router:
-        prompts = [(300 + number, 400) for number in range(40)]
-        answers = await asyncio.gather(
-            *(collect(router.stub.Generate(ask(prompt, max_tokens=50), timeout=20)) for prompt in prompts)
-        )
-        assert [tokens_of(responses) for responses in answers] == [answer(prompt, 50) for prompt in prompts]
-        served = {responses[-1].timing.prefill_instance_id for responses in answers}
-        assert served == {"prefill-0", "prefill-1"}, "power of two spreads a burst before any heartbeat shows it"
-
-
-async def test_a_slow_client_gets_its_tokens_in_fewer_responses_and_holds_nobody_up(cluster: ScriptedCluster) -> None:
-    # With log-probabilities the answer is larger than what this connection buffers for a client that does not read.
-    small_window = (("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0))
-    async with cluster.router() as router, plain_channel(router.address, small_window) as channel:
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        slow = stub.Generate(ask((300,), max_tokens=3_000, logprobs=20, request_id="slow"), timeout=90)
-        responses = [await slow.read()]
-        await eventually(lambda: "slow" not in cluster.decodes["decode-0"].running, timeout_s=60)
-        other = await collect(router.ask((301,), max_tokens=100))
-        assert tokens_of(other) == answer((301,), 100)
-        responses += await rest_of(slow)
-        assert tokens_of(responses) == answer((300,), 3_000)
-        assert len(responses) < 1_500, len(responses)
-        logprobs = [entry for response in responses for entry in response.logprobs]
-        assert [entry.logprob for entry in logprobs] == [-float(index) for index in range(3_000)]
-
-
 async def test_messages_go_through_the_chat_template(cluster: ScriptedCluster, tokenizer: ModelTokenizer) -> None:
     turns = [inference_pb2.Message(role="user", content="hi there")]
     request = inference_pb2.GenerateRequest(
@@ -268,13 +232,3 @@ async def test_models_are_listed_with_their_limits(cluster: ScriptedCluster, tok
         assert model.ready
         assert (await router.stub.GetModel(inference_pb2.GetModelRequest(model=MODEL))).model == model
         await refused(router.stub.GetModel(inference_pb2.GetModelRequest(model="other")), grpc.StatusCode.NOT_FOUND)
-
-
-async def test_the_view_names_every_instance_and_the_router(cluster: ScriptedCluster) -> None:
-    async with cluster.router() as router:
-        await eventually(lambda: len(router.router.store.view().instances) == 5)
-        stub = cluster_pb2_grpc.ClusterServiceStub(router.channel)
-        view = await stub.GetClusterView(cluster_pb2.GetClusterViewRequest())
-        names = [instance.record.instance_id for instance in view.instances]
-        assert names == ["decode-0", "decode-1", "prefill-0", "prefill-1", "router-0"]
-        assert view.store_connected

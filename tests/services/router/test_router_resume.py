@@ -111,21 +111,6 @@ def taken_by(cluster: ScriptedCluster) -> str:
     return name
 
 
-async def test_a_frozen_instance_is_left_when_it_has_been_silent_and_told_so_behind_the_resume(
-    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # It gets no time to answer on a new stream.
-    monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 60.0)
-    monkeypatch.setattr(token_feeds, "REOPEN_GRACE_S", 60.0)
-    async with begun(cluster) as (_, collecting):
-        owner.silent = True
-        responses = await collecting
-        assert tokens_of(responses) == answer(PROMPT, 20)
-        assert len(cluster.taken()) == len(holder.resumes) == 1
-        # An Abort that had come first would have dropped the copy: the holder would have refused.
-        await eventually(lambda: ("one", 1) in owner.aborted)
-
-
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
@@ -171,89 +156,6 @@ async def test_a_resume_that_another_life_of_the_holder_answers_is_none(
         responses = await collecting
     assert tokens_of(responses) == answer(PROMPT, 20)
     assert (responses[-1].timing.resumes, responses[-1].timing.decode_instance_id) == (0, "decode-2")
-
-
-async def test_a_holder_that_goes_silent_while_it_is_asked_is_left(
-    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
-) -> None:
-    holder.may_answer.clear()
-    await cluster.add_decode("decode-2")
-    async with begun(cluster) as (router, collecting):
-        cluster.place_on = "decode-2"
-        owner.silent = True
-        await eventually(lambda: is_asked(router) and bool(holder.resumes))
-        holder.silent = True
-        assert tokens_of(await collecting) == answer(PROMPT, 20)
-        await eventually(lambda: ("one", 1) in owner.aborted and ("one", 2) in holder.aborted)
-        holder.may_answer.set()
-
-
-async def test_tokens_may_come_before_the_holders_answer(
-    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
-) -> None:
-    holder.may_answer.clear()
-    holder.draws_before_its_answer = True
-    holder.pause_at = 15
-    async with begun(cluster) as (router, collecting):
-        await cluster.kill("decode-0")
-        await eventually(lambda: holder.is_paused)
-        holder.may_answer.set()
-        entry = router.router.table.get("one")
-        assert entry is not None
-        await eventually(lambda: entry.account.timing.resumes == 1)
-        holder.may_step.set()
-        responses = await collecting
-    assert tokens_of(responses) == answer(PROMPT, 20)
-    assert (responses[-1].timing.held_tokens, responses[-1].timing.recomputed_tokens) == (12, 1)
-
-
-async def test_a_router_that_takes_over_after_router_and_owner_died_resumes_at_the_hinted_holder(
-    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
-) -> None:
-    async with cluster.router(instance_id="router-0") as first:
-        request = ask(request_id="one", secret=SECRET)
-        call = first.stub.Generate(request, timeout=20)
-        responses: list[inference_pb2.GenerateResponse] = []
-        hint = inference_pb2.OwnerHint()
-        while len(tokens_of(responses)) < 10 or not hint.holder_instance_id:
-            responses.append(await call.read())
-            if responses[-1].HasField("owner"):
-                hint.CopyFrom(responses[-1].owner)
-        assert (hint.holder_instance_id, hint.holder_incarnation) == ("decode-1", holder.incarnation)
-        async with cluster.router(instance_id="router-1") as second:
-            # The first router must not resume it before it is gone.
-            call.cancel()
-            await eventually(lambda: len(first.router.table) == 0 and ("one", 1) in owner.aborted)
-            await cluster.instances["decode-0"].die()
-            holder.copies.add("one")
-            received = tokens_of(responses)
-            again = ask_again(received, OwnerHint.from_proto(hint))
-            again.received.characters = sum(len(response.text) for response in responses)
-            rest = await rest_of(second.stub.Generate(again, timeout=20))
-            assert received + tokens_of(rest) == answer(PROMPT, 20)
-            assert len(cluster.taken()) == 1
-            resume = holder.resumes[-1]
-            assert (resume.session, resume.secret, resume.generated_count) == (1, SECRET, len(received))
-            assert rest[-1].timing.resumes == 1
-
-
-async def test_an_old_hint_costs_a_question_and_the_request_is_found_where_it_runs(
-    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
-) -> None:
-    """Its first router has resumed it elsewhere just before it died, and the hint does not say so."""
-    third = await cluster.add_decode("decode-2")
-    third.attachable.add("one")
-    async with cluster.router() as router:
-        life = cluster.instances["decode-0"].record.incarnation
-        await cluster.instances["decode-0"].die()
-        hint = OwnerHint(None, InstanceLife("decode-0", life), InstanceLife("decode-1", holder.incarnation))
-        request = ask_again(answer(PROMPT, 10), hint)
-        rest = await rest_of(router.stub.Generate(request, timeout=20))
-    assert [resume.session for resume in holder.resumes] == [1]
-    assert [(request.session, request.attempt) for request in third.attached] == [(1, 3)]
-    assert answer(PROMPT, 10) + tokens_of(rest) == answer(PROMPT, 20)
-    assert not cluster.taken(), "the prompt was not computed again"
-    assert (rest[-1].timing.attempts, rest[-1].timing.resumes) == (1, 0)
 
 
 async def test_the_next_life_of_a_hinted_owner_is_not_asked_for_what_the_holder_has(

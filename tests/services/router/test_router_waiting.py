@@ -18,7 +18,7 @@ from kaveri.v1 import inference_pb2, sampling_pb2
 from services.router.config import RouterConfig
 from services.router.request_placer import PlacementLine
 from services.router.requests import RequestEntry
-from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.cluster_script import ScriptedCluster, scripted_cluster
 from tests.services.router.scripted_answers import answer, ask, collect, eventually, refused, tokens_of
 
 CODES = grpc.StatusCode
@@ -28,11 +28,8 @@ CODES = grpc.StatusCode
 async def single(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
     """One prefill and one decode instance."""
     # An instance that does not leave stays in the view, however busy this machine is.
-    cluster = ScriptedCluster(tokenizer, lease_ttl_s=30.0)
-    await cluster.add_prefill("prefill-0")
-    await cluster.add_decode("decode-0")
-    yield cluster
-    await cluster.close()
+    async with scripted_cluster(tokenizer, lease_ttl_s=30.0) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -168,32 +165,6 @@ async def test_an_instance_that_is_back_at_its_address_within_its_lease_costs_no
     assert not single.decodes["decode-0"].aborted, "nothing was reserved for what was never sent"
 
 
-async def test_requests_in_flight_outlive_the_restart_of_the_only_prefill_instance(single: ScriptedCluster) -> None:
-    prefill = single.prefills["prefill-0"]
-    prefill.hold.add("started")
-    async with single.router(max_attempts=2) as router:
-        tasks = ask_many(router, 10)
-        await eventually(lambda: sent(single) == 10)
-        await single.kill("prefill-0")
-        # Its lease goes on. It comes back at another address, in a new life.
-        await eventually(lambda: len(router.router.placer._line) == 10)
-        await single.add_prefill("prefill-0")
-        for number, responses in enumerate(await asyncio.gather(*tasks)):
-            assert tokens_of(responses) == answer((300 + number,), 20)
-            assert responses[-1].timing.attempts == 2
-
-
-async def test_a_new_life_is_asked_at_once_although_the_former_one_has_just_failed(single: ScriptedCluster) -> None:
-    await single.instances["prefill-0"].die()
-    async with single.router(max_attempts=1) as router:
-        tasks = ask_many(router, 1)
-        await eventually(lambda: len(router.router.placer._line._resting) == 1)
-        former = single.instances["prefill-0"]
-        await single.add_prefill("prefill-0")
-        former.task.cancel()
-        await check_answers(tasks)
-
-
 async def test_an_attempt_that_was_never_connected_costs_nothing_when_its_instance_begins_a_new_life(
     single: ScriptedCluster,
 ) -> None:
@@ -221,13 +192,6 @@ async def test_an_instance_that_is_never_reached_fails_its_requests_after_the_se
         started_s = time.monotonic()
         await refused(collect(router.stub.Generate(ask(), timeout=30)), CODES.UNAVAILABLE)
         assert time.monotonic() - started_s >= 0.5
-
-
-async def test_while_one_instance_is_out_of_reach_requests_go_to_the_other(cluster: ScriptedCluster) -> None:
-    await cluster.instances["prefill-0"].die()
-    async with cluster.router(max_attempts=1) as router:
-        await check_answers(ask_many(router, 8))
-    assert len(cluster.prefills["prefill-1"].requests) == 8
 
 
 async def test_a_request_that_ends_in_the_moment_in_which_it_gets_an_instance_is_not_sent(

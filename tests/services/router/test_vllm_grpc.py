@@ -26,7 +26,7 @@ from kaveri.security.keys_file import add_key
 from kaveri.text.tokenizer import ModelTokenizer
 from services.router.config import RouterConfig
 from services.router.service import serve
-from tests.services.router.cluster_script import ScriptedCluster
+from tests.services.router.cluster_script import ScriptedCluster, scripted_cluster
 from tests.services.router.engine_door import WITHIN_S, EngineDoor, asks, open_door
 from tests.services.router.scripted_answers import PROMPT, answer, eventually, refused
 from tests.services.router.test_router_cancellation import PHASES, all_legs_are_over, bring_to, read_placements
@@ -192,8 +192,7 @@ async def test_an_answer_too_large_for_one_message_is_refused_and_can_be_streame
 
 
 async def test_health_says_why_no_request_would_be_taken(tokenizer: ModelTokenizer) -> None:
-    cluster = ScriptedCluster(tokenizer)
-    async with open_door(cluster) as door:
+    async with scripted_cluster(tokenizer, 0, 0) as cluster, open_door(cluster) as door:
         health = await door.stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), timeout=WITHIN_S)
         assert (health.healthy, health.message) == (False, "no prefill instance is ready")
         await cluster.add_prefill("prefill-0")
@@ -209,7 +208,6 @@ async def test_health_says_why_no_request_would_be_taken(tokenizer: ModelTokeniz
         assert (health.healthy, health.message) == (False, "this router is draining")
         info = await door.stub.GetServerInfo(vllm_engine_pb2.GetServerInfoRequest(), timeout=WITHIN_S)
         assert info.is_paused
-    await cluster.close()
 
 
 async def test_the_model_is_described(door: EngineDoor) -> None:
@@ -238,11 +236,7 @@ async def test_callers_are_told_the_models_defaults_and_complete_their_requests_
 
 async def test_the_loads_of_all_instances_are_one_schedulers(tokenizer: ModelTokenizer) -> None:
     layout = KvLayout("m", layer_count=1, block_tokens=16, kv_head_count=1, head_dim=2, dtype="float32")
-    cluster = ScriptedCluster(tokenizer, layout=layout)
-    await cluster.add_prefill("prefill-0")
-    for name in ("decode-0", "decode-1"):
-        await cluster.add_decode(name)
-    async with open_door(cluster) as door:
+    async with scripted_cluster(tokenizer, decodes=2, layout=layout) as cluster, open_door(cluster) as door:
         response = await door.stub.GetLoads(vllm_engine_pb2.GetLoadsRequest(dp_rank=0, include=["core"]), timeout=9)
         (load,) = response.loads
         assert response.dp_rank_count == 1
@@ -251,7 +245,6 @@ async def test_the_loads_of_all_instances_are_one_schedulers(tokenizer: ModelTok
             door.stub.GetLoads(vllm_engine_pb2.GetLoadsRequest(dp_rank=1), timeout=WITHIN_S),
             grpc.StatusCode.INVALID_ARGUMENT,
         )
-    await cluster.close()
 
 
 async def test_the_tokenizer_can_be_built_from_what_is_sent(door: EngineDoor, tmp_path: Any) -> None:
@@ -306,8 +299,7 @@ async def test_without_the_extra_the_flag_names_the_command_that_installs_it(mon
 
 
 async def test_abort_reaches_several_answers_that_wait_for_an_instance(tokenizer: ModelTokenizer) -> None:
-    cluster = ScriptedCluster(tokenizer)
-    async with open_door(cluster) as door:
+    async with scripted_cluster(tokenizer, 0, 0) as cluster, open_door(cluster) as door:
         asking = asyncio.create_task(door.ask(asks(request_id="mine", n=2)))
         # The server takes calls of one channel in their order: this one comes after the one above.
         await door.stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), timeout=WITHIN_S)
@@ -316,4 +308,3 @@ async def test_abort_reaches_several_answers_that_wait_for_an_instance(tokenizer
         await cluster.add_decode("decode-0")
         assert [each.complete.finish_reason for each in await asking] == ["abort", "abort"]
         assert not cluster.taken()
-    await cluster.close()
