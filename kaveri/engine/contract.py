@@ -54,7 +54,7 @@ class EngineKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request as submitted to an engine, on either side."""
+    """A request as submitted to the engine that prefills it, and to the one that decodes it."""
 
     key: EngineKey
     token_ids: tuple[int, ...]

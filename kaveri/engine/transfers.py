@@ -82,7 +82,7 @@ class TransferAccount(Protocol[OwnerT]):
         """Record that no transfer touches its blocks any more; blocks of an ended request may be reused."""
 
     def land(self, owner: OwnerT, first_token_id: int | None) -> str | None:
-        """Record that all KV of a request has landed. Returns an error, if any.
+        """Record that all KV of a request has landed. Returns why the request cannot be decoded; None if it can.
 
         first_token_id: drawn by prefill; None for a resumed request.
         """
@@ -268,7 +268,8 @@ class Transfers(Generic[OwnerT]):
             self._plane.revoke(ticket.transfer_id)
 
     def refuse(self, owner: OwnerT, error: KaveriError) -> None:
-        """End a live request that cannot continue: its ticket fails with `error`, or RequestFailed is sent."""
+        """End a live request that cannot continue: a pending reserve() fails with `error`; without one the listener
+        receives RequestFailed."""
         with self._shared.lock:
             if owner.done:
                 return

@@ -149,7 +149,7 @@ def _refuse_rest(message: Message, path: str, honoured: frozenset[str], harmless
 
 
 def renamed(error: KaveriError, is_text: bool = True) -> KaveriError:
-    """The error with this protocol's field name. is_text: whether the prompt is a text."""
+    """Translate an error's field name to that of vLLM's gRPC. is_text: False if the prompt came as token ids."""
     if not isinstance(error, InvalidArgument):
         return error
     prompt = "text" if is_text else "tokenized.input_ids"

@@ -61,7 +61,7 @@ _ROUNDING = 1 + 1e-6
 
 
 class _Certain(Exception):
-    """Ends a run whose verdict is certain."""
+    """Raised to stop a simulated run early: it meets or misses the SLO, whatever its remaining requests do."""
 
 
 def lane_pool(

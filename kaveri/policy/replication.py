@@ -80,7 +80,10 @@ def choose_holder(
     """Choose the instance to hold a copy of `needed_bytes` of one of the owner's requests; None if there is none now.
 
     Candidates are ready, serve the same model with the same layout, have enough free memory for copies after
-    `unconfirmed`, and are not the owner. avoid: instance ids that are not taken. is_fit: additional condition.
+    `unconfirmed`, and are not the owner.
+
+    mode: PAIR takes the owner's partner, RING the next instance by id, SPREAD the less loaded of two drawn by rng.
+    avoid: instance ids that are not taken. is_fit: additional condition.
     """
     if mode is ReplicationMode.OFF or owner.layout is None:
         return None

@@ -156,7 +156,7 @@ class RoomSearch(Generic[KeyT]):
         self._unconfirmed.remove(key, instance_id)
 
     def retain(self, view: ClusterView) -> None:
-        """Forget the Asks at instances that have left."""
+        """Forget requests for room at instances that have left."""
         self._unconfirmed.retain(view)
 
     def rest(self, instance_id: str, until_s: float) -> None:

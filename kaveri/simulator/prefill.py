@@ -330,6 +330,7 @@ class SimulatedPrefill(SimulatedInstance):
         self.member.take_beats(self._timeline.now_s)
         self._live.discard(attempt)
         attempt.is_over = True
+        self._searches.pop(attempt, None)
         if attempt.sequence is not None:
             if attempt.first_token_s < 0:
                 self._queue.remove(attempt)

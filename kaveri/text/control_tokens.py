@@ -12,7 +12,7 @@ _SLICE_CHARACTERS = 65_536
 
 
 class ControlTokens:
-    """The control tokens of one model, with a tokenizer that encodes marked ones as plain text.
+    """The control tokens of one model, and a tokenizer that encodes them as plain text where a caller marks them so.
 
     Control tokens are the special tokens, and the added tokens that the chat template writes around turns.
     """

@@ -27,7 +27,7 @@ from kaveri.v1 import prefill_pb2 as kaveri_dot_v1_dot_prefill__pb2
 from kaveri.v1 import sampling_pb2 as kaveri_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kaveri/v1/feed.proto\x12\tkaveri.v1\x1a\x16kaveri/v1/decode.proto\x1a\x17kaveri/v1/prefill.proto\x1a\x18kaveri/v1/sampling.proto\"P\n\rFollowRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12,\n\x08requests\x18\x02 \x03(\x0b\x32\x1a.kaveri.v1.FollowedRequest\"o\n\x0f\x46ollowedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x12\n\nnext_index\x18\x04 \x01(\r\x12\x12\n\nat_prefill\x18\x05 \x01(\x08\"|\n\x0e\x46ollowResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12*\n\x08requests\x18\x02 \x03(\x0b\x32\x18.kaveri.v1.RequestTokens\x12)\n\x07reports\x18\x03 \x03(\x0b\x32\x18.kaveri.v1.PrefillReport\"\xcf\x01\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x15\n\ttoken_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x07 \x01(\r\x12\x0e\n\x06landed\x18\x08 \x01(\x08\x12\x12\n\nat_prefill\x18\t \x01(\x08\x12\x11\n\tplaced_by\x18\n \x01(\t\"~\n\x08\x41ttached\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x32\n\x0fresolved_params\x18\x04 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\"L\n\x0e\x41ttachResponse\x12%\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x13.kaveri.v1.Attached\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\\\n\x0c\x41\x62ortRequest\x12&\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32\x14.kaveri.v1.AttemptId\x12\x11\n\tby_router\x18\x02 \x01(\x08\x12\x11\n\tgive_back\x18\x03 \x01(\x08\"\x0f\n\rAbortResponse2\xc9\x01\n\x0b\x46\x65\x65\x64Service\x12?\n\x06\x46ollow\x12\x18.kaveri.v1.FollowRequest\x1a\x19.kaveri.v1.FollowResponse0\x01\x12=\n\x06\x41ttach\x12\x18.kaveri.v1.AttachRequest\x1a\x19.kaveri.v1.AttachResponse\x12:\n\x05\x41\x62ort\x12\x17.kaveri.v1.AbortRequest\x1a\x18.kaveri.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kaveri/v1/feed.proto\x12\tkaveri.v1\x1a\x16kaveri/v1/decode.proto\x1a\x17kaveri/v1/prefill.proto\x1a\x18kaveri/v1/sampling.proto\"P\n\rFollowRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12,\n\x08requests\x18\x02 \x03(\x0b\x32\x1a.kaveri.v1.FollowedRequest\"o\n\x0f\x46ollowedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x12\n\nnext_index\x18\x04 \x01(\r\x12\x12\n\nat_prefill\x18\x05 \x01(\x08\"\x8b\x01\n\x0e\x46ollowResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12*\n\x08requests\x18\x02 \x03(\x0b\x32\x18.kaveri.v1.RequestTokens\x12)\n\x07reports\x18\x03 \x03(\x0b\x32\x18.kaveri.v1.PrefillReport\x12\r\n\x05quiet\x18\x04 \x01(\x08\"\xcf\x01\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x15\n\ttoken_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x07 \x01(\r\x12\x0e\n\x06landed\x18\x08 \x01(\x08\x12\x12\n\nat_prefill\x18\t \x01(\x08\x12\x11\n\tplaced_by\x18\n \x01(\t\"~\n\x08\x41ttached\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x32\n\x0fresolved_params\x18\x04 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\"L\n\x0e\x41ttachResponse\x12%\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x13.kaveri.v1.Attached\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\\\n\x0c\x41\x62ortRequest\x12&\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32\x14.kaveri.v1.AttemptId\x12\x11\n\tby_router\x18\x02 \x01(\x08\x12\x11\n\tgive_back\x18\x03 \x01(\x08\"\x0f\n\rAbortResponse2\xc9\x01\n\x0b\x46\x65\x65\x64Service\x12?\n\x06\x46ollow\x12\x18.kaveri.v1.FollowRequest\x1a\x19.kaveri.v1.FollowResponse0\x01\x12=\n\x06\x41ttach\x12\x18.kaveri.v1.AttachRequest\x1a\x19.kaveri.v1.AttachResponse\x12:\n\x05\x41\x62ort\x12\x17.kaveri.v1.AbortRequest\x1a\x18.kaveri.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,18 +42,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FOLLOWREQUEST']._serialized_end=190
   _globals['_FOLLOWEDREQUEST']._serialized_start=192
   _globals['_FOLLOWEDREQUEST']._serialized_end=303
-  _globals['_FOLLOWRESPONSE']._serialized_start=305
-  _globals['_FOLLOWRESPONSE']._serialized_end=429
-  _globals['_ATTACHREQUEST']._serialized_start=432
-  _globals['_ATTACHREQUEST']._serialized_end=639
-  _globals['_ATTACHED']._serialized_start=641
-  _globals['_ATTACHED']._serialized_end=767
-  _globals['_ATTACHRESPONSE']._serialized_start=769
-  _globals['_ATTACHRESPONSE']._serialized_end=845
-  _globals['_ABORTREQUEST']._serialized_start=847
-  _globals['_ABORTREQUEST']._serialized_end=939
-  _globals['_ABORTRESPONSE']._serialized_start=941
-  _globals['_ABORTRESPONSE']._serialized_end=956
-  _globals['_FEEDSERVICE']._serialized_start=959
-  _globals['_FEEDSERVICE']._serialized_end=1160
+  _globals['_FOLLOWRESPONSE']._serialized_start=306
+  _globals['_FOLLOWRESPONSE']._serialized_end=445
+  _globals['_ATTACHREQUEST']._serialized_start=448
+  _globals['_ATTACHREQUEST']._serialized_end=655
+  _globals['_ATTACHED']._serialized_start=657
+  _globals['_ATTACHED']._serialized_end=783
+  _globals['_ATTACHRESPONSE']._serialized_start=785
+  _globals['_ATTACHRESPONSE']._serialized_end=861
+  _globals['_ABORTREQUEST']._serialized_start=863
+  _globals['_ABORTREQUEST']._serialized_end=955
+  _globals['_ABORTRESPONSE']._serialized_start=957
+  _globals['_ABORTRESPONSE']._serialized_end=972
+  _globals['_FEEDSERVICE']._serialized_start=975
+  _globals['_FEEDSERVICE']._serialized_end=1176
 # @@protoc_insertion_point(module_scope)

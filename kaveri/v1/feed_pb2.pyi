@@ -100,7 +100,7 @@ Global___FollowedRequest: _TypeAlias = FollowedRequest  # noqa: Y015
 @_typing.final
 class FollowResponse(_message.Message):
     """News of a router's requests. A message without any is a beat: it shows that the instance lives. Beats come while
-    requests of the router are here.
+    requests of the router are here; `quiet` says that they end.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -108,8 +108,11 @@ class FollowResponse(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     REPORTS_FIELD_NUMBER: _builtins.int
+    QUIET_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The instance's incarnation, on the first message, which is sent at once and carries no news."""
+    quiet: _builtins.bool
+    """No request of the router is here: the next message comes when one is. The instance's silence means nothing until then."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[_decode_pb2.RequestTokens]:
         """At most one entry per request. Together they take less than half of the largest message: what is larger is
@@ -126,10 +129,11 @@ class FollowResponse(_message.Message):
         incarnation: _builtins.int = ...,
         requests: _abc.Iterable[_decode_pb2.RequestTokens] | None = ...,
         reports: _abc.Iterable[_prefill_pb2.PrefillReport] | None = ...,
+        quiet: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "reports", b"reports", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "quiet", b"quiet", "reports", b"reports", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,7 +53,7 @@ class Slo:
 def summarize(run: RunColumns, slo: Slo, phases: Mapping[str, Phases] | None = None) -> dict[str, Any]:
     """Summarize one run as JSON values. Latencies are those of answered requests; SLO attainment counts all requests.
 
-    phases: by instance id, for the resource time.
+    phases: phases that each instance serves, by its id; with them the summary has the instances' time by phase.
     """
     answered = run.answered
     met_count = int(slo.met(run).sum())

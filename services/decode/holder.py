@@ -207,7 +207,10 @@ class ReplicaHolder:
 
     def close(self, request_id: str, ownership: Ownership, number: int = 0) -> None:
         """Drop the copy of a request on behalf of its owner, its router or a newer owner. Ignored while a newer owner
-        resumes the request. number: the owner's number of the last copy to drop; 0: any."""
+        resumes the request.
+
+        number: owners number their copies of a request; copies later than this one are kept. 0: drop any.
+        """
         held = self._held.get(request_id)
         if held is None or 0 < number < held.offer.number:
             return

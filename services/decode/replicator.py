@@ -164,7 +164,7 @@ class Replicator:
         self._draining = False
 
     async def _look(self) -> None:
-        """Find holders, and forget ended requests."""
+        """Choose and ask a holder for each request without a copy, and drop the state of ended requests."""
         now_s = time.monotonic()
         here = {request.key: request for request in self._instance.landed()}
         for key in [key for key in self._owned if key not in here]:

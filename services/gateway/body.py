@@ -32,7 +32,8 @@ _COUNTED = (
     (b"[{:", MAX_NESTED, "objects, lists and fields of objects"),
 )
 """Characters that precede a counted value, with the limit and its name."""
-_TEXT_OR_MARK = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[,\[{:]', re.DOTALL)
+_TEXT_OR_MARK = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[,\[{:]', re.DOTALL)
+"""A text, which may lack its end, or a character of _COUNTED. Each match begins where the last one ended: linear."""
 _DISCARD_S = 1.0
 _DISCARD_FACTOR = 4
 """Multiple of the size limit that is read and discarded: a client that sends too much reads its answer only

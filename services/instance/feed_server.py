@@ -24,6 +24,7 @@ from services.prefill.server import reports_of
 
 SERVICE_NAME = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
 _BEAT = feed_pb2.FollowResponse()
+_QUIET = feed_pb2.FollowResponse(quiet=True)
 _REPORTS_TOGETHER = 64
 """Limit on reports in one message. One with log-probabilities of a prompt ends its message: it is large."""
 
@@ -63,15 +64,22 @@ class FeedServer(FeedServiceServicer):
             feed.add(notice)
         yield feed_pb2.FollowResponse(incarnation=self._incarnation)
         prefill, decode = self._prefill, self._decode.owners.requests
+        is_quiet = False
         while not feed.ended:
             news = feed.drain()
             if not news:
                 beats = prefill.has_requests_of(router_id) or decode.has_any_of(router_id)
+                if not (beats or is_quiet):
+                    yield _QUIET
+                    is_quiet = True
+                    continue
                 news = await feed.take(BEAT_S if beats else None)
-            if not news:
-                yield _BEAT
+                if not news and (beats or prefill.has_requests_of(router_id) or decode.has_any_of(router_id)):
+                    yield _BEAT
+                    is_quiet = False
             for message in _messages(news):
                 yield message
+                is_quiet = False
 
     async def Attach(  # noqa: N802
         self, request: feed_pb2.AttachRequest, context: aio.ServicerContext[Any, Any]

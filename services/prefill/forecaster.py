@@ -165,7 +165,10 @@ class LengthForecaster:
         self._answer(call, [None] * len(call.questions))
 
     def _answer(self, call: _Call, lengths: Sequence[TokenRange | None]) -> None:
-        """Answer the open questions, in the order in which they were asked."""
+        """Give each question of the call that is still open its predicted length, or None for an unknown one.
+
+        lengths: one for each question of the call, in order.
+        """
         for question, length in zip(call.questions, lengths, strict=True):
             # One answer may end other requests of the call.
             if question in call.open:

@@ -78,7 +78,6 @@ class RequestPlacer:
         self._takeover = TakeOver(store, feeds, stream_id)
         self._view_changed = asyncio.Event()
         self._line = PlacementLine()
-        metrics.WAITING.set_function(lambda: len(self._line))
         self._instances: Mapping[str, ViewedInstance] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._prefills = PrefillAttempts(
@@ -316,11 +315,13 @@ class RequestPlacer:
                     self._line.rest(entry)
                 else:
                     self._line.join(entry)
+                metrics.WAITING.set(len(self._line))
                 self._note_delay(entry, "every prefill instance is full, or has just failed the request")
                 rest_s = min(resting.values(), default=now_s + _LONGEST_WAIT_S) - now_s
                 await self._line.wait(entry, min(rest_s, _LONGEST_WAIT_S))
         finally:
             self._line.leave(entry)
+            metrics.WAITING.set(len(self._line))
 
     async def _follow(self, entry: RequestEntry, number: int, target: ViewedInstance) -> None:
         """Run an attempt at a prefill instance until it is over."""

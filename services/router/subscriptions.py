@@ -112,6 +112,8 @@ class Subscription:
         self._is_over = is_over
         self.record: InstanceRecord | None = None
         self.connected = False
+        self.quiet = False
+        """True if the instance has no request of this router: it sends nothing."""
         self.connected_s = 0.0
         """Time at which the last stream opened, on the monotonic clock."""
         self.broken_s = 0.0
@@ -184,6 +186,9 @@ class Subscription:
             # Tokens may have been sent on a former stream.
             is_late = tie.attempt.taken_over or not self.connected or self.connected_s >= tie.entry.begun_s
             tie.needs_attach = tie.is_there and is_late
+        else:
+            # The instance beats from when it has the prompt: until then its silence means something.
+            self.quiet = False
         self.ties[key_of(tie)] = tie
         if self.record is not None and self._is_over(tie.life):
             self._check_life(tie)

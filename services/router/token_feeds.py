@@ -229,7 +229,7 @@ class TokenFeeds:
     async def watch(self) -> None:
         """Break off silent streams that attempts need. Runs until cancelled."""
         while True:
-            if not any(subscription.ties for subscription in self._subscriptions.values()):
+            if not (self.silent_ids or any(subscription.ties for subscription in self._subscriptions.values())):
                 self._tied.clear()
                 await self._tied.wait()
             await asyncio.sleep(TICK_S)
@@ -242,7 +242,7 @@ class TokenFeeds:
                 subscription.break_off(f"it sent nothing for {self._silence.after_s:g} s")
                 self._find_silent()
             for subscription in self._subscriptions.values():
-                if subscription.connected and subscription.ties:
+                if subscription.connected and subscription.ties and not subscription.quiet:
                     self._silence.begin(subscription)
                 else:
                     self._silence.forget(subscription)
@@ -393,7 +393,11 @@ class TokenFeeds:
                     self._deliver(life, update, now_s)
                 if token_count:
                     self._relayed(token_count)
-                self._silence.heard(subscription)
+                subscription.quiet = message.quiet
+                if message.quiet:
+                    self._silence.forget(subscription)
+                else:
+                    self._silence.heard(subscription)
         finally:
             self._silence.forget(subscription)
             call.cancel()

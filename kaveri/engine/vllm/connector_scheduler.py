@@ -60,7 +60,7 @@ def transfer_params(engine_id: str) -> dict[str, Any]:
 
 
 def engine_id_of(extra_args: Mapping[str, Any]) -> str:
-    """Return the engine id from transfer_params(); empty if there is none."""
+    """Return the id of Kaveri's engine that submitted a vLLM request; empty for others."""
     return str(extra_args.get("kv_transfer_params", {}).get(_PARAM, ""))
 
 
@@ -79,7 +79,7 @@ class SchedulerSide:
         self._next_orders.left_block_ids += block_ids
 
     def landed(self, block_ids: Sequence[int]) -> None:
-        """Let the next step read these blocks, which a transfer has written."""
+        """Report blocks that a transfer has written to the workers with the next step, which reads them."""
         self._next_orders.landed_block_ids += block_ids
 
     def release(self, entry: Entry) -> None:

@@ -141,7 +141,7 @@ class VllmCore:
 
     @property
     def unfinished_count(self) -> int:
-        """Number of running or waiting requests, including those that wait for a transfer."""
+        """Number of running or waiting requests, including those whose KV has not arrived yet."""
         return sum(self._scheduler.get_request_counts())
 
     @property

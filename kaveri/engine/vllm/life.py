@@ -208,7 +208,7 @@ class KvArrived:
 
 @dataclass(frozen=True, slots=True)
 class AdoptedForDecode:
-    """Event: the service adopts the prompt for decoding on this engine."""
+    """Event: the engine that computed the prompt decodes the request itself: its KV is not pushed elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ class ReplicaStore(Protocol):
         """The ids of those tokens."""
 
     def is_starved(self, key: ReplicaKey) -> bool:
-        """True if there is no block for its owner's next tokens."""
+        """True while the memory for replicas has no free block for the KV of the owner's next tokens."""
 
     def seal(self, key: ReplicaKey) -> None:
         """Stop taking KV from the owner. The watermark rises no more; later writes are not part of the replica."""

@@ -17,7 +17,7 @@ TransferStep = PushMarked | PushExtended | TransferMarked
 
 @dataclass(eq=False, slots=True)
 class Gathering:
-    """Guarded by its owner's lock."""
+    """Progress of a transfer that consists of one for each pair of ranks. Guarded by the lock of its owner."""
 
     transfer_id: bytes
     """Id of the whole transfer."""

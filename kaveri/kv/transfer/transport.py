@@ -74,7 +74,8 @@ class Landing(Protocol):
         first. begin_write() and end_write() then report the blocks that it has written."""
 
     def fence(self) -> None:
-        """End hold(): the sender cannot write any more. Never raises; idempotent."""
+        """End hold(): called by the transport once the sender can no longer write into the blocks. Never raises;
+        idempotent."""
 
     def is_stopped(self) -> bool:
         """Return True if the transfer has ended meanwhile: write no more and call end_write at once. Never raises."""

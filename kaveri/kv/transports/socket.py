@@ -96,8 +96,8 @@ class SocketTransport:
             if hello.epoch != epoch:
                 raise LinkLost(f"epoch {hello.epoch} answers at {endpoint.address}, the ticket is of epoch {epoch}")
             self._set_up(connection, self.progress_timeout_s)
-            link = self._link(stream, pool, listener, endpoint)
             stream.progress_timeout_s = self.progress_timeout_s
+            link = self._link(stream, pool, listener, endpoint)
             link.wants_digest, link.has_marks = hello.with_digests, hello.version >= MARKS_VERSION
             return link
         except BaseException:

@@ -11,7 +11,7 @@ from kaveri.text.answer import Answer
 class Spelled:
     """A detokenizer whose tokens have the given texts."""
 
-    stopped = False
+    stop_text = None
     decided_characters = 0
 
     def __init__(self, *texts: str) -> None:

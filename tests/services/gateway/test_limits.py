@@ -106,6 +106,14 @@ def test_what_stands_in_a_text_is_no_value(text: str) -> None:
     assert parse_object(json.dumps({"prompt": text}).encode()) == {"prompt": text}
 
 
+def test_a_text_without_an_end_is_refused_in_linear_time() -> None:
+    # Each escaped quote is a place where a search for texts could begin again.
+    body = b'{"prompt": "' + b":" * (MAX_NESTED + 1) + b'", "user": "' + b'\\"' * 500_000
+    with pytest.raises(HttpError) as refused:
+        parse_object(body)
+    assert refused.value.code == "invalid_json"
+
+
 async def test_a_large_body_is_read_on_a_thread(gateway: GatewayUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
 

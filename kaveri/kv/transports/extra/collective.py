@@ -179,7 +179,7 @@ class CollectiveLink(SocketLink):
             self._changed.notify_all()
 
     def _wait_for_buffer(self, is_stopped: Callable[[], bool]) -> bool:
-        """Wait for a buffer for the next message. Return False when stopped. Raises LinkLost."""
+        """Wait for a free buffer to send the next message from. Return False when stopped. Raises LinkLost."""
         timeout_s = self._stream.progress_timeout_s
         give_up_at_s = time.monotonic() + timeout_s
         with self._changed:
