@@ -9,6 +9,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 
+from kaveri.cluster.redis_batches import closed_as_lost
 from kaveri.cluster.redis_permissions import CLUSTER_MODE, NotPermitted, RedisNeeds, check_permissions
 from kaveri.config.redis_url import client_url, shown
 from kaveri.errors import ConfigError
@@ -45,8 +46,9 @@ async def connect(url: str, needs: RedisNeeds, wait_s: float = FIRST_ANSWER_TIME
     report_at_s = started_at_s
     while True:
         try:
-            await _check_kind(client, url)
-            await check_permissions(pool, needs)
+            with closed_as_lost():
+                await _check_kind(client, url)
+                await check_permissions(pool, needs)
             return client
         except (RedisError, OSError, NotPermitted) as error:
             waited_s = time.monotonic() - started_at_s

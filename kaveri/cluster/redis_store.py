@@ -260,7 +260,8 @@ class RedisStore:
             return otherwise
         cancellations = _cancellations()
         try:
-            return await command
+            with closed_as_lost():
+                return await command
         except _REFUSALS:
             raise
         except (RedisError, OSError) as error:

@@ -404,3 +404,18 @@ async def test_a_later_session_takes_a_claim_whose_hint_changes_while_it_is_read
         found = await former.find_request(first.request_id)
         assert found is not None
         assert (found, found.hint) == (later, b"decode-0")
+
+
+async def test_a_heartbeat_over_a_connection_that_was_closed_a_moment_ago_is_lost_and_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """uvloop raises RuntimeError for a write to such a connection."""
+    async with run_redis(unix_socket=True) as redis, RedisStore(redis.url) as store:
+
+        async def closed(*_: object, **__: object) -> None:
+            raise RuntimeError("unable to perform operation on <UnixTransport>; the handler is closed")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "_run", closed)
+            assert await store.heartbeat(DECODE, _LOAD) == HeartbeatAnswer()
+        assert (await store.heartbeat(DECODE, _LOAD)).holds
