@@ -133,7 +133,7 @@ class LentCore(VllmCore):
         for vllm_id in tuple(self._scheduler.requests):
             self.abort(vllm_id)
             if self.holds(vllm_id):
-                self.scheduler_side._released.append(vllm_id)
+                self.scheduler_side._next_orders.released.append(vllm_id)
         for _ in range(_VACATE_STEPS):
             if not self._scheduler.requests:
                 return
