@@ -173,7 +173,7 @@ class TransportSuite:
     factory: ClassVar[str]
 
     def address(self, directory: Path) -> str:
-        """Address where a receiver may listen."""
+        """Return a free address at which a receiver can listen."""
         raise NotImplementedError
 
     @pytest.fixture(scope="class")

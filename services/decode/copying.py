@@ -117,7 +117,7 @@ class MoveDone:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """Event: the request has ended, and its engine has ended the push."""
+    """Event: the request has ended, and with it the push of its copy."""
 
     is_given_up: bool = False
     """True if no router will resume the request. Otherwise the holder keeps the copy for a while: this instance may die

@@ -70,7 +70,7 @@ class DataPlane:
         self._landings: dict[bytes, _Spread] = {}
         self._copies: dict[bytes, _Spread] = {}
         self._copy_listener: PushListener = lambda _: None
-        # Ranks that have not staged the block yet, and the event set once all have; by serial.
+        # By serial: ranks that have yet to stage the block, and an event that is set once all have.
         self._staging: dict[int, tuple[set[int], threading.Event]] = {}
         self._serials = itertools.count()
         endpoints = []
