@@ -10,11 +10,11 @@ from google.protobuf.message import DecodeError
 from kaveri.errors import KaveriError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow
-from kaveri.kv.transfer.part_transfers import PartReceiver, PartSender, TicketReceiver
+from kaveri.kv.transfer.landing import TicketReceiver
 from kaveri.kv.transfer.push import PushSender
 from kaveri.kv.transfer.receiver import LandingListener, TransferEvent, TransferReleased
 from kaveri.kv.transfer.sender import PushAccepted, PushEvent, PushFailed, PushListener
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, first_source_block
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, first_source_block, pushed_tickets, taken_tickets
 from kaveri.v1 import kv_pb2
 
 
@@ -101,12 +101,13 @@ class PoolPlane:
     ) -> None:
         self._layout = layout
         self._pool_layout = layout.rank(rank)
+        self._rank = rank
         self._listener = listener
-        self._receiver = PartReceiver(rank, listener, make_receiver) if make_receiver is not None else None
+        self._receiver = make_receiver(listener) if make_receiver is not None else None
         self.endpoints: tuple[tuple[KvEndpoint, ...], ...] = ()
         if self._receiver is not None:
             self.endpoints = (self._receiver.endpoints,)
-        self._sender = PartSender(layout, rank, listener, make_sender)
+        self._sender = make_sender(listener)
         self._lock = threading.Lock()
         self._in_step: list[Source] = []
         self._layers_done = 0
@@ -114,14 +115,15 @@ class PoolPlane:
     def open_push(self, source: Source, ticket: Ticket) -> None:
         """Queue the computed blocks, and hand over if those are all. The sender no longer reads for an earlier push of
         this source."""
-        if not self._sender.has_part(ticket):
+        parts = pushed_tickets(self._layout, self._rank, ticket) if ticket.parts else ()
+        if ticket.parts and not parts:
             # Other ranks hold the same heads, and push them.
             self._listener(PushAccepted(ticket.transfer_id, 0, ""))
             return
         layer_count = self._pool_layout.layer_count
         try:
             with self._lock:
-                self._sender.open(ticket)
+                self._sender.open(ticket, parts)
                 source.transfer_id = ticket.transfer_id
                 source.first_block = first_source_block(ticket, self._pool_layout)
                 source.written = [source.first_block] * layer_count
@@ -178,7 +180,7 @@ class PoolPlane:
     def grant(self, ticket: Ticket) -> None:
         assert self._receiver is not None, "only a plane that takes pushes grants"
         try:
-            self._receiver.grant(ticket)
+            self._receiver.lease(ticket, taken_tickets(self._rank, ticket) if ticket.parts else ())
         except KaveriError as error:
             self._listener(TransferReleased(ticket.transfer_id, str(error)))
         else:

@@ -32,11 +32,10 @@ from kaveri.errors import KaveriError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.flow import KvFlow
-from kaveri.kv.transfer.part_transfers import PartSender
 from kaveri.kv.transfer.push import PushFailed
 from kaveri.kv.transfer.receiver import KvReceiver
 from kaveri.kv.transfer.sender import KvSender
-from kaveri.kv.transfer.ticket import KvEndpoint
+from kaveri.kv.transfer.ticket import KvEndpoint, pushed_tickets
 from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import make_transports
 
@@ -54,11 +53,12 @@ class StagedCopies:
         transports: Sequence[Transport],
         listener: RankListener,
     ) -> None:
-        self._layers = range(layout.layer_count)
+        self._layout = layout
+        self._rank = rank
         self._pool = pool
         self._listener = listener
         self._staging = KvPool(pool.layout, slot_count)
-        self._sender = PartSender(layout, rank, listener, partial(KvSender, self._staging, transports=transports))
+        self._sender = KvSender(self._staging, listener, transports=transports)
 
     def do(self, call: CopyCall) -> None:
         """Carry out a call. Its events are passed to the listener."""
@@ -68,11 +68,13 @@ class StagedCopies:
                 self._listener(BlockStaged(serial))
             case OpenCopy(ticket):
                 try:
-                    self._sender.open(ticket)
+                    parts = pushed_tickets(self._layout, self._rank, ticket) if ticket.parts else ()
+                    self._sender.open(ticket, parts)
                 except KaveriError as error:
                     self._listener(PushFailed(ticket.transfer_id, str(error)))
             case WriteCopy(transfer_id, block_index, slot):
-                self._sender.write_layers(transfer_id, self._layers, block_index, (slot,))
+                layers = range(self._layout.layer_count)
+                self._sender.write_layers(transfer_id, layers, block_index, (slot,))
             case MarkCopy(transfer_id, block_count, note):
                 self._sender.mark(transfer_id, block_count, note)
             case FinishCopy(transfer_id, note):

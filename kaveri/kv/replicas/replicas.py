@@ -25,10 +25,18 @@ from kaveri.kv.replicas.store import (
 )
 from kaveri.kv.tiers.pool import BlockAllocator
 from kaveri.kv.transfer.flow import KvFlow
-from kaveri.kv.transfer.part_transfers import PartReceiver, PartSender, TicketReceiver
+from kaveri.kv.transfer.landing import TicketReceiver
 from kaveri.kv.transfer.push import PushAccepted, PushEvent, PushFailed, PushListener, PushSender
 from kaveri.kv.transfer.receiver import LandingListener, TransferEvent, TransferLanded, TransferMarked, TransferReleased
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, first_source_block, require_pushable, ticket_parts
+from kaveri.kv.transfer.ticket import (
+    KvEndpoint,
+    Ticket,
+    first_source_block,
+    pushed_tickets,
+    require_pushable,
+    taken_tickets,
+    ticket_parts,
+)
 from kaveri.seconds import require_seconds
 from kaveri.telemetry.logs import get_logger
 
@@ -68,9 +76,9 @@ class Replicas:
         # Receiving, with no block granted ahead.
         self._starved: dict[Replica, None] = {}
         self._closed = False
-        self._sender = PartSender(self._layout, 0, self._hear_push, make_sender)
+        self._sender = make_sender(self._hear_push)
         try:
-            self._receiver = PartReceiver(0, self._hear_owner, make_receiver)
+            self._receiver = make_receiver(self._hear_owner)
         except BaseException:
             self._sender.close()
             raise
@@ -124,7 +132,7 @@ class Replicas:
                 is_open=True,
             )
             try:
-                self._receiver.grant(ticket)
+                self._receiver.lease(ticket, taken_tickets(0, ticket) if parts else ())
             except KaveriError:
                 self._allocator.release(replica)
                 raise
@@ -172,7 +180,7 @@ class Replicas:
             accepted.set_exception(error)
             return accepted
         try:
-            self._sender.open(ticket)
+            self._sender.open(ticket, pushed_tickets(self._layout, 0, ticket) if ticket.parts else ())
         except KaveriError as error:
             self._end_push(ticket.transfer_id, error)
             return accepted

@@ -75,10 +75,12 @@ class KvPool:
     def split(self, part: KvLayout) -> "KvPool":
         """View the same memory as blocks of a part of the heads: block b is sub-blocks [ways * b, ways * (b + 1)), if
         `ways` parts make a whole (PartPlace)."""
-        ways, rest = divmod(self.layout.block_bytes, part.block_bytes)
-        assert not rest, "parts of another size"
-        shape = (self.layout.layer_count, self.block_count * ways, part.block_bytes)
-        return KvPool.over(part, self.memory.reshape(shape), self._shared)
+        if part not in self._splits:
+            ways, rest = divmod(self.layout.block_bytes, part.block_bytes)
+            assert not rest, "parts of another size"
+            shape = (self.layout.layer_count, self.block_count * ways, part.block_bytes)
+            self._splits[part] = KvPool.over(part, self.memory.reshape(shape), self._shared)
+        return self._splits[part]
 
     def _hold(
         self, layout: KvLayout, block_count: int, memory: npt.NDArray[np.uint8], shared: "SharedMemory | None"
@@ -87,6 +89,7 @@ class KvPool:
         self.block_count = block_count
         self.memory = memory
         self._shared = shared
+        self._splits: dict[KvLayout, KvPool] = {}
         self._layers = [layer.data.cast("B") for layer in memory.reshape(layout.layer_count, -1)]
 
     def regions(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:

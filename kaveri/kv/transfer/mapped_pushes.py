@@ -12,7 +12,7 @@ from kaveri.kv.layout.block_map import map_blocks
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.flow import SenderFlow
-from kaveri.kv.transfer.push import PushAccepted, PushEnd, PushEvent, PushListener
+from kaveri.kv.transfer.push import OpenPush, PushAccepted, PushEnd, PushEvent, PushListener
 from kaveri.kv.transfer.staged_pushes import MakeSender, StagedPush, StagedPushes
 from kaveri.kv.transfer.ticket import Ticket
 
@@ -26,13 +26,15 @@ class MappedPushes:
     """Pushes by tickets whose layout differs from the pool's. Any thread; close() not from the listener.
 
     Memory: at most STAGINGS_MAX * staging_bytes (see StagedPushes for very large blocks), and nothing while all
-    receivers use the pool's layout. An evicted shape frees its memory before another takes any. make_sender: makes the
-    sender of a staging pool.
+    receivers use the pool's layout. An evicted shape frees its memory before another takes any. pushes: of the sender,
+    by transfer id; those of mapped tickets are added here. make_sender: makes the sender of a staging pool.
     """
 
-    def __init__(self, pool: KvPool, listener: PushListener, make_sender: MakeSender, staging_bytes: int) -> None:
+    def __init__(
+        self, pool: KvPool, pushes: dict[bytes, OpenPush], make_sender: MakeSender, staging_bytes: int
+    ) -> None:
         self._pool = pool
-        self._listener = listener
+        self._pushes = pushes
         self._make_sender = make_sender
         self._staging_bytes = min(staging_bytes, pool.memory.nbytes)
         self._lock = threading.Lock()
@@ -41,10 +43,9 @@ class MappedPushes:
         self._given_up: list[StagedPushes] = []
         # Staging in memory, evicted ones included.
         self._room = threading.BoundedSemaphore(STAGINGS_MAX)
-        self.pushes: dict[bytes, StagedPush] = {}
         self._closed = False
 
-    def open(self, ticket: Ticket, *, part: bool) -> None:
+    def open(self, ticket: Ticket, listener: PushListener, *, part: bool) -> None:
         layout, own = ticket.layout, self._pool.layout
         if ticket.is_open:
             # Blocks are marked one by one, so a destination block must have the tokens and layers of one source block,
@@ -59,9 +60,8 @@ class MappedPushes:
         with self._lock:
             if self._closed:
                 raise TransferFailed("the sender is closed")
-            assert ticket.transfer_id not in self.pushes, "a ticket is used once"
             staging = self._staging(layout)
-            push = self.pushes[ticket.transfer_id] = StagedPush(ticket, block_map, staging)
+            push = self._pushes[ticket.transfer_id] = StagedPush(ticket, block_map, staging, listener)
         staging.open(push)
 
     def flow(self) -> SenderFlow:
@@ -119,7 +119,8 @@ class MappedPushes:
         """Evict the staging that is idle for longest, if there are too many. The caller holds the lock."""
         if len(self._stagings) < STAGINGS_MAX:
             return
-        busy = {push.staging for push in self.pushes.values()}
+        # A copy: others than mapped ones come and go meanwhile.
+        busy = {push.staging for push in tuple(self._pushes.values()) if isinstance(push, StagedPush)}
         idle = next((shape for shape, staging in self._stagings.items() if staging not in busy), None)
         if idle is None:
             raise TransferFailed(f"KV goes to {STAGINGS_MAX} other layouts already")
@@ -131,10 +132,10 @@ class MappedPushes:
         self._given_up = [each for each in self._given_up if each.is_alive]
         self._given_up.append(staging)
 
-    def _on_staged(self, event: PushEvent) -> None:
+    def _on_staged(self, push: StagedPush, event: PushEvent) -> None:
         if isinstance(event, PushEnd):
             with self._lock:
-                self.pushes.pop(event.transfer_id, None)
+                self._pushes.pop(event.transfer_id, None)
         if isinstance(event, PushAccepted):
             event = replace(event, transport=f"{event.transport} mapped")
-        self._listener(event)
+        push.listener(event)

@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kaveri.errors import InvalidArgument
 from kaveri.kv.transfer.digest import Digest
+from kaveri.kv.transfer.push import PushListener
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Link, Transport
 
@@ -45,96 +46,104 @@ class QueuedWrite:
     blocks: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class PushProgress:
+    """Progress of a push in blocks and bytes."""
+
+    queued: list[int]
+    """Per layer, blocks that were queued so far."""
+    kv_bytes: int = 0
+    """Bytes written."""
+    marked_count: int = 0
+    """Blocks that the latest queued mark covers."""
+    unanswered_marks: deque[int] = field(default_factory=deque)
+    """Block counts of marks that were sent."""
+    keeps_marked: bool = False
+    """True if the push was given up and its marked blocks are still useful."""
+
+
+class PushQueues(Protocol):
+    """The receiver of a push, with the queues of all pushes to it."""
+
+    lock: threading.Lock
+    """The sender's."""
+
+    def on_queued(self, push: "Push") -> None:
+        """Record that its queue has grown. The caller holds the lock."""
+
+    def give_up(self, push: "Push", reason: str) -> None:
+        """Stop it and notify the receiver. The caller holds the lock."""
+
+
 class Push:
     """One transfer under way. Any thread may call write(), mark(), finish() and abort(); the others are the peer's, and
     called under the sender's lock. The digest is the peer thread's.
 
-    waiting ── connection is set: open ── is_ended: the end mark is sent ── accepted
+    waiting ── connection is set: open ── the end mark is sent ── accepted
        └──────────────┴───────────────────────┴── stopped: its reason ── no longer reading: failed
     """
 
-    def __init__(
-        self,
-        ticket: Ticket,
-        digest: Digest,
-        lock: threading.Lock,
-        on_queued: "Callable[[Push], None]",
-        give_up: "Callable[[Push, str], None]",
-    ) -> None:
-        """lock: the sender's. on_queued: called with the lock after the queue has grown. give_up: called with the lock
-        to stop the push and notify the receiver."""
+    def __init__(self, ticket: Ticket, digest: Digest, listener: PushListener, peer: "PushQueues") -> None:
         self.ticket = ticket
         """Includes the blocks that the receiver has added."""
-        self.transfer_id = ticket.transfer_id
+        self.digest = digest
+        self.listener = listener
         self.expires_at_s = time.monotonic() + ticket.expires_in_s
         """Expiry of the push; that of an open push counts from the last mark that was answered."""
-        self.digest = digest
-        self.queued = [0] * ticket.layout.layer_count
+        self.progress = PushProgress([0] * ticket.layout.layer_count)
         self.queue: deque[QueuedWrite | Callable[[], None]] = deque()
         """In order: blocks to write, and calls that send the opening, the marks and the end. Bounded by the ticket."""
-        self.kv_bytes = 0
         self.connection: Connection | None = None
         """Set once the transfer is open on it."""
-        self.is_reading = False
-        """True while the peer's thread may read source blocks."""
-        self.is_ended = False
-        """True once the end mark is sent."""
+        self.is_finished = False
+        """True once the end mark is queued, which is the last of the queue."""
         self.stopped: str | None = None
-        self.keeps_marked = False
-        """True if the push was given up and its marked blocks are still useful."""
-        self._lock = lock
-        self._on_queued = on_queued
-        self._give_up = give_up
-        # The end mark is queued.
-        self._is_ending = False
-        # Blocks that the latest queued mark covers.
-        self._marked_count = 0
-        self._unanswered_marks: deque[int] = deque()
+        self._peer = peer
 
     def write(self, layers: range, first_index: int, blocks: tuple[int, ...]) -> None:
         """Queue blocks, at least one, of each layer; see KvSender.write. Ignored once the push is given up or finished.
 
         Raises InvalidArgument for more blocks than the ticket has.
         """
-        with self._lock:
-            if not self._takes_more:
+        with self._peer.lock:
+            if self.stopped is not None or self.is_finished:
                 return
             end, granted_count = first_index + len(blocks), len(self.ticket.block_ids)
             if end > granted_count:
                 raise InvalidArgument("first_index", f"{first_index} with {len(blocks)} blocks", f"in {granted_count}")
             for layer in layers:
-                assert first_index == self.queued[layer], "a block was left out or written twice"
-                self.queued[layer] = end
+                assert first_index == self.progress.queued[layer], "a block was left out or written twice"
+                self.progress.queued[layer] = end
                 self.queue.append(QueuedWrite(layer, first_index, blocks))
-            self._on_queued(self)
+            self._peer.on_queued(self)
 
     def mark(self, block_count: int, note: bytes) -> None:
         """Queue a mark of an open push; see KvSender.mark. Ignored once the push was given up or finished."""
-        with self._lock:
-            if not self._takes_more:
+        with self._peer.lock:
+            if self.stopped is not None or self.is_finished:
                 return
             assert self.ticket.is_open, "only an open push is marked"
-            low, high = self._marked_count, min(self.queued)
+            low, high = self.progress.marked_count, min(self.progress.queued)
             if not low < block_count <= high:
                 raise InvalidArgument("block_count", block_count, f"above {low}, the last mark, and at most {high}")
-            self._marked_count = block_count
+            self.progress.marked_count = block_count
             self.queue.append(partial(self._send_mark, block_count, note))
-            self._on_queued(self)
+            self._peer.on_queued(self)
 
     def finish(self, note: bytes) -> None:
         """Queue the end mark. Ignored once the push was given up or finished."""
-        with self._lock:
-            if self._takes_more:
-                self._is_ending = True
+        with self._peer.lock:
+            if self.stopped is None and not self.is_finished:
+                self.is_finished = True
                 self.queue.append(partial(self._send_end, note))
-                self._on_queued(self)
+                self._peer.on_queued(self)
 
     def abort(self, reason: str = "aborted", *, keep_marked: bool = False) -> None:
         """Give the push up, and notify the receiver. Idempotent; ignored once the push has ended."""
-        with self._lock:
+        with self._peer.lock:
             if self.stopped is None:
-                self.keeps_marked = keep_marked
-                self._give_up(self, reason)
+                self.progress.keeps_marked = keep_marked
+                self._peer.give_up(self, reason)
 
     def take_write(self, most: int, joined_most: int) -> tuple[range, int, tuple[int, ...]]:
         """Take at most `most` blocks of the write at the head of the queue, and the same blocks of the next layers, up
@@ -162,7 +171,8 @@ class Push:
 
     def take_mark(self, block_count: int) -> bool:
         """Record that the receiver keeps a mark. False if it was not due: the oldest unanswered one is."""
-        if not self._unanswered_marks or self._unanswered_marks.popleft() != block_count:
+        unanswered = self.progress.unanswered_marks
+        if not unanswered or unanswered.popleft() != block_count:
             return False
         self.expires_at_s = time.monotonic() + self.ticket.expires_in_s
         return True
@@ -171,27 +181,18 @@ class Push:
         """True if it was given up."""
         return self.stopped is not None
 
-    @property
-    def _takes_more(self) -> bool:
-        return self.stopped is None and not self._is_ending
-
     # On the peer's thread, without the lock.
 
     def _send_mark(self, block_count: int, note: bytes) -> None:
-        with self._lock:
-            if self.stopped is not None or self.connection is None:
-                return
-            self._unanswered_marks.append(block_count)
+        if self.stopped is None and self.connection is not None:
+            self.progress.unanswered_marks.append(block_count)
             link = self.connection.link
-        link.mark(self.ticket, block_count, note, self.digest.intdigest() if link.wants_digest else 0)
+            link.mark(self.ticket, block_count, note, self.digest.intdigest() if link.wants_digest else 0)
 
     def _send_end(self, note: bytes) -> None:
-        with self._lock:
-            if self.stopped is not None or self.connection is None:
-                return
-            self.is_ended = True
+        if self.stopped is None and self.connection is not None:
             link = self.connection.link
-        link.finish(self.ticket, note, self.digest.intdigest() if link.wants_digest else 0)
+            link.finish(self.ticket, note, self.digest.intdigest() if link.wants_digest else 0)
 
 
 @dataclass(eq=False, slots=True)
@@ -202,10 +203,6 @@ class UnsentAborts:
     pushes: list[Push] = field(default_factory=list)
     retry_at_s: float = 0.0
     _retry_s: float = _RETRY_S
-
-    def is_due(self) -> bool:
-        """True if there are some, and a retry is due."""
-        return bool(self.pushes) and time.monotonic() >= self.retry_at_s
 
     def rest_s(self) -> float:
         """Seconds until the next retry."""

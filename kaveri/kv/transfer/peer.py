@@ -4,111 +4,65 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from kaveri.errors import TransferFailed
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import DigestFactory
-from kaveri.kv.transfer.flow import PeerFlow, SenderFlow
+from kaveri.kv.transfer.flow import PeerFlow
 from kaveri.kv.transfer.outgoing import Connection, Push, QueuedWrite, Turns, UnsentAborts
-from kaveri.kv.transfer.push import LocalDoneListener, PushAccepted, PushEvent, PushExtended, PushFailed, PushMarked
+from kaveri.kv.transfer.push import (
+    LocalDoneListener,
+    OpenPush,
+    PushAccepted,
+    PushExtended,
+    PushFailed,
+    PushListener,
+    PushMarked,
+)
 from kaveri.kv.transfer.reporter import Reporter
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import LinkLost, Transport
 from kaveri.telemetry.logs import get_logger
 
 Route = tuple[Transport, KvEndpoint]
+PeerKey = tuple[tuple[KvEndpoint, ...], int]
+"""Addresses of a receiver, and its epoch: one that was restarted at the same addresses is another peer."""
 
 _QUANTUM_BYTES = 4 << 20
 """Bytes that a push may send before other pushes have their turn; except for nixl and gloo: one write."""
 
 
-class Peers:
-    """The receivers of one sender, their pushes, and the settings that they share.
+@dataclass(frozen=True, slots=True)
+class PeerOptions:
+    """Options of a sender for its receivers; see KvSender. on_local_done is called without the lock."""
+
+    digest: DigestFactory
+    idle_s: float
+    credit_timeout_s: float
+    on_local_done: LocalDoneListener | None
+
+
+@dataclass(eq=False, slots=True)
+class SenderState:
+    """State that a sender shares with its receivers' threads. Guarded by the lock.
 
     Must not refer to the sender: its pool is freed with the last reference to it, not by the garbage collector.
     """
 
-    def __init__(
-        self,
-        pool: KvPool,
-        reporter: Reporter[PushEvent],
-        *,
-        digest: DigestFactory,
-        idle_s: float,
-        credit_timeout_s: float,
-        on_local_done: LocalDoneListener | None,
-    ) -> None:
-        """See KvSender. on_local_done is called without the lock."""
-        self.pool = pool
-        self.reporter = reporter
-        self.digest = digest
-        self.idle_s = idle_s
-        self.credit_timeout_s = credit_timeout_s
-        self.on_local_done = on_local_done
-        self.lock = threading.Lock()
-        self.pushes: dict[bytes, Push] = {}
-        self._peers: dict[tuple[object, ...], Peer] = {}
-        # Threads of peers, including those that are ending.
-        self._threads: set[threading.Thread] = set()
-        # Totals of peers that have ended.
-        self._credit_waits = 0
-        self._credit_wait_s = 0.0
-        self._closed = False
-
-    def open(self, ticket: Ticket, routes: Sequence[Route]) -> None:
-        """Begin a push. Raises TransferFailed when closed, and without a thread for a new receiver."""
-        with self.lock:
-            if self._closed:
-                raise TransferFailed("the sender is closed")
-            assert ticket.transfer_id not in self.pushes, "a ticket is used once"
-            # A receiver that was restarted at the same address is another peer.
-            key = (ticket.endpoints, ticket.epoch)
-            peer = self._peers.get(key)
-            if peer is None:
-                peer = Peer(self, key, routes, ticket.epoch)
-                try:
-                    # The thread waits for the lock meanwhile.
-                    peer.thread.start()
-                except RuntimeError as error:
-                    raise TransferFailed(f"no thread for a connection: {error}") from error
-                self._peers[key] = peer
-                self._threads.add(peer.thread)
-            self.pushes[ticket.transfer_id] = peer.open(ticket)
-
-    def flow(self) -> SenderFlow:
-        """Snapshot of the pushes under way."""
-        with self.lock:
-            peers = self._peers.values()
-            return SenderFlow(
-                tuple(peer.flow() for peer in peers),
-                self._credit_waits + sum(peer.credit_waits for peer in peers),
-                self._credit_wait_s + sum(peer.credit_wait_s for peer in peers),
-            )
-
-    def close(self) -> None:
-        """End all peers, and take no more. Waits for their threads. Idempotent."""
-        with self.lock:
-            self._closed = True
-            for peer in self._peers.values():
-                peer.close()
-            threads = tuple(self._threads)
-        for thread in threads:
-            thread.join()
-
-    # The caller holds the lock.
-
-    def forget(self, peer: "Peer") -> None:
-        """Remove a peer, so that it takes no more work. Idempotent."""
-        if self._peers.get(peer.key) is peer:
-            del self._peers[peer.key]
-            self._credit_waits += peer.credit_waits
-            self._credit_wait_s += peer.credit_wait_s
-
-    def ended(self, peer: "Peer") -> None:
-        """Record the end of a peer's thread; its last call."""
-        self._threads.remove(peer.thread)
+    pool: KvPool
+    options: PeerOptions
+    reporter: Reporter
+    pushes: dict[bytes, OpenPush] = field(default_factory=dict)
+    """Pushes of all kinds, by transfer id."""
+    peers: "dict[PeerKey, Peer]" = field(default_factory=dict)
+    threads: set[threading.Thread] = field(default_factory=set)
+    """Threads of peers, including those that are ending."""
+    credit_waits: int = 0
+    credit_wait_s: float = 0.0
+    """See SenderFlow."""
+    is_closed: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Peer:
@@ -118,18 +72,17 @@ class Peer:
     long one; the end of a push waits for no turn. The queues are bounded by the tickets.
     """
 
-    def __init__(self, peers: Peers, key: tuple[object, ...], routes: Sequence[Route], epoch: int) -> None:
-        self.key = key
+    def __init__(self, state: SenderState, key: PeerKey, routes: Sequence[Route]) -> None:
         self.pushes: dict[bytes, Push] = {}
-        self.credit_waits = 0
-        self.credit_wait_s = 0.0
-        self.lock = peers.lock
-        self.reporter = peers.reporter
-        self._peers = peers
+        self.lock = state.lock
+        self.reporter = state.reporter
+        self._state = state
+        self._key = key
         self._routes = routes
-        self._epoch = epoch
-        self._block_bytes = peers.pool.layout.block_bytes
+        self._block_bytes = state.pool.layout.block_bytes
         self._connection: Connection | None = None
+        # The push whose source blocks the thread may read now.
+        self._reading: Push | None = None
         # Pushes with something queued.
         self._turns: Turns[Push] = Turns(_QUANTUM_BYTES)
         # Time at which everything queued began to wait for credit, or at which credit last came meanwhile [s].
@@ -145,27 +98,25 @@ class Peer:
 
     # The caller holds the lock.
 
-    def open(self, ticket: Ticket) -> Push:
+    def open(self, ticket: Ticket, listener: PushListener) -> None:
         """Begin a push."""
-        push = Push(ticket, self._peers.digest(), self.lock, self._on_queued, self._give_up)
-        self.pushes[push.transfer_id] = push
+        push = Push(ticket, self._state.options.digest(), listener, self)
+        self.pushes[ticket.transfer_id] = self._state.pushes[ticket.transfer_id] = push
         push.queue.append(partial(self._open, push))
-        self._on_queued(push)
-        return push
+        self.on_queued(push)
 
     def flow(self) -> PeerFlow:
         """Snapshot of this receiver's pushes."""
         connection = self._connection
         pushes = self.pushes.values()
-        queued_count = sum(sum(push.queued) for push in pushes if push.stopped is None)
-        written_bytes = sum(push.kv_bytes for push in pushes if push.stopped is None)
+        live = [push.progress for push in pushes if push.stopped is None]
         return PeerFlow(
             address=(connection.endpoint if connection is not None else self._routes[0][1]).address,
             transport=connection.transport.label if connection is not None else "",
             push_count=len(pushes),
             block_count=sum(len(push.ticket.block_ids) for push in pushes),
-            queued_bytes=queued_count * self._block_bytes - written_bytes,
-            unaccepted_bytes=sum(push.kv_bytes for push in pushes),
+            queued_bytes=sum(sum(each.queued) * self._block_bytes - each.kv_bytes for each in live),
+            unaccepted_bytes=sum(push.progress.kv_bytes for push in pushes),
             credit_bytes=connection.credit_bytes if connection is not None else 0,
             is_waiting=self._waiting_since_s is not None,
         )
@@ -179,17 +130,17 @@ class Peer:
 
     def stop(self, push: Push, reason: str) -> None:
         """Send no more of this push; it fails as soon as its blocks are not read."""
-        if push.stopped is None and push.transfer_id in self.pushes:
+        if push.stopped is None and push.ticket.transfer_id in self.pushes:
             push.stopped = reason
             push.queue.clear()
             self._turns.leave(push)
             self._changed.notify()
-            if not push.is_reading:
+            if push is not self._reading:
                 self._fail(push, reason)
 
     def forget(self, push: Push) -> None:
         """Remove a push that has ended."""
-        del self.pushes[push.transfer_id], self._peers.pushes[push.transfer_id]
+        del self.pushes[push.ticket.transfer_id], self._state.pushes[push.ticket.transfer_id]
         push.queue.clear()
         self._turns.leave(push)
         # The thread is not woken: it has nothing to do for it.
@@ -201,12 +152,12 @@ class Peer:
             self._waiting_since_s = time.monotonic()
             self._changed.notify()
 
-    def _on_queued(self, push: Push) -> None:
+    def on_queued(self, push: Push) -> None:
         self._turns.join(push)
         self._changed.notify()
 
-    def _give_up(self, push: Push, reason: str) -> None:
-        if push.transfer_id in self.pushes:
+    def give_up(self, push: Push, reason: str) -> None:
+        if push.ticket.transfer_id in self.pushes:
             self.stop(push, reason)
             # Before what other transfers have queued: the receiver's blocks wait for it.
             self._urgent.append(partial(self._abort, push))
@@ -214,7 +165,12 @@ class Peer:
 
     def _fail(self, push: Push, reason: str) -> None:
         self.forget(push)
-        self.reporter.report(PushFailed(push.transfer_id, reason))
+        self.reporter.report(partial(push.listener, PushFailed(push.ticket.transfer_id, reason)))
+
+    def _leave(self) -> None:
+        """Take no more work. Idempotent."""
+        if self._state.peers.get(self._key) is self:
+            del self._state.peers[self._key]
 
     def _next_action(self) -> Callable[[], None] | None:
         """Wait for the next action. None: the thread is to end."""
@@ -222,7 +178,7 @@ class Peer:
             while not self._closing:
                 if self._urgent:
                     return self._urgent.popleft()
-                if self._unsent_aborts.is_due():
+                if self._unsent_aborts.pushes and time.monotonic() >= self._unsent_aborts.retry_at_s:
                     return self._send_aborts
                 if (push := self._turns.next(self._can_go)) is not None:
                     return self._next_of(push)
@@ -233,7 +189,7 @@ class Peer:
                 self._waiting_since_s = None
                 if not self._changed.wait(self._rest_s()) and self._is_idle():
                     # In the same critical section as the check: no push may find this peer and queue after its end.
-                    self._peers.forget(self)
+                    self._leave()
                     return None
             return None
 
@@ -242,12 +198,12 @@ class Peer:
         if self._unsent_aborts.pushes:
             return self._unsent_aborts.rest_s()
         if self.pushes:
-            return self._peers.idle_s
-        return max(0.0, self._idle_since_s + self._peers.idle_s - time.monotonic())
+            return self._state.options.idle_s
+        return max(0.0, self._idle_since_s + self._state.options.idle_s - time.monotonic())
 
     def _is_idle(self) -> bool:
         has_work = self._urgent or self._turns or self.pushes or self._unsent_aborts.pushes
-        return not has_work and time.monotonic() - self._idle_since_s >= self._peers.idle_s
+        return not has_work and time.monotonic() - self._idle_since_s >= self._state.options.idle_s
 
     def _can_go(self, push: Push) -> bool:
         if not isinstance(push.queue[0], QueuedWrite):
@@ -276,21 +232,21 @@ class Peer:
         self._turns.charge(push, byte_count)
         if not push.queue:
             self._turns.leave(push)
-        push.is_reading = True
+        self._reading = push
         self._waiting_since_s = None
         return partial(self._write, push, connection, layers, index, blocks)
 
     def _wait_for_credit(self) -> Callable[[], None] | None:
         """Wait while everything queued needs credit. A receiver that gives none until the timeout is presumed dead:
         returns the loss of its connection then."""
-        now_s, timeout_s = time.monotonic(), self._peers.credit_timeout_s
+        now_s, timeout_s = time.monotonic(), self._state.options.credit_timeout_s
         if self._waiting_since_s is None:
             self._waiting_since_s = now_s
-            self.credit_waits += 1
+            self._state.credit_waits += 1
         left_s = self._waiting_since_s + timeout_s - now_s
         if left_s > 0:
             self._changed.wait(left_s)
-            self.credit_wait_s += time.monotonic() - now_s
+            self._state.credit_wait_s += time.monotonic() - now_s
             return None
         assert self._connection is not None
         return partial(self.lose, self._connection, f"no credit came for {timeout_s:g} s")
@@ -329,9 +285,9 @@ class Peer:
             get_logger().exception("kv_peer_failed", address=self._routes[0][1].address)
         finally:
             with self.lock:
-                self._peers.forget(self)
+                self._leave()
+                self._reading = None
                 for push in tuple(self.pushes.values()):
-                    push.is_reading = False
                     self.stop(push, reason)
             try:
                 self._drop()
@@ -340,7 +296,7 @@ class Peer:
                     # Actions and pushes keep this peer alive.
                     self._urgent.clear()
                     self._unsent_aborts.pushes.clear()
-                    self._peers.ended(self)
+                    self._state.threads.remove(self.thread)
 
     def _open(self, push: Push) -> None:
         if push.is_stopped():
@@ -364,7 +320,7 @@ class Peer:
     def _write(
         self, push: Push, connection: Connection, layers: range, first_index: int, blocks: tuple[int, ...]
     ) -> None:
-        """Carry out a write. is_reading is set, and is cleared here."""
+        """Carry out a write of the push that is being read."""
         block_count = len(layers) * len(blocks)
         charged_count = block_count
         digest = push.digest if connection.link.wants_digest else None
@@ -372,25 +328,25 @@ class Peer:
             charged_count = connection.link.write(push.ticket, layers, first_index, blocks, digest, push.is_stopped)
         finally:
             with self.lock:
-                push.is_reading = False
+                self._reading = None
                 connection.credit_bytes += (block_count - charged_count) * self._block_bytes
-                push.kv_bytes += charged_count * self._block_bytes
+                push.progress.kv_bytes += charged_count * self._block_bytes
                 if push.stopped is not None:
                     self._fail(push, push.stopped)
         if push.is_stopped():
             self._abort(push)
-        elif (on_local_done := self._peers.on_local_done) is not None:
+        elif (on_local_done := self._state.options.on_local_done) is not None:
             for layer in layers:
-                on_local_done(push.transfer_id, layer, blocks)
+                on_local_done(push.ticket.transfer_id, layer, blocks)
 
     def _abort(self, push: Push) -> None:
         connection = push.connection
         if connection is None:
             self._unsent_aborts.pushes.append(push)
-            if self._unsent_aborts.is_due():
+            if time.monotonic() >= self._unsent_aborts.retry_at_s:
                 self._send_aborts()
         elif connection is self._connection and connection.lost_reason is None:
-            connection.link.abort(push.ticket, keep_marked=push.keeps_marked)
+            connection.link.abort(push.ticket, keep_marked=push.progress.keeps_marked)
 
     def _send_aborts(self) -> None:
         """Open pushes only to give them up: otherwise the receiver frees their blocks only when their tickets end."""
@@ -414,7 +370,7 @@ class Peer:
             connection = Connection(transport, endpoint)
             try:
                 answers = _Answers(self, connection)
-                connection.link = transport.connect(endpoint, self._epoch, self._peers.pool, answers)
+                connection.link = transport.connect(endpoint, self._key[1], self._state.pool, answers)
             except LinkLost as error:
                 problems.append(error.reason)
                 continue
@@ -480,11 +436,12 @@ class _Answers:
             if rejection is not None:
                 peer.stop(push, f"rejected: {rejection}")
                 return
-            if not push.is_ended:
+            if not push.is_finished or push.queue:
                 peer.stop(push, "accepted before its end")
                 return
             peer.forget(push)
-        peer.reporter.tell(PushAccepted(transfer_id, push.kv_bytes, self._connection.transport.label))
+        accepted = PushAccepted(transfer_id, push.progress.kv_bytes, self._connection.transport.label)
+        peer.reporter.tell(partial(push.listener, accepted))
 
     def marked(self, transfer_id: bytes, block_count: int) -> None:
         with self._peer.lock:
@@ -495,7 +452,7 @@ class _Answers:
                 self._peer.stop(push, f"block {block_count} was marked by the receiver, and not by this side")
                 return
             # Under the lock: no end may be reported before it.
-            self._peer.reporter.report(PushMarked(transfer_id, block_count))
+            self._peer.reporter.report(partial(push.listener, PushMarked(transfer_id, block_count)))
 
     def extended(self, transfer_id: bytes, first_index: int, block_ids: Sequence[int]) -> None:
         with self._peer.lock:
@@ -507,7 +464,8 @@ class _Answers:
                 self._peer.stop(push, f"extended at block {first_index}, not at {len(ticket.block_ids)}")
                 return
             push.ticket = replace(ticket, block_ids=(*ticket.block_ids, *block_ids))
-            self._peer.reporter.report(PushExtended(transfer_id, len(push.ticket.block_ids)))
+            extended = PushExtended(transfer_id, len(push.ticket.block_ids))
+            self._peer.reporter.report(partial(push.listener, extended))
 
     def lost(self, reason: str) -> None:
         self._peer.lose(self._connection, reason)

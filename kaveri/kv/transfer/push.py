@@ -52,11 +52,27 @@ LocalDoneListener = Callable[[bytes, int, Sequence[int]], None]
 """Called with (transfer id, layer, source blocks) on the sender's thread for that receiver; must not block."""
 
 
+class OpenPush(Protocol):
+    """A push that has not ended; see KvSender for its methods."""
+
+    def write(self, layers: range, first_index: int, blocks: tuple[int, ...]) -> None:
+        """Queue blocks, at least one, of each layer."""
+
+    def mark(self, block_count: int, note: bytes) -> None:
+        """Queue a mark."""
+
+    def finish(self, note: bytes) -> None:
+        """Queue the end mark."""
+
+    def abort(self, *, keep_marked: bool = False) -> None:
+        """Give it up."""
+
+
 class PushSender(Protocol):
     """Interface of a sender of pushes: a KvSender (sender.py), or a stand-in."""
 
-    def open(self, ticket: Ticket, *, part: bool = False) -> None:
-        """Begin a transfer. part: of some of the layers or heads. Raises LayoutMismatch and TransferFailed."""
+    def open(self, ticket: Ticket, parts: Sequence[Ticket] = ()) -> None:
+        """Begin a transfer; see KvSender.open. Raises LayoutMismatch and TransferFailed."""
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
         """Queue the same blocks of some layers: within a layer in index order, each once. Never waits."""

@@ -4,24 +4,26 @@ import hmac
 import math
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from kaveri.errors import ConfigError, TransferFailed
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.layout.regions import merge_parts
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.credit import SenderCredit, SharedCredit
+from kaveri.kv.transfer.credit import CreditBook, SenderCredit
 from kaveri.kv.transfer.digest import DigestFactory, Digests, xxh3
 from kaveri.kv.transfer.flow import ReceiverFlow
 from kaveri.kv.transfer.landing import (
+    Claim,
+    LandingListener,
     PoolLanding,
     TransferEvent,
     TransferLanded,
     TransferMarked,
     TransferReleased,
 )
+from kaveri.kv.transfer.part_transfers import Grants, PartedLanding
 from kaveri.kv.transfer.reporter import Reporter
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Answer, Capabilities, Credit, GiveCredit, Listener, Progress, Transport
@@ -44,10 +46,6 @@ __all__ = [
     "TransferMarked",
     "TransferReleased",
 ]
-
-LandingListener = Callable[[TransferEvent], None]
-"""Called on a thread of the receiver, in the order of events: once with the end of each granted ticket, and before that
-once with each mark of an open transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +86,15 @@ class KvReceiver:
     ) -> None:
         self.pool = pool
         self.epoch = epoch
+        self._listener = listener
         self._digests = digests
         self._digest = digest
         self._lock = threading.Lock()
-        # Granted and neither landed nor released.
-        self._landings: dict[bytes, PoolLanding] = {}
-        # The pool in smaller blocks, by their number of heads.
-        self._split: dict[int, KvPool] = {}
+        self._grants = Grants()
         least_bytes = max(2 * pool.layout.block_bytes, min(_LEAST_CREDIT_BYTES, credit_bytes // 4))
-        self._credit = SharedCredit(credit_bytes, least_bytes)
-        self._closed = False
+        self._credit = CreditBook(credit_bytes, least_bytes)
         self._listeners: list[Listener] = []
-        self._reporter = Reporter[TransferEvent]("kv-receiver", listener)
+        self._reporter = Reporter("kv-receiver")
         spoken = {transport.name: transport for transport in transports}
         try:
             for endpoint in listen:
@@ -145,22 +140,27 @@ class KvReceiver:
         self.lease(ticket)
         return ticket
 
-    def lease(self, ticket: Ticket) -> None:
+    def lease(self, ticket: Ticket, parts: Sequence[Ticket] = (), listener: LandingListener | None = None) -> None:
         """Lease a ticket's blocks to its transfer: they are the receiver's until TransferLanded or TransferReleased.
 
-        The blocks of a ticket for some of the heads are those of the pool split by them (KvPool.split). Raises
-        TransferFailed when closed.
+        parts: the parts of the ticket that land in this pool, if it has any (taken_tickets): it lands when all have.
+        The blocks of a ticket for some of the heads are those of the pool split by them (KvPool.split). listener:
+        receives the transfer's events in place of the receiver's. Raises TransferFailed when closed.
         """
+        listener = listener or self._listener
+        if parts:
+            PartedLanding(ticket, parts, self.pool, self._grants).open(
+                listener, lambda each, told: self.lease(each, (), told)
+            )
+            return
         pool = self.pool
         if ticket.layout.block_bytes != pool.layout.block_bytes:
-            with self._lock:
-                pool = self._split.get(ticket.layout.kv_head_count) or self.pool.split(ticket.layout)
-                self._split[ticket.layout.kv_head_count] = pool
+            pool = pool.split(ticket.layout)
         assert all(0 <= block < pool.block_count for block in ticket.block_ids), "a block outside the pool"
         with self._lock:
-            if self._closed:
+            if self._grants.is_closed:
                 raise TransferFailed("the receiver is closed")
-            self._landings[ticket.transfer_id] = PoolLanding(ticket, pool, self._digest, self._note_event)
+            self._grants.landings[ticket.transfer_id] = PoolLanding(ticket, pool, partial(self._note_event, listener))
         self._reporter.call_after(ticket.expires_in_s, partial(self._expire, ticket.transfer_id))
 
     def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
@@ -169,31 +169,24 @@ class KvReceiver:
         Returns True if the blocks are leased now, like those of the grant. False if the transfer has ended, is stopped
         or unknown: the caller keeps the blocks.
         """
-        landing = self._landing(transfer_id)
-        if landing is None:
-            return False
-        assert all(0 <= block < landing.pool.block_count for block in block_ids), "a block outside the pool"
-        return landing.extend(block_ids)
-
-    def merge_parts(self, block_ids: Sequence[int], ways: int) -> None:
-        """Put the heads of these blocks in order, once all `ways` parts have landed."""
-        merge_parts(self.pool.layout, self.pool.memory, block_ids, ways)
+        landing = self._grants.wholes.get(transfer_id) or self._grants.landings.get(transfer_id)
+        return landing is not None and landing.extend(block_ids)
 
     def revoke(self, transfer_id: bytes) -> None:
         """Cancel a transfer. TransferReleased follows once its blocks are fenced; unknown ids are ignored."""
-        landing = self._landing(transfer_id)
+        landing = self._grants.wholes.get(transfer_id) or self._grants.landings.get(transfer_id)
         if landing is not None:
             landing.abort("revoked")
 
     def close(self) -> None:
         """Close listeners and connections, release what has not landed, end threads. Idempotent."""
         with self._lock:
-            self._closed = True
+            self._grants.is_closed = True
         for listener in self._listeners:
             listener.close()
         # No link is left, so nothing stays quarantined for long.
         with self._lock:
-            waiting = tuple(self._landings.values())
+            waiting = tuple(self._grants.landings.values())
         try:
             for landing in waiting:
                 landing.abort("the receiver was closed")
@@ -203,7 +196,12 @@ class KvReceiver:
     def flow(self) -> ReceiverFlow:
         """Snapshot of the transfers under way."""
         with self._lock:
-            leased = [(self._lease_size(landing), landing.is_stopped()) for landing in self._landings.values()]
+            landings = tuple(self._grants.landings.values())
+        # In blocks of the pool; a part of a block is a fraction.
+        whole_bytes = self.pool.layout.block_bytes
+        leased = [
+            (each.block_count * each.pool.layout.block_bytes / whole_bytes, each.is_stopped()) for each in landings
+        ]
         sender_count, window_bytes, held_bytes, arriving_bytes = self._credit.figures()
         return ReceiverFlow(
             sender_count=sender_count,
@@ -220,9 +218,7 @@ class KvReceiver:
         self._credit.check_integrity()
 
     def admit(self, give: GiveCredit) -> SenderCredit:
-        credit = SenderCredit(self._credit, give)
-        self._credit.change(lambda book: book.join(credit))
-        return credit
+        return self._credit.join(give)
 
     def wants_digests(self, capabilities: Capabilities) -> bool:
         return self._digests is Digests.ON or (self._digests is Digests.AUTO and capabilities.is_byte_stream)
@@ -237,7 +233,7 @@ class KvReceiver:
         with_digest: bool = True,
         progress: Progress | None = None,
     ) -> PoolLanding:
-        landing = self._landing(transfer_id)
+        landing = self._grants.landings.get(transfer_id)
         # The epoch first: a ticket of an earlier incarnation is unknown here for a reason worth reporting.
         if epoch != self.epoch:
             reason = f"the ticket is of epoch {epoch}, this receiver of epoch {self.epoch}"
@@ -249,7 +245,7 @@ class KvReceiver:
             reason = "the transfer is open, and the sender's version of the KV protocol has no open transfers"
             # It will never come: its blocks need not wait for the end of the ticket.
             landing.abort(reason)
-        elif not landing.claim(answer, credit, with_digest, progress):
+        elif not landing.claim(Claim(answer, credit, self._digest() if with_digest else None, progress)):
             reason = "the ticket is in use already"
         else:
             return landing
@@ -257,27 +253,19 @@ class KvReceiver:
         get_logger().warning("kv_transfer_refused", transfer_id=transfer_id.hex(), reason=reason)
         raise TransferFailed(reason)
 
-    def _lease_size(self, landing: PoolLanding) -> float:
-        """Size in blocks of the pool; a part of a block is a fraction."""
-        return len(landing.ticket.block_ids) * landing.pool.layout.block_bytes / self.pool.layout.block_bytes
-
-    def _note_event(self, event: TransferEvent) -> None:
-        """Count a kept mark, or the end of a transfer whose blocks are fenced. Called under the landing's lock."""
+    def _note_event(self, listener: LandingListener, event: TransferEvent) -> None:
+        """Report a kept mark, or the end of a transfer whose blocks are fenced. Called under the landing's lock."""
         if not isinstance(event, TransferMarked):
             with self._lock:
-                del self._landings[event.transfer_id]
-        self._reporter.report(event)
+                del self._grants.landings[event.transfer_id]
+        self._reporter.report(partial(listener, event))
 
     def _expire(self, transfer_id: bytes) -> None:
         """Handle the end of a time limit: of a grant, or of the last mark that was seen then."""
-        landing = self._landing(transfer_id)
+        landing = self._grants.landings.get(transfer_id)
         if landing is None:
             return
         if (left_s := landing.left_s()) > 0:
             self._reporter.call_after(left_s, partial(self._expire, transfer_id))
         else:
             landing.abort("the ticket expired")
-
-    def _landing(self, transfer_id: bytes) -> PoolLanding | None:
-        with self._lock:
-            return self._landings.get(transfer_id)

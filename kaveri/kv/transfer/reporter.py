@@ -1,4 +1,4 @@
-"""Calls a listener with events, in order and one at a time, and runs timers. Owns no transfer."""
+"""Runs calls of listeners in order and one at a time, and timers. Owns no transfer."""
 
 import heapq
 import itertools
@@ -7,27 +7,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from functools import partial
 
 from kaveri.telemetry.logs import get_logger
-
-EventT = TypeVar("EventT")
 
 _LONGEST_WAIT_S = 3600.0
 """Longest single wait for a timer: a lock cannot be waited for much longer than a century."""
 
 
-class Reporter(Generic[EventT]):
-    """Calls `listener` with every reported event, while no caller's lock is held.
+class Reporter:
+    """Runs every reported call, of a listener with an event, while no caller's lock is held.
 
     The queue is bounded by its callers: a transfer reports its end once, and each of its blocks is marked at most once.
     """
 
-    def __init__(self, name: str, listener: Callable[[EventT], None]) -> None:
-        self._listener = listener
+    def __init__(self, name: str) -> None:
         self._changed = threading.Condition()
-        self._events: deque[EventT] = deque()
-        # A thread is calling the listener.
+        self._calls: deque[Callable[[], None]] = deque()
+        # A thread is within a reported call.
         self._is_telling = False
         # (due, tie-breaker, action); obsolete actions do nothing when run.
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -36,23 +33,23 @@ class Reporter(Generic[EventT]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def report(self, event: EventT) -> None:
-        """Queue an event for the reporter's thread. Any thread, under any lock."""
+    def report(self, call: Callable[[], None]) -> None:
+        """Queue a call for the reporter's thread. Any thread, under any lock."""
         with self._changed:
-            self._events.append(event)
+            self._calls.append(call)
             self._changed.notify()
 
-    def tell(self, event: EventT) -> None:
-        """Call the listener on this thread, which saves a thread switch; queue the event if others come first. Only for
-        threads that the listener may occupy for a moment, and under no lock."""
+    def tell(self, call: Callable[[], None]) -> None:
+        """Run a call on this thread, which saves a thread switch; queue it if others come first. Only for threads that
+        a listener may occupy for a moment, and under no lock."""
         with self._changed:
-            if self._events or self._is_telling:
-                self._events.append(event)
+            if self._calls or self._is_telling:
+                self._calls.append(call)
                 self._changed.notify()
                 return
             self._is_telling = True
         try:
-            self._call_listener(event)
+            self._run_call(call)
         except Exception:
             get_logger().exception("kv_listener_failed")
 
@@ -82,12 +79,19 @@ class Reporter(Generic[EventT]):
 
     def _run(self) -> None:
         while True:
+            work: Callable[[], None] | None = None
             with self._changed:
-                while (work := self._take()) is None:
-                    if self._closing and not self._events and not self._is_telling:
+                while work is None:
+                    if self._calls and not self._is_telling:
+                        self._is_telling = True
+                        work = partial(self._run_call, self._calls.popleft())
+                    elif self._timers and self._timers[0][0] <= time.monotonic():
+                        work = heapq.heappop(self._timers)[2]
+                    elif self._closing and not self._calls and not self._is_telling:
                         return
-                    rest_s = min(self._timers[0][0] - time.monotonic(), _LONGEST_WAIT_S) if self._timers else None
-                    self._changed.wait(rest_s)
+                    else:
+                        rest_s = min(self._timers[0][0] - time.monotonic(), _LONGEST_WAIT_S) if self._timers else None
+                        self._changed.wait(rest_s)
             try:
                 work()
             except Exception:
@@ -96,20 +100,11 @@ class Reporter(Generic[EventT]):
             # It keeps an event, or a timer's owner, alive.
             del work
 
-    def _take(self) -> Callable[[], None] | None:
-        if self._events and not self._is_telling:
-            event = self._events.popleft()
-            self._is_telling = True
-            return lambda: self._call_listener(event)
-        if self._timers and self._timers[0][0] <= time.monotonic():
-            return heapq.heappop(self._timers)[2]
-        return None
-
-    def _call_listener(self, event: EventT) -> None:
+    def _run_call(self, call: Callable[[], None]) -> None:
         try:
-            self._listener(event)
+            call()
         finally:
             with self._changed:
                 self._is_telling = False
-                if self._events or self._closing:
+                if self._calls or self._closing:
                     self._changed.notify()

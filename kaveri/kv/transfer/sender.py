@@ -17,7 +17,8 @@ from kaveri.kv.transfer.digest import DigestFactory, xxh3
 from kaveri.kv.transfer.flow import SenderFlow
 from kaveri.kv.transfer.mapped_pushes import STAGING_BYTES, MappedPushes
 from kaveri.kv.transfer.outgoing import Push
-from kaveri.kv.transfer.peer import Peers, Route
+from kaveri.kv.transfer.part_transfers import PartedPush
+from kaveri.kv.transfer.peer import Peer, PeerOptions, Route, SenderState
 from kaveri.kv.transfer.push import (
     LocalDoneListener,
     PushAccepted,
@@ -28,7 +29,6 @@ from kaveri.kv.transfer.push import (
     PushMarked,
 )
 from kaveri.kv.transfer.reporter import Reporter
-from kaveri.kv.transfer.staged_pushes import StagedPush
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.kv.transfer.transport import NOTE_BYTES_MAX, Transport
 
@@ -70,35 +70,63 @@ class KvSender:
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self.pool = pool
+        self._listener = listener
         self._transports = tuple(transports)
-        self._reporter = Reporter[PushEvent]("kv-sender", listener)
-        self._direct = Peers(
-            pool,
-            self._reporter,
-            digest=digest,
-            idle_s=idle_s,
-            credit_timeout_s=credit_timeout_s,
-            on_local_done=on_local_done,
-        )
+        options = PeerOptions(digest, idle_s, credit_timeout_s, on_local_done)
+        self._state = SenderState(pool, options, Reporter("kv-sender"))
+        # Pushes by parts, by transfer id. The first part has the id of its whole.
+        self._wholes: dict[bytes, PartedPush] = {}
         make_sender = partial(
             KvSender, transports=self._transports, digest=digest, idle_s=idle_s, credit_timeout_s=credit_timeout_s
         )
-        self._mapped = MappedPushes(pool, listener, make_sender, staging_bytes)
+        self._mapped = MappedPushes(pool, self._state.pushes, make_sender, staging_bytes)
 
-    def open(self, ticket: Ticket, *, part: bool = False) -> None:
+    def open(
+        self,
+        ticket: Ticket,
+        parts: Sequence[Ticket] = (),
+        *,
+        part: bool = False,
+        listener: PushListener | None = None,
+    ) -> None:
         """Begin a transfer; connect in the background. An open ticket makes an open push.
 
-        part: the ticket may be for some of the layers or of the KV heads. The caller covers the others by other
-        tickets. An open ticket may be for some of the heads, but otherwise for blocks like the pool's only. Raises
-        LayoutMismatch, naming the field, when the blocks cannot be mapped, and TransferFailed when the two ends have no
-        transport in common, the sender is closed, or the process cannot start another thread; a mapped push may report
-        that by PushFailed.
+        parts: the parts of the ticket that are pushed from this pool, if it has any (pushed_tickets): it is accepted
+        when all are. part: the ticket may be for some of the layers or of the KV heads. The caller covers the others by
+        other tickets. An open ticket may be for some of the heads, but otherwise for blocks like the pool's only.
+        listener: receives the transfer's events in place of the sender's.
+
+        Raises LayoutMismatch, naming the field, when the blocks cannot be mapped, and TransferFailed when the two ends
+        have no transport in common, the sender is closed, or the process cannot start another thread; a mapped push may
+        report that by PushFailed.
         """
-        if ticket.layout != self.pool.layout:
-            self._mapped.open(ticket, part=part)
+        state, listener = self._state, listener or self._listener
+        assert ticket.transfer_id not in (self._wholes if parts else state.pushes), "a ticket is used once"
+        if parts:
+            PartedPush(ticket, parts, state.pushes, self._wholes).open(
+                listener, lambda each, told: self.open(each, part=True, listener=told)
+            )
             return
-        self._direct.open(ticket, self._routes(ticket))
-        self._reporter.call_after(ticket.expires_in_s + _ANSWER_GRACE_S, partial(self._expire, ticket.transfer_id))
+        if ticket.layout != self.pool.layout:
+            self._mapped.open(ticket, listener, part=part)
+            return
+        with state.lock:
+            if state.is_closed:
+                raise TransferFailed("the sender is closed")
+            key = (ticket.endpoints, ticket.epoch)
+            peer = state.peers.get(key)
+            if peer is None:
+                peer = Peer(state, key, self._routes(ticket))
+                try:
+                    # The thread waits for the lock meanwhile.
+                    peer.thread.start()
+                except RuntimeError as error:
+                    raise TransferFailed(f"no thread for a connection: {error}") from error
+                state.peers[key] = peer
+                state.threads.add(peer.thread)
+            peer.open(ticket, listener)
+        expiry_s = ticket.expires_in_s + _ANSWER_GRACE_S
+        state.reporter.call_after(expiry_s, partial(self._expire, ticket.transfer_id))
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
         """Queue blocks of one layer: source_blocks[i] goes to ticket.block_ids[first_index + i].
@@ -120,7 +148,7 @@ class KvSender:
         if source_blocks and not 0 <= min(source_blocks) <= max(source_blocks) < self.pool.block_count:
             given = f"{min(source_blocks)} to {max(source_blocks)}"
             raise InvalidArgument("source_blocks", given, f"in [0, {self.pool.block_count})")
-        push = self._find(transfer_id)
+        push = self._wholes.get(transfer_id) or self._state.pushes.get(transfer_id)
         if push is not None and source_blocks:
             push.write(layers, first_index, tuple(source_blocks))
 
@@ -132,13 +160,13 @@ class KvSender:
         mark before, and at most what is queued of every layer.
         """
         require_note(note)
-        if (push := self._find(transfer_id)) is not None:
+        if (push := self._wholes.get(transfer_id) or self._state.pushes.get(transfer_id)) is not None:
             push.mark(block_count, note)
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         """Finish a fully queued push. `note`, at most 4 KiB, arrives with the landing, behind all bytes."""
         require_note(note)
-        if (push := self._find(transfer_id)) is not None:
+        if (push := self._wholes.get(transfer_id) or self._state.pushes.get(transfer_id)) is not None:
             push.finish(note)
 
     def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
@@ -146,19 +174,30 @@ class KvSender:
 
         keep_marked: the blocks whose marks the receiver has answered are still useful, as when the push was lost.
         """
-        if (push := self._find(transfer_id)) is not None:
+        if (push := self._wholes.get(transfer_id) or self._state.pushes.get(transfer_id)) is not None:
             push.abort(keep_marked=keep_marked)
 
     def flow(self) -> SenderFlow:
         """Snapshot of the pushes under way; a receiver with pushes of several shapes counts once for each."""
-        return SenderFlow.total((self._direct.flow(), self._mapped.flow()))
+        state = self._state
+        with state.lock:
+            peers = tuple(peer.flow() for peer in state.peers.values())
+            direct = SenderFlow(peers, state.credit_waits, state.credit_wait_s)
+        return SenderFlow.total((direct, self._mapped.flow()))
 
     def close(self) -> None:
         """Break all connections, fail what is under way, end threads. Idempotent. Waits for a connection attempt under
         way."""
         self._mapped.close()
-        self._direct.close()
-        self._reporter.close()
+        state = self._state
+        with state.lock:
+            state.is_closed = True
+            for peer in state.peers.values():
+                peer.close()
+            threads = tuple(state.threads)
+        for thread in threads:
+            thread.join()
+        state.reporter.close()
         self._mapped.join()
 
     def check_integrity(self) -> None:
@@ -178,17 +217,14 @@ class KvSender:
             raise TransferFailed(f"no transport in common: {offered} there, {spoken} here")
         return routes
 
-    def _find(self, transfer_id: bytes) -> Push | StagedPush | None:
-        return self._direct.pushes.get(transfer_id) or self._mapped.pushes.get(transfer_id)
-
     def _expire(self, transfer_id: bytes) -> None:
         """Handle the end of a time limit: of a ticket, or of the last mark that was seen then."""
-        push = self._direct.pushes.get(transfer_id)
-        if push is None:
+        push = self._state.pushes.get(transfer_id)
+        if not isinstance(push, Push):
             return
         left_s = push.expires_at_s + _ANSWER_GRACE_S - time.monotonic()
         if left_s > 0:
-            self._reporter.call_after(left_s, partial(self._expire, transfer_id))
+            self._state.reporter.call_after(left_s, partial(self._expire, transfer_id))
         else:
             push.abort("the ticket expired", keep_marked=True)
 

@@ -56,10 +56,11 @@ class StagedPush:
     Open ones are of whole blocks, of which the receiver takes some of the heads (MappedPushes.open).
     """
 
-    def __init__(self, ticket: Ticket, block_map: BlockMap, staging: "StagedPushes") -> None:
+    def __init__(self, ticket: Ticket, block_map: BlockMap, staging: "StagedPushes", listener: PushListener) -> None:
         """ticket: as it was granted. block_map: from the source pool to ticket.layout."""
         layer_count = ticket.layout.layer_count
         self.staging = staging
+        self.listener = listener
         self.ticket = ticket
         self.block_map = block_map
         self.granted_count = len(ticket.block_ids)
@@ -191,7 +192,7 @@ class StagedPushes:
     """All pushes of one sender that need blocks of one shape. Every method may be called from any thread.
 
     shape: a receiver's layout without its place in the model, so that all ranks of an instance share the staging.
-    listener: called once with the end of each opened push, on a thread of this object; the source blocks are not read
+    listener: called once with each opened push and its end, on a thread of this object; the source blocks are not read
     any more then. The memory is at most staging_bytes, and at least four blocks of each layer. The thread here takes
     and touches it, so that no caller waits, and frees it when it ends. room: held while there is memory.
     """
@@ -200,7 +201,7 @@ class StagedPushes:
         self,
         source: KvPool,
         shape: KvLayout,
-        listener: PushListener,
+        listener: Callable[[StagedPush, PushEvent], None],
         *,
         make_sender: MakeSender,
         staging_bytes: int,
@@ -248,7 +249,7 @@ class StagedPushes:
                 self._pushes[push.transfer_id] = push
                 self.changed.notify()
         if closed:
-            self._listener(PushFailed(push.transfer_id, "the sender is closed"))
+            self._listener(push, PushFailed(push.transfer_id, "the sender is closed"))
 
     def flow(self) -> SenderFlow:
         """See KvSender.flow; empty while there is no staging memory."""
@@ -327,15 +328,16 @@ class StagedPushes:
             with self.changed:
                 for push in self._pushes.values():
                     push.reading = False
-                left = [self._end(push, PushFailed(push.transfer_id, reason)) for push in tuple(self._pushes.values())]
-            for event in left:
+                left = tuple(self._pushes.values())
+                events = [self._end(push, PushFailed(push.transfer_id, reason)) for push in left]
+            for push, event in zip(left, events, strict=True):
                 if event is not None:
-                    self._report(event)
+                    self._report(push, event)
 
-    def _report(self, event: PushAccepted | PushFailed) -> None:
+    def _report(self, push: StagedPush, event: PushAccepted | PushFailed) -> None:
         """Call the listener, on the thread here. Its error must not end all other pushes."""
         try:
-            self._listener(event)
+            self._listener(push, event)
         except Exception:
             get_logger().exception("kv_listener_failed")
 
@@ -399,7 +401,7 @@ class StagedPushes:
             push.reading = False
             event = self._end(push, push.outcome) if push.outcome is not None else None
         if event is not None:
-            self._report(event)
+            self._report(push, event)
             return
         # Failed since: ignored there.
         self._sender.write_layers(push.transfer_id, range(layer, layer + 1), first_index, staging_ids)
@@ -435,8 +437,8 @@ class StagedPushes:
                 if isinstance(event, PushExtended):
                     push.granted_count = event.block_count
                 told = event
-        if told is not None:
-            self._listener(told)
+        if push is not None and told is not None:
+            self._listener(push, told)
 
     def _end(self, push: StagedPush, event: PushAccepted | PushFailed) -> PushAccepted | PushFailed | None:
         """Record that the sender reads nothing of this push any more. The caller holds the lock. Returns the event for

@@ -48,7 +48,7 @@ receiver's hello is described in shm.py, nixl.py and collective.py.
 import enum
 import struct
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kaveri.kv.transfer.transport import LinkLost
 
@@ -60,8 +60,10 @@ MARKS_VERSION = 5
 _MAGIC = b"KAVERIKV"
 _HELLO = struct.Struct("<8sHBB4xQ")
 _HEADER = struct.Struct("<BxHI16sIIQQ")
-_OPENING = struct.Struct("<16sQ")
-_CREDIT = struct.Struct("<QQ")
+OPENING = struct.Struct("<16sQ")
+"""Payload of OPEN: secret and epoch."""
+CREDIT = struct.Struct("<QQ")
+"""Payload of CREDIT: bytes that may be sent beyond those before, and the window."""
 _BLOCK_ID = struct.Struct("<I")
 
 HELLO_BYTES = _HELLO.size
@@ -99,21 +101,17 @@ class Header(NamedTuple):
     kind: Kind
     transfer_id: bytes
     payload_bytes: int = 0
-    layer: int = 0
+    layers: range = range(1)
     first_index: int = 0
     block_count: int = 0
     digest: int = 0
-    layer_count: int = 1
 
-    def pack(self) -> bytes:
-        """Encode the header."""
-        place = (self.layer_count, self.layer, self.transfer_id, self.first_index, self.block_count)
-        return _HEADER.pack(self.kind, *place, self.payload_bytes, self.digest)
 
-    @property
-    def layers(self) -> range:
-        """Layers of a DATA frame."""
-        return range(self.layer, self.layer + self.layer_count)
+def pack_frame(header: Header, payload: bytes = b"") -> bytes:
+    """Encode a frame, or its header alone."""
+    kind, transfer_id, payload_bytes, layers, first_index, block_count, digest = header
+    place = (len(layers), layers.start, transfer_id, first_index, block_count)
+    return _HEADER.pack(kind, *place, payload_bytes, digest) + payload
 
 
 def unpack_header(data: bytes | bytearray) -> Header:
@@ -125,7 +123,15 @@ def unpack_header(data: bytes | bytearray) -> Header:
     limit = DATA_PAYLOAD_BYTES if kind == Kind.DATA else SMALL_PAYLOAD_BYTES
     if payload_bytes > limit:
         raise LinkLost(f"protocol error: {kind.name} of {payload_bytes} bytes")
-    return Header(kind, transfer_id, payload_bytes, layer, first_index, block_count, digest, layer_count)
+    layers = range(layer, layer + layer_count)
+    return Header(kind, transfer_id, payload_bytes, layers, first_index, block_count, digest)
+
+
+def unpack_payload(header: Header, form: struct.Struct, data: bytes | bytearray) -> tuple[Any, ...]:
+    """Decode a payload of fixed size. Raises LinkLost."""
+    if len(data) != form.size:
+        raise LinkLost(f"protocol error: {header.kind.name} of {len(data)} bytes")
+    return form.unpack(data)
 
 
 class Hello(NamedTuple):
@@ -154,39 +160,13 @@ def unpack_hello(data: bytes | bytearray) -> Hello:
     return Hello(epoch, bool(with_digests), version)
 
 
-def pack_opening(secret: bytes, epoch: int) -> bytes:
-    """Encode the payload of OPEN."""
-    return _OPENING.pack(secret, epoch)
-
-
-def unpack_opening(data: bytes | bytearray) -> tuple[bytes, int]:
-    """Decode secret and epoch. Raises LinkLost."""
-    if len(data) != _OPENING.size:
-        raise LinkLost(f"protocol error: OPEN of {len(data)} bytes")
-    secret, epoch = _OPENING.unpack(data)
-    return secret, epoch
-
-
-def pack_credit(byte_count: int, window_bytes: int) -> bytes:
-    """Encode a CREDIT frame."""
-    return Header(Kind.CREDIT, bytes(16), _CREDIT.size).pack() + _CREDIT.pack(byte_count, window_bytes)
-
-
-def unpack_credit(data: bytes | bytearray) -> tuple[int, int]:
-    """Decode the credit and the window, in bytes, from the payload of CREDIT. Raises LinkLost."""
-    if len(data) != _CREDIT.size:
-        raise LinkLost(f"protocol error: CREDIT of {len(data)} bytes")
-    byte_count, window_bytes = _CREDIT.unpack(data)
-    return byte_count, window_bytes
-
-
 def pack_extensions(transfer_id: bytes, first_index: int, block_ids: Sequence[int]) -> Iterator[bytes]:
     """Encode EXTENDED frames for these blocks, each of at most SMALL_PAYLOAD_BYTES."""
     for start in range(0, len(block_ids), _EXTENDED_BLOCKS):
         ids = block_ids[start : start + _EXTENDED_BLOCKS]
         payload = struct.pack(f"<{len(ids)}I", *ids)
         header = Header(Kind.EXTENDED, transfer_id, len(payload), first_index=first_index + start, block_count=len(ids))
-        yield header.pack() + payload
+        yield pack_frame(header, payload)
 
 
 def unpack_extension(header: Header, data: bytes | bytearray) -> tuple[int, ...]:

@@ -123,7 +123,7 @@ class NixlLink(OneSidedLink):
         digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> bool:
-        self._send(Header(Kind.DATA, ticket.transfer_id, 0, layers.start))
+        self._send(Header(Kind.DATA, ticket.transfer_id, 0, layers[:1]))
         with self._permission(ticket, is_stopped) as is_permitted:
             if not is_permitted:
                 return False
@@ -166,7 +166,7 @@ class NixlReceivingConnection(OneSidedReceivingConnection):
         self._agent = _Agent(self._pool)
         metadata = self._agent.metadata()
         offer = _OFFER.pack(self._pool.memory.ctypes.data, self._pool.memory[0].nbytes, len(metadata))
-        self._stream.send_bytes(hello + offer + metadata)
+        self._stream.send([hello + offer + metadata])
 
     def _take_frame(self) -> None:
         super()._take_frame()

@@ -19,7 +19,7 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Landing, LinkListener, LinkLost
-from kaveri.kv.transports.frames import Header, Kind
+from kaveri.kv.transports.frames import Header, Kind, pack_frame
 from kaveri.kv.transports.socket import SocketLink
 from kaveri.kv.transports.socket_listener import ReceivingConnection
 from kaveri.kv.transports.stream import CACHED_BYTES, ByteStream, batches
@@ -75,8 +75,7 @@ class OneSidedLink(SocketLink, ABC):
             raise LinkLost(f"a ticket for block {max(places)} of the receiver's {self._target_block_count}")
         if not self._put(ticket, layers, source_blocks, places, digest, is_stopped):
             return 0
-        place = layers.start, first_index, len(source_blocks)
-        self._send(Header(Kind.DATA, ticket.transfer_id, 0, *place, layer_count=len(layers)))
+        self._send(Header(Kind.DATA, ticket.transfer_id, 0, layers, first_index, len(source_blocks)))
         return len(layers) * len(source_blocks)
 
     def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
@@ -190,7 +189,7 @@ class OneSidedReceivingConnection(ReceivingConnection):
     def _opened(self, transfer_id: bytes, landing: Landing) -> None:
         landing.hold()
         super()._opened(transfer_id, landing)
-        self._send(Header(Kind.GRANTED, transfer_id).pack())
+        self._send(pack_frame(Header(Kind.GRANTED, transfer_id)))
 
     def _take_blocks(self, header: Header, landing: Landing | None) -> None:
         self._stream.discard(header.payload_bytes)

@@ -17,17 +17,19 @@ from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Capabilities, LinkListener, LinkLost, TransferIntake
 from kaveri.kv.transports.frames import (
+    CREDIT,
     HEADER_BYTES,
     HELLO_BYTES,
     MARKS_VERSION,
+    OPENING,
     Header,
     Kind,
+    pack_frame,
     pack_hello,
-    pack_opening,
-    unpack_credit,
     unpack_extension,
     unpack_header,
     unpack_hello,
+    unpack_payload,
 )
 from kaveri.kv.transports.socket_listener import ReceivingConnection, SocketListener
 from kaveri.kv.transports.stream import BATCH_BYTES, ByteStream, batches
@@ -91,7 +93,7 @@ class SocketTransport:
             # The kernel accepts connections for a hanging process; the hello proves that the process runs.
             stream = self._stream(connection, self.connect_timeout_s)
             stream.start()
-            stream.send_bytes(pack_hello())
+            stream.send([pack_hello()])
             hello = unpack_hello(stream.receive_bytes(HELLO_BYTES))
             if hello.epoch != epoch:
                 raise LinkLost(f"epoch {hello.epoch} answers at {endpoint.address}, the ticket is of epoch {epoch}")
@@ -112,18 +114,14 @@ class SocketTransport:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigError(f"kv {self.name} address", f"cannot listen on {address}: {reason}") from error
         endpoint = KvEndpoint(self.name, address if path is not None else _address_of(listening, self.advertise_host))
+        with_digests = intake.wants_digests(self.capabilities)
+
+        def make_connection(accepted: socket.socket) -> ReceivingConnection:
+            stream = self._stream(accepted, self.progress_timeout_s, is_accepted=True)
+            return self.connection_type(stream, pool, intake, with_digests)
+
         try:
-            return SocketListener(
-                listening,
-                path,
-                pool,
-                intake,
-                endpoint=endpoint,
-                connection_limit=self.connection_limit,
-                make_stream=lambda accepted: self._stream(accepted, self.progress_timeout_s, is_accepted=True),
-                connection_type=self.connection_type,
-                with_digests=intake.wants_digests(self.capabilities),
-            )
+            return SocketListener(listening, path, endpoint, self.connection_limit, make_connection)
         except RuntimeError as error:
             if path is not None:
                 path.remove()
@@ -189,7 +187,7 @@ class SocketLink:
         return self._stream.is_worn
 
     def open(self, ticket: Ticket) -> None:
-        opening = pack_opening(ticket.secret, ticket.epoch)
+        opening = OPENING.pack(ticket.secret, ticket.epoch)
         self._send(Header(Kind.OPEN, ticket.transfer_id, len(opening)), opening)
 
     def write(
@@ -206,8 +204,7 @@ class SocketLink:
             return 0
         block_count = len(layers) * len(source_blocks)
         left_bytes = block_count * self._pool.layout.block_bytes
-        place = layers.start, first_index, len(source_blocks)
-        head = Header(Kind.DATA, ticket.transfer_id, left_bytes, *place, layer_count=len(layers)).pack()
+        head = pack_frame(Header(Kind.DATA, ticket.transfer_id, left_bytes, layers, first_index, len(source_blocks)))
         batch_bytes_max = BATCH_BYTES if digest is None else self._stream.digested_send_bytes
         for regions in batches(self._pool, layers, source_blocks, batch_bytes_max):
             if digest is not None:
@@ -215,7 +212,7 @@ class SocketLink:
                 for region in regions:
                     digest.update(region)
             batch_bytes = sum(map(len, regions))
-            unsent_bytes = self._stream.send([memoryview(head), *regions] if head else regions, is_stopped)
+            unsent_bytes = self._stream.send([head, *regions] if head else regions, is_stopped)
             if unsent_bytes:
                 unsent_head_bytes = max(0, unsent_bytes - batch_bytes)
                 self._held = head[len(head) - unsent_head_bytes :] if unsent_head_bytes else b""
@@ -244,13 +241,13 @@ class SocketLink:
 
     def _send(self, header: Header, payload: bytes = b"") -> None:
         self._fill_frame()
-        self._stream.send_bytes(header.pack() + payload)
+        self._stream.send([pack_frame(header, payload)])
 
     def _fill_frame(self) -> None:
         """Complete a frame that was stopped half way. Not done at the stop, where it would block while its source is
         waited for."""
         if self._owed_bytes:
-            self._stream.send_bytes(self._held)
+            self._stream.send([self._held])
             self._held = b""
             self._stream.fill(self._owed_bytes)
             self._owed_bytes = 0
@@ -276,7 +273,7 @@ class SocketLink:
 
     def _take_answer(self, header: Header, payload: bytes | bytearray) -> None:
         if header.kind == Kind.CREDIT:
-            self._listener.credited(*unpack_credit(payload))
+            self._listener.credited(*unpack_payload(header, CREDIT, payload))
         elif header.kind == Kind.ACCEPTED:
             self._listener.answered(header.transfer_id, None)
         elif header.kind == Kind.REJECTED:

@@ -11,19 +11,20 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import Credit, Landing, LinkLost, TransferIntake
 from kaveri.kv.transports.frames import (
+    CREDIT,
     HEADER_BYTES,
     HELLO_BYTES,
     MARKS_VERSION,
-    OLDEST_VERSION,
+    OPENING,
     SMALL_PAYLOAD_BYTES,
     Header,
     Kind,
-    pack_credit,
     pack_extensions,
+    pack_frame,
     pack_hello,
     unpack_header,
     unpack_hello,
-    unpack_opening,
+    unpack_payload,
 )
 from kaveri.kv.transports.stream import BATCH_BYTES, ByteStream, batches
 from kaveri.kv.transports.unix_path import UnixPath
@@ -49,28 +50,18 @@ class SocketListener:
         self,
         listening: socket.socket,
         path: UnixPath | None,
-        pool: KvPool,
-        intake: TransferIntake,
-        *,
         endpoint: KvEndpoint,
         connection_limit: int,
-        make_stream: Callable[[socket.socket], ByteStream],
-        connection_type: "type[ReceivingConnection]",
-        with_digests: bool,
+        make_connection: "Callable[[socket.socket], ReceivingConnection]",
     ) -> None:
-        """path: the listening path of a Unix socket. connection_type: class that serves an accepted connection.
-        with_digests: whether senders should send a digest of each transfer.
+        """path: the listening path of a Unix socket. make_connection: serves an accepted socket.
 
         Raises RuntimeError when no thread can be started; the caller then still owns socket and path.
         """
         self._connection_limit = connection_limit
-        self._make_stream = make_stream
-        self._connection_type = connection_type
-        self._with_digests = with_digests
+        self._make_connection = make_connection
         self._listening = listening
         self._path = path
-        self._pool = pool
-        self._intake = intake
         self._lock = threading.Lock()
         # In order of arrival.
         self._connections: dict[threading.Thread, ReceivingConnection] = {}
@@ -141,7 +132,7 @@ class SocketListener:
                 return False
             del self._connections[stranger]
             self._leaving.add(stranger)
-        connection = self._connection_type(self._make_stream(accepted), self._pool, self._intake, self._with_digests)
+        connection = self._make_connection(accepted)
         name = f"kv-receive-{self.endpoint.transport}"
         thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
         self._connections[thread] = connection
@@ -174,16 +165,14 @@ class ReceivingConnection:
         self._pool = pool
         self._intake = intake
         self._with_digests = with_digests
-        # Version of the protocol: the newest of both ends.
-        self._version = OLDEST_VERSION
-        self._answering = threading.Lock()
+        # True if both ends speak a version of the protocol with open transfers.
+        self._has_marks = False
+        # Guards the sending of answers, and the sender's status as a stranger.
+        self._lock = threading.Lock()
         # Landings that this side can still end. Other threads than the connection's own may remove some.
         self._landings: dict[bytes, Landing] = {}
         self._credit: Credit | None = None
-        # Guards the sender's status as a stranger.
-        self._showing = threading.Lock()
         self._has_shown_ticket = False
-        self._is_sized = False
         self._is_dropped = False
         self._greeted_at_s = 0.0
 
@@ -193,10 +182,11 @@ class ReceivingConnection:
         try:
             # A silent stranger is dropped after the progress limit.
             self._stream.start()
-            self._version = unpack_hello(self._stream.receive_bytes(HELLO_BYTES)).version
+            self._has_marks = unpack_hello(self._stream.receive_bytes(HELLO_BYTES)).version >= MARKS_VERSION
             self._greet(pack_hello(self._intake.epoch, self._with_digests))
             self._greeted_at_s = time.monotonic()
-            self._credit = self._intake.admit(lambda given, window_bytes: self._send(pack_credit(given, window_bytes)))
+            credit = Header(Kind.CREDIT, bytes(16), CREDIT.size)
+            self._credit = self._intake.admit(lambda *given: self._send(pack_frame(credit, CREDIT.pack(*given))))
             while True:
                 self._take_frame()
         except LinkLost as error:
@@ -216,7 +206,7 @@ class ReceivingConnection:
 
     def drop_stranger(self) -> bool:
         """Make run() return soon, unless a valid ticket was shown. Return True if so. Any thread."""
-        with self._showing:
+        with self._lock:
             if self._has_shown_ticket:
                 return False
             self._is_dropped = True
@@ -229,7 +219,7 @@ class ReceivingConnection:
         self._stream.break_off()
 
     def marked(self, transfer_id: bytes, block_count: int) -> None:
-        self._send(Header(Kind.MARKED, transfer_id, block_count=block_count).pack())
+        self._send(pack_frame(Header(Kind.MARKED, transfer_id, block_count=block_count)))
 
     def extended(self, transfer_id: bytes, first_index: int, block_ids: Sequence[int]) -> None:
         for frame in pack_extensions(transfer_id, first_index, block_ids):
@@ -237,11 +227,11 @@ class ReceivingConnection:
 
     def close(self) -> None:
         """Close the descriptor, after run()."""
-        with self._answering:
+        with self._lock:
             self._stream.close()
 
     def _greet(self, hello: bytes) -> None:
-        self._stream.send_bytes(hello)
+        self._stream.send([hello])
 
     def _end(self, reason: str) -> None:
         self._stream.break_off()
@@ -296,7 +286,7 @@ class ReceivingConnection:
         self._landings.pop(transfer_id, None)
 
     def _open(self, header: Header) -> None:
-        secret, epoch = unpack_opening(self._stream.receive_bytes(header.payload_bytes))
+        secret, epoch = unpack_payload(header, OPENING, self._stream.receive_bytes(header.payload_bytes))
         # A second opening of the same transfer is refused like a stranger's, and leaves the first one untouched.
         assert self._credit is not None
         try:
@@ -307,20 +297,20 @@ class ReceivingConnection:
                 self._answer,
                 self._credit,
                 self._with_digests,
-                self if self._version >= MARKS_VERSION else None,
+                self if self._has_marks else None,
             )
         except TransferFailed:
             return
-        with self._showing:
-            self._has_shown_ticket = not self._is_dropped
+        with self._lock:
+            is_first, self._has_shown_ticket = not self._has_shown_ticket, not self._is_dropped
         if self._is_dropped:
             # Before the sender learns that it may write.
             landing.abort("connection lost: another one took its place")
             raise LinkLost("another connection took its place")
-        if self._is_sized and landing.pool.layout.block_bytes != self._pool.layout.block_bytes:
+        if not is_first and landing.pool.layout.block_bytes != self._pool.layout.block_bytes:
             landing.abort("its blocks are of another size than those of its connection")
             return
-        self._pool, self._is_sized = landing.pool, True
+        self._pool = landing.pool
         self._opened(header.transfer_id, landing)
         self._forget_stopped(header.transfer_id)
 
@@ -338,7 +328,7 @@ class ReceivingConnection:
 
     def _cost_bytes(self, header: Header) -> int:
         # The two differ where the sender's blocks are in memory already, or where it breaks the rules.
-        return max(header.payload_bytes, header.layer_count * header.block_count * self._pool.layout.block_bytes)
+        return max(header.payload_bytes, len(header.layers) * header.block_count * self._pool.layout.block_bytes)
 
     def _take_blocks(self, header: Header, landing: Landing | None) -> None:
         if landing is None:
@@ -349,7 +339,7 @@ class ReceivingConnection:
         except TransferFailed:
             self._stream.discard(header.payload_bytes)
             raise
-        left_bytes, block_count = header.payload_bytes, header.layer_count * len(blocks)
+        left_bytes, block_count = header.payload_bytes, len(header.layers) * len(blocks)
         if left_bytes != block_count * self._pool.layout.block_bytes:
             landing.abort(f"{left_bytes} bytes came for {block_count} blocks")
         try:
@@ -396,15 +386,15 @@ class ReceivingConnection:
 
     def _answer(self, transfer_id: bytes, rejection: str | None) -> None:
         if rejection is None:
-            self._send(Header(Kind.ACCEPTED, transfer_id).pack())
+            self._send(pack_frame(Header(Kind.ACCEPTED, transfer_id)))
         else:
             reason = rejection.encode()[:SMALL_PAYLOAD_BYTES]
-            self._send(Header(Kind.REJECTED, transfer_id, len(reason)).pack() + reason)
+            self._send(pack_frame(Header(Kind.REJECTED, transfer_id, len(reason)), reason))
             self._forget_stopped(transfer_id)
 
     def _send(self, frame: bytes) -> None:
         try:
-            with self._answering:
+            with self._lock:
                 self._stream.send_now(frame)
         except LinkLost:
             self._give_up()

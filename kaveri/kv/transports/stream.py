@@ -7,9 +7,12 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.transport import LinkLost
+
+RegionT = TypeVar("RegionT", memoryview, bytes | memoryview)
 
 _BUFFERS_PER_CALL = 1024  # IOV_MAX on Linux
 _CHECK_S = 0.05
@@ -131,7 +134,7 @@ class ByteStream:
             self.receive(_repeat(_SCRATCH, step))
             byte_count -= step
 
-    def send(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
+    def send(self, regions: Sequence[bytes | memoryview], is_stopped: Callable[[], bool] = never) -> int:
         """Send the regions in order. Returns early once `is_stopped`; returns the number of unsent bytes.
 
         Raises LinkLost when the connection is broken, and when the peer has accepted nothing for the progress limit.
@@ -150,10 +153,6 @@ class ByteStream:
             if left_bytes:
                 _drop(pending, sent)
         return left_bytes
-
-    def send_bytes(self, data: bytes) -> None:
-        """Send a few bytes; see send()."""
-        self.send([memoryview(data)])
 
     def send_now(self, data: bytes) -> None:
         """Send a few bytes without waiting. Raises LinkLost if they do not fit: the peer does not read."""
@@ -270,7 +269,7 @@ def _repeat(buffer: memoryview, byte_count: int) -> list[memoryview]:
     return [buffer] * whole + ([buffer[:rest]] if rest else [])
 
 
-def _drop(pending: list[memoryview], byte_count: int) -> None:
+def _drop(pending: list[RegionT], byte_count: int) -> None:
     """Remove the first bytes of a list of regions, in place."""
     done = 0
     for region in pending:

@@ -69,7 +69,7 @@ class TlsStream(ByteStream):
             try:
                 self._tls.do_handshake()
             except ssl.SSLWantReadError:
-                super().send([memoryview(self._outgoing.read())])
+                super().send([self._outgoing.read()])
                 try:
                     # The time limit covers all of it, not each piece: the peer is not authenticated yet.
                     self._require_progress(began_s, "was agreed on")
@@ -83,7 +83,7 @@ class TlsStream(ByteStream):
                 if self._peer_name and not is_named(self._tls.getpeercert(), self._peer_name):
                     self._refuse()
                     raise LinkLost(f"tls protocol: the peer's certificate does not carry the name {self._peer_name}")
-                super().send([memoryview(self._outgoing.read())])
+                super().send([self._outgoing.read()])
                 return
 
     def receive(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
@@ -102,7 +102,7 @@ class TlsStream(ByteStream):
                     self._pull(progress_s)
         return left_bytes
 
-    def send(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
+    def send(self, regions: Sequence[bytes | memoryview], is_stopped: Callable[[], bool] = never) -> int:
         if not self._send_rest(is_stopped):
             return sum(map(len, regions))
         left_bytes, waiting_bytes = sum(map(len, regions)), 0
@@ -120,7 +120,7 @@ class TlsStream(ByteStream):
         return left_bytes
 
     def send_now(self, data: bytes) -> None:
-        self._encrypt(memoryview(data))
+        self._encrypt(data)
         super().send_now(self._encrypted())
 
     def _receive_waiting(self, view: memoryview) -> int | None:
@@ -152,7 +152,7 @@ class TlsStream(ByteStream):
             raise LinkLost(f"tls protocol: {_reason(error)}") from error
         return len(view) - len(left)
 
-    def _encrypt(self, data: memoryview) -> None:
+    def _encrypt(self, data: bytes | memoryview) -> None:
         try:
             with self._lock:
                 while data:
@@ -196,7 +196,7 @@ class TlsStream(ByteStream):
         """Send the reason, and wait until the peer has read it: unread data from the peer would reset the connection
         and lose it."""
         with contextlib.suppress(LinkLost):
-            super().send([memoryview(self._outgoing.read())])
+            super().send([self._outgoing.read()])
         self.say_no_more()
         give_up_at_s = time.monotonic() + _REFUSAL_S
         with contextlib.suppress(OSError):

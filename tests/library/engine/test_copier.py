@@ -102,7 +102,7 @@ class _RecordingSender:
         self.finished: list[tuple[bytes, tuple[int, ...]]] = []
         self.aborted: list[bytes] = []
 
-    def open(self, ticket: Ticket, *, part: bool = False) -> None:
+    def open(self, ticket: Ticket) -> None:
         self.opened.append(ticket.transfer_id)
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:

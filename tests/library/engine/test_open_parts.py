@@ -14,10 +14,9 @@ from kaveri.errors import InvalidArgument, LayoutMismatch
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.gathering import Gathering
-from kaveri.kv.transfer.part_transfers import PartReceiver, PartSender
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferMarked, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushExtended, PushMarked
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, pushed_tickets, ticket_parts
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, pushed_tickets, taken_tickets, ticket_parts
 from kaveri.kv.transports import make_transports
 
 WHOLE = KvLayout("model", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype="float32", order="2HND")
@@ -39,18 +38,9 @@ class PartSenders:
         for pool in self.sources:
             pool.memory[:] = chance.integers(0, 256, pool.memory.shape, dtype=np.uint8)
         listen = [KvEndpoint("unix", str(directory / "kv.sock"))]
-        self.receiver = PartReceiver(
-            0,
-            self.landed.put,
-            lambda listener: KvReceiver(self.target, listener, listen=listen, epoch=1, transports=transports),
-        )
+        self.receiver = KvReceiver(self.target, self.landed.put, listen=listen, epoch=1, transports=transports)
         stack.callback(self.receiver.close)
-        self.senders = [
-            PartSender(
-                RANKED, rank, self.pushed.put, lambda heard, pool=pool: KvSender(pool, heard, transports=transports)
-            )
-            for rank, pool in enumerate(self.sources)
-        ]
+        self.senders = [KvSender(pool, self.pushed.put, transports=transports) for pool in self.sources]
         for sender in self.senders:
             stack.callback(sender.close)
 
@@ -58,8 +48,12 @@ class PartSenders:
         parts = ticket_parts(RANKED, WHOLE, [self.receiver.endpoints])
         name, secret = b"n" * 16, b"s" * 16
         ticket = Ticket(name, secret, 1, (), tuple(block_ids), 16, 30.0, WHOLE, parts=parts, is_open=True)
-        self.receiver.grant(ticket)
+        self.receiver.lease(ticket, taken_tickets(0, ticket))
         return ticket
+
+    def open(self, ticket: Ticket) -> None:
+        for rank, sender in enumerate(self.senders):
+            sender.open(ticket, pushed_tickets(RANKED, rank, ticket))
 
     def write(self, rank: int, ticket: Ticket, start: int, end: int) -> None:
         self.senders[rank].write_layers(ticket.transfer_id, range(WHOLE.layer_count), start, SOURCE[start:end])
@@ -78,8 +72,7 @@ def pair(tmp_path: Path) -> Iterator[PartSenders]:
 def test_a_transfer_in_parts_is_marked_as_far_as_the_slower_part(pair: PartSenders) -> None:
     ticket = pair.grant([6, 1])
     name = ticket.transfer_id
-    for sender in pair.senders:
-        sender.open(ticket)
+    pair.open(ticket)
     pair.receiver.extend(name, [4, 7])
     extended = [pair.pushed.get(timeout=SOON_S) for _ in pair.senders]
     assert extended == [PushExtended(name, 4)] * 2
@@ -107,8 +100,7 @@ def test_a_transfer_in_parts_is_marked_as_far_as_the_slower_part(pair: PartSende
 
 def test_a_part_that_is_given_up_gives_the_whole_up(pair: PartSenders) -> None:
     ticket = pair.grant([6, 1])
-    for sender in pair.senders:
-        sender.open(ticket)
+    pair.open(ticket)
     pair.write(0, ticket, 0, 1)
     pair.senders[0].abort(ticket.transfer_id)
     released = pair.landed.get(timeout=SOON_S)
@@ -141,22 +133,18 @@ def test_a_sender_of_all_heads_marks_the_parts_of_two_ranks(tmp_path: Path, orde
         receivers = []
         for rank, pool in enumerate(targets):
             listen = [KvEndpoint("unix", str(tmp_path / f"{rank}.sock"))]
-            make = lambda heard, pool=pool, listen=listen: KvReceiver(  # noqa: E731
-                pool, heard, listen=listen, epoch=1, transports=transports
-            )
-            receivers.append(PartReceiver(rank, landed.put, make))
+            receivers.append(KvReceiver(pool, landed.put, listen=listen, epoch=1, transports=transports))
             stack.callback(receivers[-1].close)
         parts = ticket_parts(source_layout, target_layout, [receiver.endpoints for receiver in receivers])
         ticket = Ticket(name, b"s" * 16, 1, (), (6, 1), 8, 30.0, target_layout, parts=parts, is_open=True)
-        for receiver in receivers:
-            receiver.grant(ticket)
-        kv_sender = KvSender(source, pushed.put, transports=transports)
-        stack.callback(kv_sender.close)
-        with pytest.raises(LayoutMismatch, match="kv_head_count"):
-            kv_sender.open(pushed_tickets(source_layout, 0, ticket)[0])
-        sender = PartSender(source_layout, 0, pushed.put, lambda heard: KvSender(source, heard, transports=transports))
+        for rank, receiver in enumerate(receivers):
+            receiver.lease(ticket, taken_tickets(rank, ticket))
+        sender = KvSender(source, pushed.put, transports=transports)
         stack.callback(sender.close)
-        sender.open(ticket)
+        own_parts = pushed_tickets(source_layout, 0, ticket)
+        with pytest.raises(LayoutMismatch, match="kv_head_count"):
+            sender.open(own_parts[0])
+        sender.open(ticket, own_parts)
 
         def write(start: int, end: int) -> None:
             sender.write_layers(name, range(WHOLE.layer_count), start, SOURCE[start:end])

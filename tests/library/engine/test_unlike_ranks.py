@@ -4,8 +4,10 @@ import queue
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.errors import LayoutMismatch
 from kaveri.kv.layout.layout import KvLayout, part_places, source_rank
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.part_transfers import PartSender
+from kaveri.kv.transfer.part_transfers import PartedPush
 from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, pushed_tickets, require_pushable, taken_tickets
@@ -240,41 +242,30 @@ def test_a_part_that_fails_frees_what_was_leased_to_a_silent_one(make_pair: Any)
     assert pair.receiving.events.empty()
 
 
-class SenderDouble:
-    """Fails the first part while it opens the second one. Like a KvSender it ignores an abort of what is not open."""
-
-    def __init__(self, listener: Any) -> None:
-        self.opened: list[bytes] = []
-        self._open: set[bytes] = set()
-        self._listener = listener
-
-    def open(self, ticket: Ticket, *, part: bool = False) -> None:
-        if self.opened:
-            self._open.remove(self.opened[0])
-            self._listener(PushFailed(self.opened[0], "the link is lost"))
-        self.opened.append(ticket.transfer_id)
-        self._open.add(ticket.transfer_id)
-
-    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
-        if transfer_id in self._open:
-            self._open.remove(transfer_id)
-            self._listener(PushFailed(transfer_id, "aborted"))
-
-
 def test_a_part_that_begins_when_another_has_failed_is_given_up(make_pair: Any) -> None:
     target = replace(MODEL, tensor_ranks=2)
     pair = make_pair("unix", MODEL, target)
     ticket = pair.receiving.grant(MODEL, [5, 1, 6])
     told: list[Any] = []
-    doubles: list[SenderDouble] = []
+    opened: list[bytes] = []
+    pushes: dict[bytes, Any] = {}
 
-    def make(listener: Any) -> Any:
-        doubles.append(SenderDouble(listener))
-        return doubles[0]
+    def fail(part: Ticket, listener: Any, reason: str) -> None:
+        del pushes[part.transfer_id]
+        listener(PushFailed(part.transfer_id, reason))
 
-    PartSender(MODEL, 0, told.append, make).open(ticket)
-    assert doubles[0].opened == [part.transfer_id for part in pushed_tickets(MODEL, 0, ticket)]
+    def start(part: Ticket, listener: Any) -> None:
+        if opened:
+            pushes[opened[0]].fail("the link is lost")
+        opened.append(part.transfer_id)
+        give_up = partial(fail, part, listener)
+        pushes[part.transfer_id] = Mock(fail=give_up, abort=lambda *, keep_marked: give_up("aborted"))
+
+    parts = pushed_tickets(MODEL, 0, ticket)
+    PartedPush(ticket, parts, pushes, {}).open(told.append, start)
+    assert opened == [part.transfer_id for part in parts]
     assert told == [PushFailed(ticket.transfer_id, "the link is lost")]
+    assert not pushes
 
 
 def test_parts_that_were_handed_over_with_unlike_tokens_name_none(make_pair: Any) -> None:

@@ -10,12 +10,14 @@ from kaveri.kv.transfer.digest import xxh3
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports.frames import (
+    CREDIT,
     HEADER_BYTES,
     HELLO_BYTES,
+    OPENING,
     Header,
     Kind,
+    pack_frame,
     pack_hello,
-    pack_opening,
     unpack_header,
     unpack_hello,
 )
@@ -23,6 +25,10 @@ from kaveri.testing.transport_peer import WAIT_S, Recorder
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 EPOCH = 2**63 + 5
+
+
+def credit_frame(byte_count: int, window_bytes: int) -> bytes:
+    return pack_frame(Header(Kind.CREDIT, bytes(16), CREDIT.size), CREDIT.pack(byte_count, window_bytes))
 
 
 class Stranger:
@@ -47,10 +53,10 @@ class Stranger:
         assert unpack_hello(self.read(HELLO_BYTES)).epoch == EPOCH
 
     def send(self, header: Header, payload: bytes = b"") -> None:
-        self.socket.sendall(header.pack() + payload)
+        self.socket.sendall(pack_frame(header, payload))
 
     def open(self, ticket: Ticket) -> None:
-        opening = pack_opening(ticket.secret, ticket.epoch)
+        opening = OPENING.pack(ticket.secret, ticket.epoch)
         self.send(Header(Kind.OPEN, ticket.transfer_id, len(opening)), opening)
 
     def opened(self, receiver: KvReceiver, block_ids: list[int]) -> Ticket:
@@ -63,7 +69,10 @@ class Stranger:
         digest = xxh3()
         for layer, content in enumerate(blocks):
             digest.update(content.data.cast("B"))
-            self.send(Header(Kind.DATA, ticket.transfer_id, content.nbytes, layer, 0, len(content)), content.tobytes())
+            self.send(
+                Header(Kind.DATA, ticket.transfer_id, content.nbytes, range(layer, layer + 1), 0, len(content)),
+                content.tobytes(),
+            )
         self.send(Header(Kind.END, ticket.transfer_id, digest=digest.intdigest()))
 
     def read(self, byte_count: int) -> bytes:

@@ -73,7 +73,7 @@ def test_a_message_that_never_comes_costs_its_connection_and_the_next_pair_works
 ) -> None:
     ticket = receiver.grant([0, 2], 8, 60.0)
     link.open(ticket)
-    link._send(Header(Kind.DATA, ticket.transfer_id, 0, 0, 0, 2))
+    link._send(Header(Kind.DATA, ticket.transfer_id, 0, range(1), 0, 2))
     assert "connection lost" in release(landed, ticket)
     assert not receiver.pool.memory.any()
     require_lands(receiver, landed, CollectiveTransport("gloo"))
@@ -85,7 +85,7 @@ def test_a_message_that_fits_no_buffer_ends_the_connection(
 ) -> None:
     ticket = receiver.grant([0, 2], 8, 60.0)
     link.open(ticket)
-    link._send(Header(Kind.DATA, ticket.transfer_id, 0, 0, 0, block_count))
+    link._send(Header(Kind.DATA, ticket.transfer_id, 0, range(1), 0, block_count))
     assert "protocol error" in release(landed, ticket)
 
 
@@ -95,7 +95,7 @@ def test_more_announcements_than_buffers_end_the_connection(
     ticket = receiver.grant([0, 2], 8, 60.0)
     link.open(ticket)
     for _ in range(_BUFFER_COUNT + 1):
-        link._send(Header(Kind.DATA, ticket.transfer_id, 0, 0, 0, 2))
+        link._send(Header(Kind.DATA, ticket.transfer_id, 0, range(1), 0, 2))
     assert isinstance(landed.wait(ticket), TransferReleased)
     require_lands(receiver, landed, CollectiveTransport("gloo"))
 

@@ -193,7 +193,7 @@ def _landings(receiver: KvReceiver) -> int:
     """Of this receiver, in memory."""
     gc.collect()
     reports = [each._report for each in gc.get_objects() if isinstance(each, PoolLanding)]
-    return sum(report == receiver._note_event for report in reports)
+    return sum(report.func == receiver._note_event for report in reports)
 
 
 @pytest.mark.parametrize("how", ["revoked", "expired"])
@@ -258,15 +258,15 @@ def test_blocks_stay_in_quarantine_until_a_one_sided_sender_has_let_go(
     ticket = place.receiver.grant([1, 2, 3], 12, 0.2 if how == "expired" else 60.0)
     sender.open(ticket)
     assert sender.answer()[0] == Kind.GRANTED
-    sender.send(Header(Kind.DATA, ticket.transfer_id, 0, 0, 0, 3))
+    sender.send(Header(Kind.DATA, ticket.transfer_id, 0, range(1), 0, 3))
     if how == "revoked":
         place.receiver.revoke(ticket.transfer_id)
     elif how == "wrong block":
-        sender.send(Header(Kind.DATA, ticket.transfer_id, 0, 1, 1, 1))
+        sender.send(Header(Kind.DATA, ticket.transfer_id, 0, range(1, 2), 1, 1))
     assert sender.answer()[0] == Kind.REJECTED
     # What it says while it still holds them changes nothing.
     for index in range(3):
-        sender.send(Header(Kind.DATA, ticket.transfer_id, 0, 1, index, 1))
+        sender.send(Header(Kind.DATA, ticket.transfer_id, 0, range(1, 2), index, 1))
     witness = place.receiver.grant([4], 4, 60.0)
     sender.open(witness)
     assert sender.answer() == (Kind.GRANTED, witness.transfer_id, "")

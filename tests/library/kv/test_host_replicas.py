@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +30,10 @@ from kaveri.kv.replicas.store import (
     ReplicaOrphaned,
 )
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.part_transfers import PartReceiver, PartSender
 from kaveri.kv.transfer.push import PushExtended, PushFailed, PushMarked
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded
 from kaveri.kv.transfer.sender import KvSender
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, ticket_parts
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, pushed_tickets, taken_tickets, ticket_parts
 from kaveri.kv.transfer.transport import NOTE_BYTES_MAX
 from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_recorder import SOON_S, EventLog
@@ -549,10 +547,9 @@ def test_replica_of_two_ranks_is_in_one_pool_and_is_pushed_to_two_ranks(tmp_path
         assert len(ticket.parts) == 2
         token_ids = list(range(12))
         for rank, pool in enumerate(pools):
-            make_sender = partial(KvSender, pool, transports=make_transports())
-            sender = PartSender(layout, rank, lambda _: None, make_sender)
+            sender = KvSender(pool, lambda _: None, transports=make_transports())
             stack.callback(sender.close)
-            sender.open(ticket)
+            sender.open(ticket, pushed_tickets(layout, rank, ticket))
             sender.write_layers(ticket.transfer_id, range(layout.layer_count), 0, (5, 0, 3))
             sender.mark(ticket.transfer_id, 3, token_note(token_ids))
         log.wait_for(ReplicaGrew, lambda event: event.token_count == 12)
@@ -564,14 +561,13 @@ def test_replica_of_two_ranks_is_in_one_pool_and_is_pushed_to_two_ranks(tmp_path
         receivers = []
         for rank, pool in enumerate(targets):
             listen = [KvEndpoint("unix", str(tmp_path / f"target{rank}.sock"))]
-            make_receiver = partial(KvReceiver, pool, listen=listen, epoch=1, transports=make_transports())
-            receivers.append(PartReceiver(rank, landed, make_receiver))
+            receivers.append(KvReceiver(pool, landed, listen=listen, epoch=1, transports=make_transports()))
             stack.callback(receivers[-1].close)
             endpoints.append(receivers[-1].endpoints)
         parts = ticket_parts(store.layout, layout, endpoints)
         landing = Ticket(bytes(16), bytes(16), 1, (), (1, 2, 4), 12, 60.0, layout, parts=parts)
-        for receiver in receivers:
-            receiver.grant(landing)
+        for rank, receiver in enumerate(receivers):
+            receiver.lease(landing, taken_tickets(rank, landing))
         store.push(key_of("r"), landing).result(SOON_S)
         for source, target in zip(pools, targets, strict=True):
             assert (target.memory[:, [1, 2, 4]] == source.memory[:, [5, 0, 3]]).all()

@@ -27,7 +27,7 @@ def events() -> "queue.Queue[Event]":
 def receiver(events: "queue.Queue[Event]", monkeypatch: pytest.MonkeyPatch) -> Iterator[KvReceiver]:
     """Its timers never come round, as in a process that stood still and has just been let go on."""
 
-    def never(self: Reporter[Event], delay_s: float, call: Callable[[], None]) -> None:
+    def never(self: Reporter, delay_s: float, call: Callable[[], None]) -> None:
         """Replaces Reporter.call_after."""
 
     monkeypatch.setattr(Reporter, "call_after", never)

@@ -174,7 +174,7 @@ class _TransferRun:
             assert isinstance(event, TransferReleased)
             assert event.given_up == (event.reason == "the sender gave up")
             assert self._landing is None or self._sender.answers == [event.reason]
-        assert all(account.due_bytes == 0 for account in self._receiver._credit.book._accounts.values())
+        assert all(account.due_bytes == 0 for account in self._receiver._credit.senders)
         assert self._receiver.flow().leased_block_count == 0
         if self._landing is not None:
             with pytest.raises(TransferFailed):

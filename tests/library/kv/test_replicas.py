@@ -22,7 +22,6 @@ class _ReplicasBench:
     def __init__(self, block_count: int = 8) -> None:
         self.events: list[ReplicaEvent] = []
         self.receiver = Mock(spec=KvReceiver, endpoints=(), epoch=1)
-        self.receiver.merge_parts.side_effect = AssertionError("there are no parts")
         self.sender = Mock(spec=KvSender)
         self.sender.mark.side_effect = AssertionError("an engine's ticket is not marked")
         self.store = Replicas(_LAYOUT, block_count, self._receiver, self._sender)
@@ -86,7 +85,7 @@ def test_blocks_of_a_dropped_replica_wait_for_all_that_touches_them() -> None:
     push = bench.store.push(_KEY, landing)
     bench.sender.write_layers.assert_called_once_with(landing.transfer_id, range(1), 0, list(ticket.block_ids[:2]))
     bench.store.drop(_KEY)
-    bench.sender.abort.assert_called_once_with(landing.transfer_id, keep_marked=False)
+    bench.sender.abort.assert_called_once_with(landing.transfer_id)
     bench.receiver.revoke.assert_called_once_with(ticket.transfer_id)
     assert (bench.used_blocks(), bench.store.usage().replica_count) == (3, 0)
     bench.end(ticket)

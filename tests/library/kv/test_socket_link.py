@@ -92,7 +92,7 @@ def test_the_same_blocks_of_several_layers_are_one_frame_and_the_end_brings_the_
     digest = xxh3()
     assert pair.link.write(TICKET, range(2), 0, [2, 0, 3], digest, lambda: False) == 6
     header, payload = pair.frame()
-    assert header == Header(Kind.DATA, TICKET.transfer_id, 2 * WRITE_BYTES, 0, 0, 3, layer_count=2)
+    assert header == Header(Kind.DATA, TICKET.transfer_id, 2 * WRITE_BYTES, range(2), 0, 3)
     assert payload == pair.pool.memory[:, [2, 0, 3]].tobytes()
     expected = xxh3()
     expected.update(memoryview(payload))
@@ -107,7 +107,7 @@ def test_frames_stay_whole_wherever_a_write_is_stopped(pair: LinkPair, room_byte
     assert pair.link.write(TICKET, range(1, 2), 0, [2, 0, 3], None, lambda: False) == 3
     pair.link.abort(TICKET)
     header, payload = pair.frame()
-    assert header == Header(Kind.DATA, TICKET.transfer_id, WRITE_BYTES, 1, 0, 3)
+    assert header == Header(Kind.DATA, TICKET.transfer_id, WRITE_BYTES, range(1, 2), 0, 3)
     shown_bytes = max(0, room_bytes - HEADER_BYTES)
     assert payload[:shown_bytes] == pair.pool.memory[1, [2, 0, 3]].tobytes()[:shown_bytes]
     assert payload[shown_bytes:] == bytes(WRITE_BYTES - shown_bytes)
@@ -140,7 +140,7 @@ def test_why_a_connection_is_lost_is_told_before_it_is_broken_off() -> None:
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def take(reason: str) -> None:
-        pair.stream.send_bytes(b"stands")
+        pair.stream.send([b"stands"])
         told.put(reason)
 
     with contextlib.closing(LinkPair(take)) as pair:

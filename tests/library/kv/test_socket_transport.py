@@ -20,20 +20,20 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import LinkLost
 from kaveri.kv.transports import make_transports
 from kaveri.kv.transports.frames import (
+    CREDIT,
     HEADER_BYTES,
     HELLO_BYTES,
     VERSION,
     Header,
     Kind,
-    pack_credit,
+    pack_frame,
     pack_hello,
-    unpack_credit,
     unpack_header,
 )
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.testing.transport_peer import WAIT_S, Recorder, wait_until
 from tests.library.kv.kv_pair import failure, receiving, release
-from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, require_landing
+from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, credit_frame, require_landing
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -65,7 +65,7 @@ HELLO = pack_hello()
         # The oldest version that the peer speaks is newer than any that is spoken here.
         HELLO[:8] + bytes([VERSION + 1]) + HELLO[9:],
         HELLO + b"\xff" * HEADER_BYTES,
-        HELLO + Header(Kind.DATA, bytes(16), payload_bytes=1 << 60).pack(),
+        HELLO + pack_frame(Header(Kind.DATA, bytes(16), payload_bytes=1 << 60)),
         # A silent one.
         b"",
     ],
@@ -114,15 +114,15 @@ def test_a_connection_that_there_is_no_thread_for_is_closed_and_the_next_is_serv
 @pytest.mark.parametrize(
     ("frame", "complaint"),
     [
-        (Header(Kind.DATA, b"", LAYOUT.block_bytes, layer=2, block_count=1), "layer 2 of 2"),
+        (Header(Kind.DATA, b"", LAYOUT.block_bytes, layers=range(2, 3), block_count=1), "layer 2 of 2"),
         (Header(Kind.DATA, b"", 4 * LAYOUT.block_bytes, block_count=4), "block 3 of 3"),
         (Header(Kind.DATA, b"", LAYOUT.block_bytes, first_index=2**32 - 1, block_count=1), "of 3"),
         (Header(Kind.DATA, b"", LAYOUT.block_bytes, first_index=1, block_count=1), "where block 0 was due"),
         (Header(Kind.DATA, b"", 3 * LAYOUT.block_bytes + 1, block_count=3), "bytes came for 3 blocks"),
         (Header(Kind.DATA, b"", LAYOUT.block_bytes - 1, block_count=1), "bytes came for 1 blocks"),
-        (Header(Kind.DATA, b"", 2 * LAYOUT.block_bytes, layer=1, block_count=1, layer_count=2), "layer 2 of 2"),
-        (Header(Kind.DATA, b"", LAYOUT.block_bytes, block_count=1, layer_count=0), "of 2"),
-        (Header(Kind.DATA, b"", LAYOUT.block_bytes, block_count=1, layer_count=2), "bytes came for 2 blocks"),
+        (Header(Kind.DATA, b"", 2 * LAYOUT.block_bytes, layers=range(1, 3), block_count=1), "layer 2 of 2"),
+        (Header(Kind.DATA, b"", LAYOUT.block_bytes, layers=range(0), block_count=1), "of 2"),
+        (Header(Kind.DATA, b"", LAYOUT.block_bytes, layers=range(2), block_count=1), "bytes came for 2 blocks"),
         (Header(Kind.END, b""), "2 layers are incomplete"),
     ],
 )
@@ -146,7 +146,7 @@ def test_the_same_blocks_of_all_layers_land_from_one_frame(
     receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray
 ) -> None:
     ticket = stranger.opened(receiver, [6, 2, 3])
-    header = Header(Kind.DATA, ticket.transfer_id, content.nbytes, 0, 0, 3, layer_count=len(content))
+    header = Header(Kind.DATA, ticket.transfer_id, content.nbytes, range(len(content)), 0, 3)
     stranger.send(header, content.tobytes())
     stranger.send(Header(Kind.END, ticket.transfer_id, digest=xxhash.xxh3_64(content.tobytes()).intdigest()))
     assert stranger.answer() == (Kind.ACCEPTED, ticket.transfer_id, "")
@@ -169,7 +169,7 @@ def test_a_byte_flipped_on_the_way_is_found(
     ticket = stranger.opened(receiver, [0, 1, 4])
     digest = xxhash.xxh3_64(content.tobytes()).intdigest()
     content[0, 1, 77] ^= 1
-    header = Header(Kind.DATA, ticket.transfer_id, content.nbytes, 0, 0, 3, layer_count=len(content))
+    header = Header(Kind.DATA, ticket.transfer_id, content.nbytes, range(len(content)), 0, 3)
     stranger.send(header, content.tobytes())
     stranger.send(Header(Kind.END, ticket.transfer_id, digest=digest))
     assert "digest" in stranger.answer()[2]
@@ -182,7 +182,7 @@ def test_a_transfer_revoked_within_a_frame_is_fenced_while_its_sender_stands_sti
     ticket = stranger.opened(receiver, [0, 1, 4])
     data = content[0].tobytes()
     half = len(data) // 2
-    stranger.send(Header(Kind.DATA, ticket.transfer_id, len(data), 0, 0, 3), data[:half])
+    stranger.send(Header(Kind.DATA, ticket.transfer_id, len(data), range(1), 0, 3), data[:half])
     wait_until(lambda: bool((receiver.pool.memory[0, 0] == content[0, 0]).all()), "the first block has arrived")
     receiver.revoke(ticket.transfer_id)
     assert isinstance(landed.wait(ticket), TransferReleased)
@@ -198,7 +198,7 @@ def test_a_sender_that_stops_within_a_frame_loses_its_connection(
     receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray
 ) -> None:
     ticket = stranger.opened(receiver, [0, 1, 4])
-    stranger.send(Header(Kind.DATA, ticket.transfer_id, content[0].nbytes, 0, 0, 3), b"x" * 100)
+    stranger.send(Header(Kind.DATA, ticket.transfer_id, content[0].nbytes, range(1), 0, 3), b"x" * 100)
     assert "nothing arrived" in release(landed, ticket)
 
 
@@ -213,10 +213,10 @@ def test_a_sender_that_overruns_its_credit_is_refused_before_a_byte_of_it_is_let
         header = unpack_header(stranger.read(HEADER_BYTES))
         assert header.kind == Kind.CREDIT
         # Two blocks are the least that a sender is given, and it sends three.
-        assert unpack_credit(stranger.read(header.payload_bytes)) == (2 * LAYOUT.block_bytes,) * 2
+        assert CREDIT.unpack(stranger.read(header.payload_bytes)) == (2 * LAYOUT.block_bytes,) * 2
         ticket = receiver.grant([6, 2, 3], 12, 30.0)
         stranger.open(ticket)
-        stranger.send(Header(Kind.DATA, ticket.transfer_id, content[0].nbytes, 0, 0, 3), content[0].tobytes())
+        stranger.send(Header(Kind.DATA, ticket.transfer_id, content[0].nbytes, range(1), 0, 3), content[0].tobytes())
         assert "beyond the sender's credit" in release(landed, ticket)
         assert not pool.memory.any()
         wait_until(lambda: receiver.flow().held_bytes == 0, "its credit is home")
@@ -248,7 +248,7 @@ def pushing_to_deaf(
         sender.write(ticket.transfer_id, 0, 0, range(1024))
         accepted, _ = listening.accept()
         with accepted:
-            accepted.sendall(pack_hello(EPOCH) + pack_credit(credit_bytes, credit_bytes))
+            accepted.sendall(pack_hello(EPOCH) + credit_frame(credit_bytes, credit_bytes))
             yield sender, pushed, ticket, accepted
 
 
@@ -279,10 +279,10 @@ def test_a_sender_writes_as_far_as_its_credit(tmp_path: Path) -> None:
         arrived: list[int] = []
         while sum(arrived) < 3:
             arrived.append(take_blocks(stranger))
-        accepted.sendall(pack_credit(BLOCK_BYTES - 200, BLOCK_BYTES))
+        accepted.sendall(credit_frame(BLOCK_BYTES - 200, BLOCK_BYTES))
         wait_until(lambda: sender.flow().peers[0].credit_bytes == BLOCK_BYTES - 100, "the credit is counted")
         wait_until(lambda: sender.flow().peers[0].is_waiting, "the sender waits for more")
-        accepted.sendall(pack_credit(100, BLOCK_BYTES))
+        accepted.sendall(credit_frame(100, BLOCK_BYTES))
         assert take_blocks(stranger) == 1
         sender.abort(ticket.transfer_id)
         assert isinstance(pushed.wait(ticket), PushFailed)

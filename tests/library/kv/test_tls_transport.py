@@ -233,7 +233,7 @@ def test_a_sender_without_a_certificate_is_refused(files: TlsFiles, capfd: pytes
         with connected(receiver) as plain:
             nameless = TlsStream(plain, WAIT_S, context, is_server=False)
             nameless.start()  # TLS 1.3: the receiver looks at certificates after this
-            nameless.send_bytes(pack_hello())
+            nameless.send([pack_hello()])
             with pytest.raises(LinkLost, match="refused this side: tlsv13 alert certificate required"):
                 nameless.receive_bytes(HELLO_BYTES)
         require_lands(receiver, landed, TlsTransport(files))
@@ -318,10 +318,10 @@ def test_a_sender_that_says_it_sends_nothing_more_is_gone(files: TlsFiles, sent_
     with listening_with(TlsTransport(files)) as (receiver, landed), connected(receiver) as plain:
         leaving = TlsStream(plain, WAIT_S, context, is_server=False)
         leaving.start()
-        leaving.send_bytes(pack_hello())
+        leaving.send([pack_hello()])
         leaving.receive_bytes(HELLO_BYTES)
         if sent_first:
-            leaving.send_bytes(bytes([1] * sent_first))
+            leaving.send([bytes([1] * sent_first)])
         _say_no_more(leaving)
         with pytest.raises(LinkLost):
             leaving.receive_bytes(1 << 20)
@@ -340,7 +340,7 @@ def test_a_receiver_that_says_it_sends_nothing_more_fails_the_push(files: TlsFil
                 leaving = TlsStream(plain, WAIT_S, context, is_server=True)
                 leaving.start()
                 leaving.receive_bytes(HELLO_BYTES)
-                leaving.send_bytes(pack_hello(7))
+                leaving.send([pack_hello(7)])
                 _say_no_more(leaving)
                 assert ended.wait(WAIT_S)
 

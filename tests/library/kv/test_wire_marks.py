@@ -25,8 +25,8 @@ from kaveri.kv.transports.frames import (
     Header,
     Hello,
     Kind,
-    pack_credit,
     pack_extensions,
+    pack_frame,
     pack_hello,
     unpack_extension,
     unpack_header,
@@ -34,7 +34,7 @@ from kaveri.kv.transports.frames import (
 )
 from kaveri.testing.transport_peer import Recorder, wait_until
 from tests.library.kv.kv_pair import failure
-from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, require_honest_lands, require_landing
+from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, credit_frame, require_honest_lands, require_landing
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -97,7 +97,7 @@ class Scripted:
             with accepted:
                 peer = Stranger(accepted)
                 accepted.sendall(
-                    pack_hello(EPOCH, with_digests=True, version=self._version) + pack_credit(1 << 20, 1 << 20)
+                    pack_hello(EPOCH, with_digests=True, version=self._version) + credit_frame(1 << 20, 1 << 20)
                 )
                 peer.read(HELLO_BYTES)
                 yield sender, peer, ticket
@@ -186,11 +186,10 @@ def test_a_mark_that_lies_and_blocks_outside_the_grant_end_their_transfer_only(
         if kind in ("data", "layer 0"):
             start, end = counts
             blocks = np.resize(content, (2, 8, LAYOUT.block_bytes))[:, start:end]
-            layer_count = 1 if kind == "layer 0" else 2
-            payload = blocks[:layer_count].tobytes()
+            layers = range(1 if kind == "layer 0" else 2)
+            payload = blocks[: len(layers)].tobytes()
             digest.update(payload)
-            place = (0, start, end - start)
-            data = Header(Kind.DATA, ticket.transfer_id, len(payload), *place, layer_count=layer_count)
+            data = Header(Kind.DATA, ticket.transfer_id, len(payload), layers, start, end - start)
             stranger.send(data, payload)
         elif kind == "end":
             stranger.send(Header(Kind.END, ticket.transfer_id, digest=digest.intdigest()))
@@ -234,11 +233,11 @@ def test_a_mark_within_the_next_write_of_a_frozen_sender_stands(
     ticket = receiver.grant([0, 1, 4], 12, 30.0, is_open=True)
     stranger.open(ticket)
     first = content[:, :1].tobytes()
-    stranger.send(Header(Kind.DATA, ticket.transfer_id, len(first), 0, 0, 1, layer_count=2), first)
+    stranger.send(Header(Kind.DATA, ticket.transfer_id, len(first), range(2), 0, 1), first)
     stranger.send(Header(Kind.MARK, ticket.transfer_id, block_count=1, digest=xxhash.xxh3_64(first).intdigest()))
     landed.wait_for_step(TransferMarked(ticket.transfer_id, 1, b""))
     # Less than it says, and then nothing: the progress limit ends the connection.
-    stranger.send(Header(Kind.DATA, ticket.transfer_id, len(first), 0, 1, 1, layer_count=2), first[:100])
+    stranger.send(Header(Kind.DATA, ticket.transfer_id, len(first), range(2), 1, 1), first[:100])
     event = landed.wait(ticket)
     assert isinstance(event, TransferReleased)
     assert not event.given_up
@@ -249,7 +248,7 @@ def test_what_an_open_transfer_did_not_use_is_not_expected_any_more(
     receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray
 ) -> None:
     def due_bytes() -> int:
-        return sum(account.due_bytes for account in receiver._credit.book._accounts.values())
+        return sum(account.due_bytes for account in receiver._credit.senders)
 
     first = content[:, :1].tobytes()
     for end in ("finish", "give up", "revoke"):
@@ -257,7 +256,7 @@ def test_what_an_open_transfer_did_not_use_is_not_expected_any_more(
         # One before it is opened, one after.
         receiver.extend(ticket.transfer_id, [2])
         stranger.open(ticket)
-        stranger.send(Header(Kind.DATA, ticket.transfer_id, len(first), 0, 0, 1, layer_count=2), first)
+        stranger.send(Header(Kind.DATA, ticket.transfer_id, len(first), range(2), 0, 1), first)
         wait_until(lambda: due_bytes() == 2 * len(first), "one of three blocks is here")
         receiver.extend(ticket.transfer_id, [3])
         assert due_bytes() == 3 * len(first)
@@ -311,10 +310,10 @@ def test_no_mutated_mark_breaks_a_receiver_or_moves_a_mark(
         with stranger.socket, contextlib.suppress(OSError):
             stranger.greet()
             stranger.open(ticket)
-            stranger.send(Header(Kind.DATA, ticket.transfer_id, len(first), 0, 0, 1, layer_count=2), first)
+            stranger.send(Header(Kind.DATA, ticket.transfer_id, len(first), range(2), 0, 1), first)
             digest = xxhash.xxh3_64(first).intdigest()
-            mark = Header(Kind.MARK, ticket.transfer_id, 4, block_count=1, digest=digest).pack() + b"note"
-            end = Header(Kind.END, ticket.transfer_id, digest=digest).pack()
+            mark = pack_frame(Header(Kind.MARK, ticket.transfer_id, 4, block_count=1, digest=digest), b"note")
+            end = pack_frame(Header(Kind.END, ticket.transfer_id, digest=digest))
             stranger.socket.sendall(_mutated(chance, mark + mark + end))
             stranger.socket.shutdown(socket.SHUT_WR)
         receiver.revoke(ticket.transfer_id)
@@ -335,9 +334,9 @@ def test_no_mutated_answer_breaks_a_sender(tmp_path: Path) -> None:
             sender.mark(ticket.transfer_id, 1, b"")
             while _frame(peer)[0].kind != Kind.MARK:
                 pass
-            answers = Header(Kind.MARKED, ticket.transfer_id, block_count=1).pack()
+            answers = pack_frame(Header(Kind.MARKED, ticket.transfer_id, block_count=1))
             answers += b"".join(pack_extensions(ticket.transfer_id, 3, [7, 1]))
-            answers += Header(Kind.MARKED, ticket.transfer_id, block_count=2).pack()
+            answers += pack_frame(Header(Kind.MARKED, ticket.transfer_id, block_count=2))
             with contextlib.suppress(OSError):
                 peer.socket.sendall(_mutated(chance, answers))
                 peer.socket.shutdown(socket.SHUT_RDWR)

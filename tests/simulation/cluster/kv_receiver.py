@@ -90,7 +90,7 @@ class SimulatedReceiver:
         """Where it takes pushes."""
         return (KvEndpoint(TRANSPORT, self._address),)
 
-    def lease(self, ticket: Ticket) -> None:
+    def lease(self, ticket: Ticket, parts: Sequence[Ticket] = ()) -> None:
         """Leases the ticket's blocks to its transfer, until the listener hears that it has landed or was released."""
         expiry = self._expiry(ticket)
         landing = _Landing(ticket, expiry, expiry.when(), told_count=len(ticket.block_ids))
@@ -105,9 +105,6 @@ class SimulatedReceiver:
         landing.ticket = replace(landing.ticket, block_ids=(*landing.ticket.block_ids, *block_ids))
         self._tell_extension(landing)
         return True
-
-    def merge_parts(self, block_ids: Sequence[int], ways: int) -> None:
-        """Nothing: a simulated engine has one rank, and takes whole blocks."""
 
     def revoke(self, transfer_id: bytes) -> None:
         """The transfer is not wanted any more. Unknown ids are ignored."""

@@ -79,7 +79,7 @@ class SimulatedSender:
         self._peers: dict[tuple[str, int], _SimulatedPeer] = {}
         self._closed = False
 
-    def open(self, ticket: Ticket, *, part: bool = False) -> None:
+    def open(self, ticket: Ticket, parts: Sequence[Ticket] = ()) -> None:
         self._layout.require_same(ticket.layout)
         if self._closed:
             raise TransferFailed("the sender is closed")

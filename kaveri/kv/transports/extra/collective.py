@@ -43,7 +43,7 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Landing, LinkListener, LinkLost, TransferIntake
-from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_hello, unpack_hello
+from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_frame, pack_hello, unpack_hello
 from kaveri.kv.transports.socket import SocketLink, SocketTransport
 from kaveri.kv.transports.socket_listener import ReceivingConnection
 from kaveri.kv.transports.stream import ByteStream
@@ -99,7 +99,7 @@ class CollectiveTransport(SocketTransport):
     def _link(self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint) -> "CollectiveLink":
         port, prefix = _MEETING.unpack(stream.receive_bytes(_MEETING.size))
         # The receiver does not wait for a peer that has disconnected.
-        stream.send_bytes(pack_hello())
+        stream.send([pack_hello()])
         # Holds no reference to the connection, which is closed when the meeting is abandoned.
         there, here, block_bytes, timeout_s = (
             stream.peer_host,
@@ -153,7 +153,8 @@ class CollectiveLink(SocketLink):
             np.take(self._pool.memory[layer], blocks, axis=0, out=staged.reshape(len(blocks), block_bytes), mode="clip")
             if digest is not None:
                 digest.update(staged.data)
-            self._send(Header(Kind.DATA, ticket.transfer_id, 0, layer, first_index + start, len(blocks)))
+            place = range(layer, layer + 1), first_index + start, len(blocks)
+            self._send(Header(Kind.DATA, ticket.transfer_id, 0, *place))
             self._pair.send(self._sent_count, staged.nbytes)
             self._sent_count += 1
         return len(layers) * len(source_blocks)
@@ -214,7 +215,7 @@ class GlooReceivingConnection(ReceivingConnection):
     def _greet(self, hello: bytes) -> None:
         store, port = _opened_store(self._stream.local_host)
         prefix = uuid.uuid4().bytes
-        self._stream.send_bytes(hello + _MEETING.pack(port, prefix))
+        self._stream.send([hello + _MEETING.pack(port, prefix)])
         unpack_hello(self._stream.receive_bytes(HELLO_BYTES))
         block_bytes = self._pool.layout.block_bytes
         host, timeout_s = self._stream.local_host, self._stream.progress_timeout_s
@@ -233,8 +234,8 @@ class GlooReceivingConnection(ReceivingConnection):
         self._stream.discard(header.payload_bytes)
         assert self._pair is not None
         message_bytes = header.block_count * self._pool.layout.block_bytes
-        if header.layer_count != 1:
-            raise LinkLost(f"protocol error: a message of {header.layer_count} layers")
+        if len(header.layers) != 1:
+            raise LinkLost(f"protocol error: a message of {len(header.layers)} layers")
         if not 0 < message_bytes <= self._pair.buffer_bytes or len(self._coming) == _BUFFER_COUNT:
             raise LinkLost(f"protocol error: a message of {message_bytes} bytes behind {len(self._coming)} others")
         self._pair.post_receive(self._announced_count, message_bytes)
@@ -260,13 +261,13 @@ class GlooReceivingConnection(ReceivingConnection):
                 self._failed(header.transfer_id)
         assert self._credit is not None
         self._credit.settle(self._cost_bytes(header))
-        self._send(Header(Kind.GRANTED, header.transfer_id).pack())
+        self._send(pack_frame(Header(Kind.GRANTED, header.transfer_id)))
 
     def _scatter(self, header: Header, landing: Landing, staged: npt.NDArray[np.uint8]) -> None:
         blocks, digest = landing.begin_write(header.layers, header.first_index, header.block_count)
         if digest is not None:
             digest.update(staged.data)
-        self._pool.memory[header.layer][list(blocks)] = staged.reshape(len(blocks), -1)
+        self._pool.memory[header.layers.start][list(blocks)] = staged.reshape(len(blocks), -1)
         landing.end_write()
 
     def _end(self, reason: str) -> None:

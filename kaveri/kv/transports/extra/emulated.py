@@ -145,8 +145,7 @@ class _MockLink(SocketLink):
         is_stopped: Callable[[], bool],
     ) -> int:
         # Neither side feeds bytes to its digest, so the two agree.
-        place = layers.start, first_index, len(source_blocks)
-        self._send(Header(Kind.DATA, ticket.transfer_id, 0, *place, layer_count=len(layers)))
+        self._send(Header(Kind.DATA, ticket.transfer_id, 0, layers, first_index, len(source_blocks)))
         return len(layers) * len(source_blocks)
 
 
