@@ -71,8 +71,6 @@ class Feed(Generic[ItemT]):
             finally:
                 if beat is not None:
                     beat.cancel()
-        if most is None or len(self._news) <= most:
-            return self.drain()
         items = list(islice(self._news, most))
         for item in items:
             del self._news[item]

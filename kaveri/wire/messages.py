@@ -254,6 +254,7 @@ def sent_in_answer(what: str) -> Iterator[None]:
 @sent_in_answer("the instance's ticket")
 def ticket_from_proto(message: kv_pb2.Ticket) -> Ticket:
     """Decode a ticket, which comes in an answer. Raises Unavailable."""
+    require_seconds("ticket.expires_in_s", message.expires_in_s, least_s=-DAY_S)
     return Ticket(
         **same_fields(message, _TICKET_FIELDS),
         endpoints=tuple(map(endpoint_from_proto, message.endpoints)),

@@ -6,6 +6,7 @@ own ticket says. The blocks of one other shape are handled in staged_pushes.py.
 
 import threading
 from dataclasses import replace
+from functools import partial
 
 from kaveri.errors import TransferFailed
 from kaveri.kv.layout.block_map import map_blocks
@@ -61,7 +62,9 @@ class MappedPushes:
             if self._closed:
                 raise TransferFailed("the sender is closed")
             staging = self._staging(layout)
-            push = self._pushes[ticket.transfer_id] = StagedPush(ticket, block_map, staging, listener)
+            push = self._pushes[ticket.transfer_id] = StagedPush(
+                ticket, block_map, staging, partial(self._on_staged, listener)
+            )
         staging.open(push)
 
     def flow(self) -> SenderFlow:
@@ -103,7 +106,6 @@ class MappedPushes:
             staging = StagedPushes(
                 self._pool,
                 shape,
-                self._on_staged,
                 make_sender=self._make_sender,
                 staging_bytes=self._staging_bytes,
                 room=self._room,
@@ -132,10 +134,10 @@ class MappedPushes:
         self._given_up = [each for each in self._given_up if each.is_alive]
         self._given_up.append(staging)
 
-    def _on_staged(self, push: StagedPush, event: PushEvent) -> None:
+    def _on_staged(self, listener: PushListener, event: PushEvent) -> None:
         if isinstance(event, PushEnd):
             with self._lock:
                 self._pushes.pop(event.transfer_id, None)
         if isinstance(event, PushAccepted):
             event = replace(event, transport=f"{event.transport} mapped")
-        push.listener(event)
+        listener(event)

@@ -15,7 +15,7 @@ run out of time.
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kaveri.errors import InvalidArgument, TransferFailed
@@ -42,11 +42,30 @@ _BLOCKS_MIN = 4
 """Fewest staging blocks of each layer, for any size of block."""
 
 
+class StagingSender(PushSender, Protocol):
+    """A sender that keeps its pool in memory until it is closed and gone."""
+
+    @property
+    def pool(self) -> KvPool: ...
+
+
 class MakeSender(Protocol):
     """Makes the sender of a staging pool."""
 
-    def __call__(self, pool: KvPool, listener: PushListener, *, on_local_done: LocalDoneListener) -> PushSender:
+    def __call__(self, pool: KvPool, listener: PushListener, *, on_local_done: LocalDoneListener) -> StagingSender:
         """listener, on_local_done: see KvSender."""
+
+
+@dataclass(slots=True)
+class _StagingBlocks:
+    """Staging blocks that are free, and those in use."""
+
+    count: int
+    """Of each layer."""
+    free: list[list[int]]
+    """Per layer."""
+    held: Counter[tuple[object, int]] = field(default_factory=Counter)
+    """Number in use, by (receiver, layer)."""
 
 
 class StagedPush:
@@ -192,16 +211,15 @@ class StagedPushes:
     """All pushes of one sender that need blocks of one shape. Every method may be called from any thread.
 
     shape: a receiver's layout without its place in the model, so that all ranks of an instance share the staging.
-    listener: called once with each opened push and its end, on a thread of this object; the source blocks are not read
-    any more then. The memory is at most staging_bytes, and at least four blocks of each layer. The thread here takes
-    and touches it, so that no caller waits, and frees it when it ends. room: held while there is memory.
+    The listener of each opened push is called once with its end, on a thread of this object; the source blocks are not
+    read any more then. The memory is at most staging_bytes, and at least four blocks of each layer. The thread here
+    takes and touches it, so that no caller waits, and frees it when it ends. room: held while there is memory.
     """
 
     def __init__(
         self,
         source: KvPool,
         shape: KvLayout,
-        listener: Callable[[StagedPush, PushEvent], None],
         *,
         make_sender: MakeSender,
         staging_bytes: int,
@@ -209,20 +227,15 @@ class StagedPushes:
     ) -> None:
         self._source = source
         self._shape = shape
-        self._listener = listener
         self._make_sender = make_sender
         self._room_for_memory = room
-        self.block_count = max(_BLOCKS_MIN, staging_bytes // (shape.layer_count * shape.block_bytes))
         self.changed = threading.Condition()
         # In round-robin order.
         self._pushes: dict[bytes, StagedPush] = {}
-        # Per layer.
-        self._free = [list(range(self.block_count - 1, -1, -1)) for _ in range(shape.layer_count)]
-        # Staging blocks in use, by (receiver, layer).
-        self._held: Counter[tuple[object, int]] = Counter()
-        # Made by the thread, before it takes the first push, and freed with it.
-        self._memory: KvPool | None = None
-        self.sender: PushSender | None = None
+        count = max(_BLOCKS_MIN, staging_bytes // (shape.layer_count * shape.block_bytes))
+        self._blocks = _StagingBlocks(count, [list(range(count - 1, -1, -1)) for _ in range(shape.layer_count)])
+        # Made by the thread, with its memory, before it takes the first push, and freed with it.
+        self.sender: StagingSender | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-stage", daemon=True)
 
@@ -249,7 +262,7 @@ class StagedPushes:
                 self._pushes[push.transfer_id] = push
                 self.changed.notify()
         if closed:
-            self._listener(push, PushFailed(push.transfer_id, "the sender is closed"))
+            push.listener(PushFailed(push.transfer_id, "the sender is closed"))
 
     def flow(self) -> SenderFlow:
         """See KvSender.flow; empty while there is no staging memory."""
@@ -269,26 +282,21 @@ class StagedPushes:
     def check_integrity(self) -> None:
         """Assert that every staging block of every layer is free or held by one push under way."""
         with self.changed:
-            for layer, free in enumerate(self._free):
+            for layer, free in enumerate(self._blocks.free):
                 held = [block for push in self._pushes.values() for block in push.held[layer]]
-                assert sorted(free + held) == list(range(self.block_count)), f"layer {layer}: staging is leaked"
+                assert sorted(free + held) == list(range(self._blocks.count)), f"layer {layer}: staging is leaked"
             counted = Counter(
                 (push.receiver, layer)
                 for push in self._pushes.values()
                 for layer, held in enumerate(push.held)
                 for _ in held
             )
-            assert self._held == counted, "the account of receivers is wrong"
+            assert self._blocks.held == counted, "the account of receivers is wrong"
 
     @property
-    def _sender(self) -> PushSender:
+    def _sender(self) -> StagingSender:
         assert self.sender is not None, "no push is opened before there is a sender"
         return self.sender
-
-    @property
-    def _staging(self) -> KvPool:
-        assert self._memory is not None, "nothing is staged before there is memory"
-        return self._memory
 
     # The thread.
 
@@ -301,13 +309,14 @@ class StagedPushes:
                 pass
             if not has_room:
                 return
-            self._memory = KvPool(self._shape, self.block_count)
-            self.sender = self._make_sender(self._staging, self._on_event, on_local_done=self._on_local_done)
+            self.sender = self._make_sender(
+                KvPool(self._shape, self._blocks.count), self._on_event, on_local_done=self._on_local_done
+            )
             get_logger().info(
                 "kv_layout_mapped",
                 block_tokens=self._shape.block_tokens,
                 order=self._shape.order,
-                staging_bytes=self._staging.memory.nbytes,
+                staging_bytes=self._sender.pool.memory.nbytes,
             )
             while (turn := self._next_turn()) is not None:
                 turn()
@@ -321,8 +330,8 @@ class StagedPushes:
             self.close()
             if self.sender is not None:
                 self.sender.close()
-            # The last references to the memory: the other objects form reference cycles.
-            self.sender = self._memory = None
+            # The last reference to the memory: the other objects form reference cycles.
+            self.sender = None
             if has_room:
                 self._room_for_memory.release()
             with self.changed:
@@ -337,7 +346,7 @@ class StagedPushes:
     def _report(self, push: StagedPush, event: PushAccepted | PushFailed) -> None:
         """Call the listener, on the thread here. Its error must not end all other pushes."""
         try:
-            self._listener(push, event)
+            push.listener(event)
         except Exception:
             get_logger().exception("kv_listener_failed")
 
@@ -375,14 +384,14 @@ class StagedPushes:
 
     def _room(self, push: StagedPush, layer: int) -> int:
         """Return how many staging blocks of a layer the push's receiver may have now."""
-        free = len(self._free[layer])
-        held = self._held[push.receiver, layer]
+        free = len(self._blocks.free[layer])
+        held = self._blocks.held[push.receiver, layer]
         # n more held means n fewer free: held + n <= free - n, but one for a receiver that has none.
         return (free - held + 1) // 2 if free > held else 0
 
     def _take(self, push: StagedPush, layer: int, count: int) -> Callable[[], None]:
-        free = self._free[layer]
-        self._held[push.receiver, layer] += count
+        free = self._blocks.free[layer]
+        self._blocks.held[push.receiver, layer] += count
         # Prefer adjacent blocks: longer runs are faster to copy and to send.
         free.sort(reverse=True)
         staging_ids = tuple(free[: -count - 1 : -1])
@@ -396,7 +405,7 @@ class StagedPushes:
         return lambda: self._stage(push, layer, first_index, staging_ids)
 
     def _stage(self, push: StagedPush, layer: int, first_index: int, staging_ids: Sequence[int]) -> None:
-        push.copy(self._source, self._staging, layer, first_index, staging_ids)
+        push.copy(self._source, self._sender.pool, layer, first_index, staging_ids)
         with self.changed:
             push.reading = False
             event = self._end(push, push.outcome) if push.outcome is not None else None
@@ -438,7 +447,7 @@ class StagedPushes:
                     push.granted_count = event.block_count
                 told = event
         if push is not None and told is not None:
-            self._listener(push, told)
+            push.listener(told)
 
     def _end(self, push: StagedPush, event: PushAccepted | PushFailed) -> PushAccepted | PushFailed | None:
         """Record that the sender reads nothing of this push any more. The caller holds the lock. Returns the event for
@@ -455,7 +464,8 @@ class StagedPushes:
         return push.outcome
 
     def _give_back(self, push: StagedPush, layer: int, staging_ids: Collection[int]) -> None:
-        self._free[layer].extend(staging_ids)
-        self._held[push.receiver, layer] -= len(staging_ids)
-        if not self._held[push.receiver, layer]:
-            del self._held[push.receiver, layer]
+        held, key = self._blocks.held, (push.receiver, layer)
+        self._blocks.free[layer].extend(staging_ids)
+        held[key] -= len(staging_ids)
+        if not held[key]:
+            del held[key]

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout, PartPlace, part_index, part_places, source_rank
-from kaveri.seconds import DAY_S, require_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +28,7 @@ class TicketPart:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Granted once by a receiver, used once by a sender, void after `expires_in_s` unless the KV has landed.
-
-    Raises InvalidArgument for an `expires_in_s` that is no number of seconds up to a day.
-    """
+    """Granted once by a receiver, used once by a sender, void after `expires_in_s` unless the KV has landed."""
 
     transfer_id: bytes
     """16 random bytes; identifies the transfer over all receivers and incarnations."""
@@ -47,7 +43,7 @@ class Ticket:
     token_count: int
     """Tokens of the request; those from first_block on are pushed, and the last block may be part full."""
     expires_in_s: float
-    """Seconds from the grant; void from the beginning if not above 0."""
+    """Seconds from the grant, finite; void from the beginning if not above 0."""
     layout: KvLayout
     """The receiver's layout; a sender that cannot map its own blocks to it refuses."""
     first_block: int = 0
@@ -58,9 +54,6 @@ class Ticket:
     is_open: bool = False
     """True if the transfer may be marked, gets more blocks as it grows, and may end with fewer than were granted. Its
     time limit counts from the last mark then."""
-
-    def __post_init__(self) -> None:
-        require_seconds("ticket.expires_in_s", self.expires_in_s, least_s=-DAY_S)
 
     def part_tickets(self, is_wanted: Callable[[PartPlace], bool]) -> "tuple[Ticket, ...]":
         """Return the wanted parts, each with its own ticket: for the blocks of a pool that is split as part_index()
@@ -95,6 +88,8 @@ def ticket_parts(
 
     endpoints: of each rank of the receiver.
     """
+    if source == destination and source.tensor_ranks == 1:
+        return ()
     places = part_places(source, destination)
     return tuple(TicketPart(place, endpoints[place.rank]) for place in places) if len(places) > 1 else ()
 
@@ -102,6 +97,8 @@ def ticket_parts(
 def require_pushable(source: KvLayout, ticket: Ticket) -> None:
     """Raise LayoutMismatch if blocks of the source cannot be mapped onto the ticket's, and InvalidArgument if its parts
     are not those of such a push."""
+    if source == ticket.layout and source.tensor_ranks == 1 and not ticket.parts:
+        return
     places = part_places(source, ticket.layout)
     given = [part.place for part in ticket.parts] or [PartPlace(0, ticket.layout)]
     if given != list(places):

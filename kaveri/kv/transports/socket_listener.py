@@ -1,6 +1,7 @@
 """Receiving end of the socket transport: accepts connections and reads each into pool blocks, on its own thread."""
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -172,9 +173,9 @@ class ReceivingConnection:
         # Landings that this side can still end. Other threads than the connection's own may remove some.
         self._landings: dict[bytes, Landing] = {}
         self._credit: Credit | None = None
-        self._has_shown_ticket = False
+        # When a stranger must have shown a valid ticket; None once one was shown.
+        self._ticket_due_s: float | None = math.inf
         self._is_dropped = False
-        self._greeted_at_s = 0.0
 
     def run(self) -> None:
         """Read until the connection ends, then abort its unfinished transfers."""
@@ -184,7 +185,7 @@ class ReceivingConnection:
             self._stream.start()
             self._has_marks = unpack_hello(self._stream.receive_bytes(HELLO_BYTES)).version >= MARKS_VERSION
             self._greet(pack_hello(self._intake.epoch, self._with_digests))
-            self._greeted_at_s = time.monotonic()
+            self._ticket_due_s = time.monotonic() + _TICKET_WITHIN_S
             credit = Header(Kind.CREDIT, bytes(16), CREDIT.size)
             self._credit = self._intake.admit(lambda *given: self._send(pack_frame(credit, CREDIT.pack(*given))))
             while True:
@@ -207,7 +208,7 @@ class ReceivingConnection:
     def drop_stranger(self) -> bool:
         """Make run() return soon, unless a valid ticket was shown. Return True if so. Any thread."""
         with self._lock:
-            if self._has_shown_ticket:
+            if self._ticket_due_s is None:
                 return False
             self._is_dropped = True
         # The stream's own break_off(), without a subclass's wait: a stranger writes nothing.
@@ -247,8 +248,8 @@ class ReceivingConnection:
 
     def _take_frame(self) -> None:
         within_s = None
-        if not self._has_shown_ticket:
-            within_s = self._greeted_at_s + _TICKET_WITHIN_S - time.monotonic()
+        if self._ticket_due_s is not None:
+            within_s = self._ticket_due_s - time.monotonic()
             if within_s <= 0:
                 raise LinkLost(f"no valid ticket within {_TICKET_WITHIN_S:g} s")
         header = unpack_header(self._stream.receive_next(HEADER_BYTES, within_s))
@@ -302,7 +303,9 @@ class ReceivingConnection:
         except TransferFailed:
             return
         with self._lock:
-            is_first, self._has_shown_ticket = not self._has_shown_ticket, not self._is_dropped
+            is_first = self._ticket_due_s is not None
+            if not self._is_dropped:
+                self._ticket_due_s = None
         if self._is_dropped:
             # Before the sender learns that it may write.
             landing.abort("connection lost: another one took its place")
