@@ -4,6 +4,7 @@ of one host and `nixl` whatever UCX reaches, both by the protocol of `one_sided`
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import cast
 
 from kaveri.errors import ConfigError
@@ -55,37 +56,23 @@ def transport_names(text: str) -> tuple[str, ...]:
     return tuple(map(TRANSPORTS.known, names))
 
 
-def unix_transport() -> SocketTransport:
-    """Unix sockets, between processes of one host."""
-    return SocketTransport("unix")
-
-
-def tcp_transport(advertise_host: str | None = None) -> SocketTransport:
-    """TCP. advertise_host: host in the tickets of a listener on a wildcard address; None: the listening host."""
-    return SocketTransport("tcp", advertise_host=advertise_host)
+unix_transport = partial(SocketTransport, "unix")
+tcp_transport = partial(SocketTransport, "tcp")
+gloo_transport = partial(CollectiveTransport, "gloo")
+nccl_transport = partial(CollectiveTransport, "nccl")
 
 
 def tls_transport(tls: TlsFiles | None = None, advertise_host: str | None = None) -> TlsTransport:
-    """TCP, encrypted. advertise_host: see tcp_transport. Raises ConfigError for missing or invalid files."""
+    """TCP, encrypted. advertise_host: see SocketTransport. Raises ConfigError for missing or invalid files."""
     if tls is None:
         raise ConfigError("kv_transports", "tls needs kv_tls_cert, kv_tls_key and kv_tls_ca, or the same of --tls-*")
     return TlsTransport(tls, advertise_host=advertise_host)
 
 
-def gloo_transport(advertise_host: str | None = None) -> CollectiveTransport:
-    """gloo. advertise_host: see tcp_transport. Raises ConfigError without torch."""
-    return CollectiveTransport("gloo", advertise_host=advertise_host)
-
-
-def nccl_transport(advertise_host: str | None = None) -> CollectiveTransport:
-    """NCCL. advertise_host: see tcp_transport. Raises ConfigError without a GPU and a torch that is built for it."""
-    return CollectiveTransport("nccl", advertise_host=advertise_host)
-
-
 def make_transports(
     names: Sequence[str] = TRANSPORT_NAMES, advertise_host: str | None = None, tls: TlsFiles | None = None
 ) -> tuple[Transport, ...]:
-    """Create the transports of these names, in this order. advertise_host: see tcp_transport. tls: for "tls".
+    """Create the transports of these names, in this order. advertise_host: see SocketTransport. tls: for "tls".
 
     Raises ConfigError when one cannot be created, or two would have one name.
     """

@@ -64,24 +64,15 @@ class NixlTransport(SocketTransport):
     Raises ConfigError when NIXL is not installed.
     """
 
-    def __init__(
-        self,
-        *,
-        advertise_host: str | None = None,
-        connect_timeout_s: float = 5.0,
-        progress_timeout_s: float = 10.0,
-        connection_limit: int = 64,
-    ) -> None:
-        """progress_timeout_s: also limits one write; NIXL does not report its progress."""
+    connect_timeout_s = 5.0
+    progress_timeout_s = 10.0
+    """Also limits one write; NIXL does not report its progress."""
+    connection_limit = 64
+
+    def __init__(self, *, advertise_host: str | None = None) -> None:
         _import_nixl()
         _start_ucx()
-        super().__init__(
-            "tcp",
-            advertise_host=advertise_host,
-            connect_timeout_s=connect_timeout_s,
-            progress_timeout_s=progress_timeout_s,
-            connection_limit=connection_limit,
-        )
+        super().__init__("tcp", advertise_host=advertise_host)
         self.name = self.label = "nixl"
         self.connection_type = NixlReceivingConnection
         # Each write costs a round trip between two polling processes.

@@ -34,15 +34,8 @@ every 512 KiB costs a tenth of the speed."""
 class ShmTransport(SocketTransport):
     """Creates links and listeners between processes of one host and one user. Addresses are paths of Unix sockets."""
 
-    def __init__(
-        self, *, connect_timeout_s: float = 2.0, progress_timeout_s: float = 10.0, connection_limit: int = 256
-    ) -> None:
-        super().__init__(
-            "unix",
-            connect_timeout_s=connect_timeout_s,
-            progress_timeout_s=progress_timeout_s,
-            connection_limit=connection_limit,
-        )
+    def __init__(self) -> None:
+        super().__init__("unix")
         self.name = self.label = "shm"
         self.connection_type = ShmReceivingConnection
         self.capabilities = replace(self.capabilities, can_revoke=False, is_byte_stream=False)

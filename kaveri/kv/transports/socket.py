@@ -49,31 +49,23 @@ class SocketTransport:
     """Creates links and listeners of one address family, "tcp" or "unix", which is its name except in subclasses.
 
     advertise_host: host in the endpoints of a tcp listener on a wildcard address; None: the listening host.
-    progress_timeout_s: a frame in progress that moves no byte for this long breaks its connection. connection_limit:
-    max connections of one listener; more are closed at once.
 
     Subclasses create other links over the same connections: _link() and connection_type.
     """
 
     connection_type: type[ReceivingConnection] = ReceivingConnection
     """Class that serves an accepted connection."""
+    connect_timeout_s: float = 2.0
+    progress_timeout_s: float = 10.0
+    """A frame in progress that moves no byte for this long breaks its connection."""
+    connection_limit: int = 256
+    """Max connections of one listener; more are closed at once."""
 
-    def __init__(
-        self,
-        family: str,
-        *,
-        advertise_host: str | None = None,
-        connect_timeout_s: float = 2.0,
-        progress_timeout_s: float = 10.0,
-        connection_limit: int = 256,
-    ) -> None:
+    def __init__(self, family: str, advertise_host: str | None = None) -> None:
         assert family in ("tcp", "unix"), family
         self._is_unix = family == "unix"
         self.name = self.label = family
         self.advertise_host = advertise_host
-        self.connect_timeout_s = connect_timeout_s
-        self.progress_timeout_s = progress_timeout_s
-        self.connection_limit = connection_limit
         self.capabilities = Capabilities(
             can_revoke=True,
             is_byte_stream=True,

@@ -21,32 +21,15 @@ from kaveri.security.tls_files import TlsFiles, WatchedTlsFiles
 
 
 class TlsTransport(SocketTransport):
-    """Creates links and listeners for TLS 1.3 over tcp."""
+    """Creates links and listeners for TLS 1.3 over tcp. Raises ConfigError for invalid files."""
 
-    def __init__(
-        self,
-        files: TlsFiles,
-        *,
-        advertise_host: str | None = None,
-        connect_timeout_s: float = 2.0,
-        progress_timeout_s: float = 10.0,
-        connection_limit: int = 256,
-        key_records: int = KEY_RECORDS,
-    ) -> None:
-        """See SocketTransport. key_records: max TLS records sent by each side of a connection.
+    key_records: int = KEY_RECORDS
+    """Max TLS records sent by each side of a connection."""
 
-        Raises ConfigError for invalid files.
-        """
-        super().__init__(
-            "tcp",
-            advertise_host=advertise_host,
-            connect_timeout_s=connect_timeout_s,
-            progress_timeout_s=progress_timeout_s,
-            connection_limit=connection_limit,
-        )
+    def __init__(self, files: TlsFiles, *, advertise_host: str | None = None) -> None:
+        super().__init__("tcp", advertise_host=advertise_host)
         self.name = self.label = "tls"
         self._peer_name = files.name
-        self._key_records = key_records
         self._files = WatchedTlsFiles(files, "kv_tls_")
         self._contexts = self._make_contexts()
 
@@ -64,7 +47,7 @@ class TlsTransport(SocketTransport):
             context,
             is_server=is_accepted,
             peer_name=self._peer_name,
-            key_records=self._key_records,
+            key_records=self.key_records,
         )
 
     def _make_contexts(self) -> "_Contexts":

@@ -169,11 +169,11 @@ def test_abort_that_overtakes_the_grant_of_a_ticket_cancels_the_reservation(
     request = make_stepwise_request("r", 10, 5)
     lease = KvReceiver.lease
 
-    def overtaken(self: KvReceiver, ticket: Ticket) -> None:
+    def overtaken(self: KvReceiver, ticket: Ticket, parts: Sequence[Ticket]) -> None:
         decode.abort(request.key)
         decode.check_integrity()
         assert decode.stats().free_blocks < decode.info.total_blocks
-        lease(self, ticket)
+        lease(self, ticket, parts)
 
     monkeypatch.setattr(KvReceiver, "lease", overtaken)
     with pytest.raises(RequestCancelled):

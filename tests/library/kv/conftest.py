@@ -13,6 +13,7 @@ from kaveri.kv.transfer.receiver import KvReceiver
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.testing.transport_peer import Recorder, open_descriptors
+from tests.library.kv.kv_pair import limited
 from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger
 
 
@@ -54,7 +55,7 @@ def landed() -> Recorder:
 @pytest.fixture
 def receiver(landed: Recorder, nothing_left: None) -> Iterator[KvReceiver]:
     listen = [KvEndpoint("tcp", "127.0.0.1:0")]
-    transport = SocketTransport("tcp", progress_timeout_s=0.6, connection_limit=4)
+    transport = limited(SocketTransport("tcp"), progress_timeout_s=0.6, connection_limit=4)
     receiver = KvReceiver(KvPool(LAYOUT, 8), landed, listen=listen, epoch=EPOCH, transports=[transport])
     yield receiver
     receiver.close()

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import xxh3
@@ -13,6 +13,8 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import make_transports
 from kaveri.testing.transport_peer import Recorder, fill_pool
+
+TransportT = TypeVar("TransportT", bound=Transport)
 
 
 class HookedDigest:
@@ -28,6 +30,13 @@ class HookedDigest:
 
     def intdigest(self) -> int:
         return self._digest.intdigest()
+
+
+def limited(transport: TransportT, **limits: float) -> TransportT:
+    """limits: attributes of a SocketTransport."""
+    for name, value in limits.items():
+        setattr(transport, name, value)
+    return transport
 
 
 @dataclass

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock
@@ -29,7 +30,17 @@ from kaveri.kv.transports.extra import collective
 from kaveri.kv.transports.extra.collective import _BUFFER_COUNT, _MESSAGE_BYTES, CollectiveLink, CollectiveTransport
 from kaveri.kv.transports.frames import HELLO_BYTES, Header, Kind, pack_hello, unpack_hello
 from kaveri.testing.transport_peer import WAIT_S, PeerNursery, Recorder, wait_until
-from tests.library.kv.kv_pair import HookedDigest, failure, kv_pair, push, receiving, release, require_lands, sending
+from tests.library.kv.kv_pair import (
+    HookedDigest,
+    failure,
+    kv_pair,
+    limited,
+    push,
+    receiving,
+    release,
+    require_lands,
+    sending,
+)
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 LARGE_LAYOUT = KvLayout("m", 2, block_tokens=64, kv_head_count=4, head_dim=128, dtype="float32")
@@ -42,7 +53,7 @@ PROGRESS_TIMEOUT_S = 2.0
 
 @pytest.fixture
 def end() -> Iterator[tuple[KvReceiver, Recorder]]:
-    transport = CollectiveTransport("gloo", progress_timeout_s=PROGRESS_TIMEOUT_S)
+    transport = limited(CollectiveTransport("gloo"), progress_timeout_s=PROGRESS_TIMEOUT_S)
     with receiving(KvPool(LAYOUT, 8), ANYWHERE, transports=[transport], epoch=EPOCH) as end:
         yield end
 
@@ -178,7 +189,7 @@ def test_a_receiver_that_freezes_while_the_pair_meets_holds_up_neither_the_push_
         peer.start_receiver(LAYOUT, 8, "127.0.0.1:0", EPOCH, 1 << 20)
         ticket = peer.ask("grant", [1], 4, 60.0)
         monkeypatch.setattr(collective, name, freeze)
-        transport = CollectiveTransport("gloo", connect_timeout_s=1.0)
+        transport = limited(CollectiveTransport("gloo"), connect_timeout_s=1.0)
         with sending(KvPool(LAYOUT, 8), [transport]) as (sender, pushed):
             sender.open(ticket)
             assert "meeting the other side: not within 1 s" in failure(pushed, ticket)
@@ -221,22 +232,23 @@ def test_meetings_with_processes_that_stand_still_are_bounded() -> None:
         assert going_on.wait(WAIT_S)
         raise LinkLost("it is gone")
 
-    meetings = [collective._Meeting(stand_still) for _ in range(collective._MOST_MEETINGS)]
-    try:
-        with pytest.raises(LinkLost, match="not within"):
-            meetings[0].pair_within(0.01)
-        with pytest.raises(LinkLost, match="meetings"):
-            collective._Meeting(stand_still)
-    finally:
-        going_on.set()
-    for meeting in meetings[1:]:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(collective._met_within, WAIT_S, stand_still)
+        try:
+            wait_until(waiting.running, "one meeting is waited for")
+            for _ in range(collective._MOST_MEETINGS - 1):
+                with pytest.raises(LinkLost, match="not within"):
+                    collective._met_within(0.01, stand_still)
+            with pytest.raises(LinkLost, match="meetings"):
+                collective._met_within(0.01, stand_still)
+        finally:
+            going_on.set()
         with pytest.raises(LinkLost, match="it is gone"):
-            meeting.pair_within(WAIT_S)
+            waiting.result(WAIT_S)
 
     def meets_again() -> bool:
-        with contextlib.suppress(LinkLost):
-            collective._Meeting(stand_still)
-            return True
-        return False
+        with pytest.raises(LinkLost) as raised:
+            collective._met_within(WAIT_S, stand_still)
+        return raised.value.reason == "it is gone"
 
     wait_until(meets_again, "a meeting has ended")

@@ -23,14 +23,14 @@ from kaveri.kv.transports.frames import Header, Kind
 from kaveri.kv.transports.shm import ShmTransport
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.testing.transport_peer import WAIT_S, Recorder, fill_pool, wait_until
-from tests.library.kv.kv_pair import release, require_lands
+from tests.library.kv.kv_pair import limited, release, require_lands
 from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, require_landing
 
 LIMIT = 4
 _MAKERS: dict[str, Callable[[], Transport]] = {
-    "tcp": lambda: SocketTransport("tcp", connection_limit=LIMIT),
-    "unix": lambda: SocketTransport("unix", connection_limit=LIMIT),
-    "shm": lambda: ShmTransport(connection_limit=LIMIT),
+    "tcp": lambda: limited(SocketTransport("tcp"), connection_limit=LIMIT),
+    "unix": lambda: limited(SocketTransport("unix"), connection_limit=LIMIT),
+    "shm": lambda: limited(ShmTransport(), connection_limit=LIMIT),
 }
 
 

@@ -31,7 +31,7 @@ from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import PATH_NAMES, make_transports
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.testing.transport_peer import WAIT_S, Recorder, open_descriptors, wait_until
-from tests.library.kv.kv_pair import HookedDigest
+from tests.library.kv.kv_pair import HookedDigest, limited
 from tests.library.kv.kv_reference import MARK, KvPartition, RankPools, Reference, make_reference, whole_and_split
 
 MODEL = KvLayout("model", 4, block_tokens=16, kv_head_count=4, head_dim=8, dtype="float16")
@@ -278,7 +278,7 @@ def test_a_receiver_that_takes_nothing_holds_up_nobody_else(folder: str) -> None
 def test_a_push_that_waits_for_staging_ends_with_its_ticket_and_gives_all_back(folder: str) -> None:
     # A frame that is cut short by its ticket's end costs its link so long. Much longer than the ticket has: on a busy
     # machine the link would be given up first.
-    sending = SocketTransport("unix", progress_timeout_s=2.0)
+    sending = limited(SocketTransport("unix"), progress_timeout_s=2.0)
     with MappedPair(folder, one_rank(16, model=WIDE), 1000, 1 << 20, "unix", sending) as pair:
         gate = threading.Event()
         stuck = pair.receiving(one_rank(32, model=WIDE), digest=held_digest(gate))

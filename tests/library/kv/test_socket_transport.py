@@ -32,7 +32,7 @@ from kaveri.kv.transports.frames import (
 )
 from kaveri.kv.transports.socket import SocketTransport
 from kaveri.testing.transport_peer import WAIT_S, Recorder, wait_until
-from tests.library.kv.kv_pair import failure, receiving, release
+from tests.library.kv.kv_pair import failure, limited, receiving, release
 from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, credit_frame, require_landing
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -239,7 +239,7 @@ def pushing_to_deaf(
     receiver's end of the connection."""
     endpoint = KvEndpoint("unix", str(folder / "deaf.sock"))
     ticket = Ticket(b"t" * 16, b"s" * 16, EPOCH, (endpoint,), tuple(range(1024)), 4096, expires_in_s, LARGE_LAYOUT)
-    pushed, transport = Recorder(), SocketTransport("unix", progress_timeout_s=progress_timeout_s)
+    pushed, transport = Recorder(), limited(SocketTransport("unix"), progress_timeout_s=progress_timeout_s)
     sender = KvSender(KvPool(LARGE_LAYOUT, 1024), pushed, transports=[transport], credit_timeout_s=credit_timeout_s)
     with socket.socket(socket.AF_UNIX) as listening, contextlib.closing(sender):
         listening.bind(endpoint.address)
@@ -333,6 +333,6 @@ def test_connecting_to_a_frozen_receiver_ends(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as frozen:
         frozen.bind(path)
         frozen.listen(1)
-        transport = SocketTransport("unix", connect_timeout_s=0.1)
+        transport = limited(SocketTransport("unix"), connect_timeout_s=0.1)
         with pytest.raises(LinkLost, match="nothing arrived"):
             transport.connect(KvEndpoint("unix", path), 1, KvPool(LAYOUT, 1), Mock())

@@ -33,7 +33,7 @@ from kaveri.security.tls_files import TlsFiles
 from kaveri.testing.transport_conformance import TransportConformance
 from kaveri.testing.transport_peer import WAIT_S, Recorder, fill_pool
 from kaveri.testing.transport_world import SMALL_LAYOUT
-from tests.library.kv.kv_pair import failure, push, receiving, require_lands, sending
+from tests.library.kv.kv_pair import failure, limited, push, receiving, require_lands, sending
 from tests.support.certificates import FILES_VARIABLE, Authority
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make certificates with")
@@ -202,7 +202,7 @@ class CountedTls(TlsTransport):
 
 
 def test_a_worn_connection_is_replaced_between_two_pushes(files: TlsFiles) -> None:
-    transport, source = CountedTls(files, key_records=60), KvPool(SMALL_LAYOUT, 8)
+    transport, source = limited(CountedTls(files), key_records=60), KvPool(SMALL_LAYOUT, 8)
     fill_pool(source, 3)
     with (
         listening_with(TlsTransport(files)) as (receiver, landed),
@@ -217,7 +217,7 @@ def test_a_worn_connection_is_replaced_between_two_pushes(files: TlsFiles) -> No
 
 
 def test_no_more_than_the_limit_is_encrypted_with_one_key(files: TlsFiles) -> None:
-    transport, source = TlsTransport(files, key_records=2), KvPool(SMALL_LAYOUT, 8)
+    transport, source = limited(TlsTransport(files), key_records=2), KvPool(SMALL_LAYOUT, 8)
     with (
         listening_with(TlsTransport(files)) as (receiver, _),
         sending(source, [transport]) as (sender, pushed),
@@ -268,7 +268,7 @@ def test_an_older_tls_is_refused(files: TlsFiles) -> None:
 
 def test_whoever_says_nothing_is_sent_away(files: TlsFiles) -> None:
     # Long enough for the handshake of the push.
-    with listening_with(TlsTransport(files, progress_timeout_s=2.0)) as (receiver, landed):
+    with listening_with(limited(TlsTransport(files), progress_timeout_s=2.0)) as (receiver, landed):
         with connected(receiver) as silent:
             assert silent.recv(1) == b""
         require_lands(receiver, landed, TlsTransport(files))
@@ -277,7 +277,7 @@ def test_whoever_says_nothing_is_sent_away(files: TlsFiles) -> None:
 def test_a_handshake_that_trickles_in_has_a_time_limit(files: TlsFiles) -> None:
     hello = b"\x16\x03\x01\x40\x00" + bytes([1, 0, 0x3F, 0xFC])  # a record of 16 KiB begins
     with (
-        listening_with(TlsTransport(files, progress_timeout_s=0.1)) as (receiver, _),
+        listening_with(limited(TlsTransport(files), progress_timeout_s=0.1)) as (receiver, _),
         connected(receiver) as slow,
         selectors.DefaultSelector() as selector,
     ):

@@ -30,6 +30,7 @@ import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -60,6 +61,7 @@ _CHECK_S = 0.05
 """Max interval between checks for a stop while waiting for a buffer."""
 _MOST_MEETINGS = 16
 """Max concurrent meetings in a process, including abandoned ones whose other process is stopped."""
+_meetings = threading.BoundedSemaphore(_MOST_MEETINGS)
 _RECEIVER, _SENDER = 0, 1
 """Ranks in the group."""
 
@@ -71,25 +73,15 @@ class CollectiveTransport(SocketTransport):
     Raises ConfigError when torch, or the backend in it, or a required GPU is missing.
     """
 
-    def __init__(
-        self,
-        backend: str,
-        *,
-        advertise_host: str | None = None,
-        connect_timeout_s: float = 5.0,
-        progress_timeout_s: float = 10.0,
-        connection_limit: int = 64,
-    ) -> None:
-        """connect_timeout_s: also limits the meeting of the two ranks. progress_timeout_s: also limits a message, from
-        its announcement on."""
+    connect_timeout_s = 5.0
+    """Also limits the meeting of the two ranks."""
+    progress_timeout_s = 10.0
+    """Also limits a message, from its announcement on."""
+    connection_limit = 64
+
+    def __init__(self, backend: str, *, advertise_host: str | None = None) -> None:
         _require_backend(backend)
-        super().__init__(
-            "tcp",
-            advertise_host=advertise_host,
-            connect_timeout_s=connect_timeout_s,
-            progress_timeout_s=progress_timeout_s,
-            connection_limit=connection_limit,
-        )
+        super().__init__("tcp", advertise_host=advertise_host)
         self.name = self.label = backend
         self.connection_type = GlooReceivingConnection if backend == "gloo" else NcclReceivingConnection
         self.capabilities = replace(
@@ -101,15 +93,13 @@ class CollectiveTransport(SocketTransport):
         # The receiver does not wait for a peer that has disconnected.
         stream.send([pack_hello()])
         # Holds no reference to the connection, which is closed when the meeting is abandoned.
-        there, here, block_bytes, timeout_s = (
-            stream.peer_host,
-            stream.local_host,
-            pool.layout.block_bytes,
-            self.progress_timeout_s,
-        )
-        pair = _Meeting(
-            lambda: _Pair(self.name, _SENDER, _joined_store(there, port), prefix, here, timeout_s, block_bytes)
-        ).pair_within(self.connect_timeout_s)
+        there, here, block_bytes = stream.peer_host, stream.local_host, pool.layout.block_bytes
+
+        def meet() -> _Pair:
+            store = _joined_store(there, port)
+            return _Pair(self.name, _SENDER, store, prefix, here, self.progress_timeout_s, block_bytes)
+
+        pair = _met_within(self.connect_timeout_s, meet)
         try:
             return CollectiveLink(stream, pool, listener, endpoint, pair)
         except BaseException:
@@ -393,58 +383,42 @@ class _Pair:
         work.wait()
 
 
-class _Meeting:
-    """Creates a pair on a thread of its own. torch's store has no deadline while the process at its other end is
-    stopped: the thread then stays until that process continues or is gone, and undoes a late result."""
+def _met_within(timeout_s: float, meet: Callable[[], _Pair]) -> _Pair:
+    """Create a pair on a thread of its own. torch's store has no deadline while the process at its other end is
+    stopped: the thread then stays until that process continues or is gone, and undoes a late result. Raises LinkLost,
+    also when no thread can be started or too many meetings are active."""
+    if not _meetings.acquire(blocking=False):
+        raise LinkLost(f"{_MOST_MEETINGS} other meetings have not ended")
+    met: Future[_Pair] = Future()
+    try:
+        threading.Thread(target=_meet_other, args=(met, meet), name="kv-meet", daemon=True).start()
+    except RuntimeError as error:
+        _meetings.release()
+        raise LinkLost(f"no thread for meeting the other side: {error}") from error
+    with contextlib.suppress(TimeoutError):
+        return met.result(timeout_s)
+    if met.cancel():
+        raise LinkLost(f"meeting the other side: not within {timeout_s:g} s")
+    return met.result()
 
-    _places = threading.BoundedSemaphore(_MOST_MEETINGS)
 
-    def __init__(self, meet: Callable[[], _Pair]) -> None:
-        """Raises LinkLost if no thread can be started, or too many meetings are active."""
-        if not self._places.acquire(blocking=False):
-            raise LinkLost(f"{_MOST_MEETINGS} other meetings have not ended")
-        self._meet = meet
-        self._changed = threading.Condition()
-        self._pair: _Pair | None = None
-        self._problem: str | None = None
-        self._is_given_up = False
-        try:
-            threading.Thread(target=self._run, name="kv-meet", daemon=True).start()
-        except RuntimeError as error:
-            self._places.release()
-            raise LinkLost(f"no thread for meeting the other side: {error}") from error
-
-    def pair_within(self, timeout_s: float) -> _Pair:
-        """Wait for the pair. Raises LinkLost."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._pair is not None or self._problem is not None, timeout_s)
-            if self._pair is None:
-                self._is_given_up = True
-                raise LinkLost(self._problem or f"meeting the other side: not within {timeout_s:g} s")
-            return self._pair
-
-    def _run(self) -> None:
-        try:
-            self._meet_other()
-        finally:
-            self._places.release()
-
-    def _meet_other(self) -> None:
-        pair = problem = None
-        try:
-            pair = self._meet()
-        except LinkLost as error:
-            problem = error.reason
-        except Exception as error:
-            problem = f"meeting the other side: {error!r}"
+def _meet_other(met: "Future[_Pair]", meet: Callable[[], _Pair]) -> None:
+    try:
+        pair = meet()
+    except Exception as error:
+        lost = error
+        if not isinstance(error, LinkLost):
             get_logger().exception("kv_pair_failed")
-        with self._changed:
-            if not self._is_given_up:
-                self._pair, self._problem = pair, problem
-                self._changed.notify_all()
-                return
-        if pair is not None:
+            lost = LinkLost(f"meeting the other side: {error!r}")
+        if met.set_running_or_notify_cancel():
+            met.set_exception(lost)
+    else:
+        if met.set_running_or_notify_cancel():
+            met.set_result(pair)
+        else:
             pair.close()
+    finally:
+        _meetings.release()
 
 
 def _gloo_group(distributed: Any, store: Any, rank: int, host: str) -> Any:

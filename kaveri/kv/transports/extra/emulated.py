@@ -10,7 +10,7 @@ from kaveri.errors import TransferFailed
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
-from kaveri.kv.transfer.transport import Capabilities, Landing, Link, LinkListener, Listener, TransferIntake, Transport
+from kaveri.kv.transfer.transport import Landing, Link, LinkListener, Listener, TransferIntake, Transport
 from kaveri.kv.transports.frames import Header, Kind
 from kaveri.kv.transports.link_speed import LinkSpeed
 from kaveri.kv.transports.socket import SocketLink, SocketTransport
@@ -34,12 +34,8 @@ class EmulatedTransport:
         """text: the speed as written by the user, for the label."""
         self.inner = inner
         self._speed = speed
-        self.name = inner.name
+        self.name, self.capabilities = inner.name, inner.capabilities
         self.label = f"{inner.label} at {text}"
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
 
     def connect(self, endpoint: KvEndpoint, epoch: int, pool: KvPool, listener: LinkListener) -> "EmulatedLink":
         return EmulatedLink(self.inner.connect(endpoint, epoch, pool, listener), self._speed, pool)
@@ -52,19 +48,12 @@ class EmulatedLink:
     """A link that is busy as long as `speed` says, with one piece after another."""
 
     def __init__(self, inner: Link, speed: LinkSpeed, pool: KvPool) -> None:
+        self.wants_digest, self.has_marks = inner.wants_digest, inner.has_marks
         self._inner = inner
         self._speed = speed
         self._layout = pool.layout
         self._busy_until_s = 0.0
         self._is_broken = False
-
-    @property
-    def wants_digest(self) -> bool:
-        return self._inner.wants_digest
-
-    @property
-    def has_marks(self) -> bool:
-        return self._inner.has_marks
 
     @property
     def is_worn(self) -> bool:
