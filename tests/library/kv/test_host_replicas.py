@@ -4,7 +4,6 @@ Owners and engines are Kaveri's own senders and receivers. Not verified: speed, 
 suite for transports covers those.
 """
 
-import random
 import secrets
 import threading
 import time
@@ -75,9 +74,6 @@ class ReplicaOwner:
         self.write(ticket, first, end)
         note = token_note(self.token_ids[self.tokens(first) : self.tokens(end)])
         self.sender.mark(ticket.transfer_id, end, note)
-
-    def unanswered_bytes(self) -> int:
-        return sum(peer.unaccepted_bytes for peer in self.sender.flow().peers)
 
     def wait_for_mark(self, ticket: Ticket, block_count: int) -> None:
         marked = PushMarked(ticket.transfer_id, block_count)
@@ -277,21 +273,6 @@ def test_more_than_is_held_is_not_pushed(world: ReplicaWorld) -> None:
         world.store.push(key_of("other"), target.grant(owner.tokens(1))).result(SOON_S)
 
 
-def test_sealed_replica_takes_no_more_from_its_owner(world: ReplicaWorld) -> None:
-    owner = world.owner()
-    ticket = world.copied(owner, block_count=3)
-    world.store.seal(key_of("r"))
-    world.store.seal(key_of("r"))
-    owner.mark(ticket, 3, 4)
-    owner.wait_for_failure(ticket)
-    assert world.store.watermark(key_of("r")) == owner.tokens(3)
-    world.require_pushed(owner, owner.tokens(3))
-    world.wait_until_used(3)
-    grew, orphaned = world.told("r")
-    assert grew == ReplicaGrew(key_of("r"), owner.tokens(3))
-    assert isinstance(orphaned, ReplicaOrphaned)
-
-
 def test_replica_of_an_owner_that_is_lost_is_kept_until_it_is_dropped(world: ReplicaWorld) -> None:
     owner = world.owner()
     ticket = world.copied(owner, block_count=3)
@@ -334,16 +315,6 @@ def test_replica_that_stays_is_kept_when_its_owner_gives_it_up(world: ReplicaWor
     world.wait_until_used(0)
 
 
-def test_replica_without_a_whole_block_goes_with_its_owner(world: ReplicaWorld) -> None:
-    owner = world.owner()
-    ticket = world.open(owner, block_count=2)
-    owner.write(ticket, 0, 1)
-    world.wait_until(lambda: owner.unanswered_bytes() == _BLOCK_BYTES, "block under way")
-    owner.sender.close()
-    world.log.wait_for(ReplicaDropped)
-    world.wait_until_used(0)
-
-
 @pytest.mark.parametrize("is_marked", [False, True])
 def test_owner_that_marks_nothing_for_too_long_counts_as_lost(world: ReplicaWorld, is_marked: bool) -> None:
     owner = world.owner()
@@ -368,18 +339,6 @@ def test_mark_that_does_not_name_its_tokens_is_refused(world: ReplicaWorld) -> N
     assert world.store.token_ids(key_of("r")) == tuple(owner.token_ids[: owner.tokens(2)])
 
 
-def test_ticket_of_a_former_incarnation_is_refused(open_world: OpenWorld) -> None:
-    former = open_world(10)
-    ticket = former.store.open(key_of("r"), _LAYOUT, 1, 60.0)
-    former.store.close()
-    world = open_world(10)
-    owner = world.owner()
-    owner.sender.open(ticket)
-    owner.mark(ticket, 0, 1)
-    owner.wait_for_failure(ticket)
-    assert world.log.events == []
-
-
 def test_memory_is_exactly_what_was_asked_for(open_world: OpenWorld) -> None:
     world = open_world(7)
     assert world.store.usage().total_bytes == 7 * _BLOCK_BYTES
@@ -396,24 +355,6 @@ def test_memory_is_exactly_what_was_asked_for(open_world: OpenWorld) -> None:
     world.open(owner, "c", block_count=3)
     world.wait_until_used(7)
     assert world.store.usage().replica_count == 2
-
-
-def test_replica_that_grows_in_a_full_store_waits_and_goes_on(open_world: OpenWorld) -> None:
-    world = open_world(6)
-    owner = world.owner()
-    ticket = world.open(owner, "a", block_count=0)
-    world.open(owner, "b", block_count=4)
-    owner.mark(ticket, 0, 1)
-    owner.wait_for_mark(ticket, 1)
-    assert not owner.log.of(PushExtended, lambda event: event.transfer_id == ticket.transfer_id)
-    # Waiting copies come before new ones.
-    with pytest.raises(NoCapacity):
-        world.open(owner, "c", block_count=0)
-    world.store.drop(key_of("b"))
-    owner.wait_for_blocks(ticket, 2)
-    owner.mark(ticket, 1, 2)
-    owner.wait_for_mark(ticket, 2)
-    world.wait_until_grown(owner.tokens(2))
 
 
 def test_drop_ends_the_owners_push_and_pushes_to_engines(world: ReplicaWorld) -> None:
@@ -477,43 +418,6 @@ def test_closed_store_ends_its_transfers_and_says_nothing(world: ReplicaWorld) -
     assert world.log.events == told
     with pytest.raises(TransferRefused):
         world.store.open(key_of("other"), _LAYOUT, 1, 60.0)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_owners_and_drops_leave_no_block_behind(open_world: OpenWorld, seed: int) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    world = open_world(24)
-    target = world.target()
-    live: dict[str, tuple[ReplicaOwner, Ticket, int]] = {}
-    owners = [world.owner(number) for number in range(3)]
-    for step in range(80):
-        act = rng.random()
-        if act < 0.4 or not live:
-            name, owner, blocks = f"r{step}", rng.choice(owners), rng.randrange(1, 6)
-            try:
-                live[name] = owner, world.copied(owner, name, blocks), blocks
-            except NoCapacity:
-                world.store.drop(key_of(live.popitem()[0] if live else "none"))
-        else:
-            name = rng.choice(sorted(live))
-            owner, ticket, blocks = live.pop(name)
-            if act < 0.6:
-                owner.sender.abort(ticket.transfer_id)
-            elif act < 0.8:
-                world.store.seal(key_of(name))
-                if len(ticket.block_ids) <= 5 and step < 40:
-                    landing = target.grant(owner.tokens(1))
-                    world.store.push(key_of(name), landing).result(SOON_S)
-                    target.require_holds(landing, owner)
-                world.store.drop(key_of(name))
-            else:
-                world.store.drop(key_of(name))
-        world.store.check_integrity()
-    for name in live:
-        world.store.drop(key_of(name))
-    world.wait_until_used(0)
-    assert world.store.usage().replica_count == 0
 
 
 def test_memory_is_rounded_down_to_whole_blocks_and_holds_at_least_one(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest, Digests, xxh3
-from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded
 from kaveri.kv.transfer.sender import KvSender, PushAccepted
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.testing.transport_peer import (
@@ -205,21 +205,6 @@ def test_a_short_push_overtakes_a_long_one_of_the_same_sender(world: FlowWorld) 
     assert written.of(long.transfer_id) == 32 * MIB
 
 
-def test_a_sender_that_stands_still_holds_up_no_other(world: FlowWorld) -> None:
-    written = WrittenBytes()
-    with contextlib.closing(sender_of(world, written)) as flooding:
-        long, short = world.grant(LONG_BLOCKS), world.grant(SHORT_BLOCKS)
-        world.push(long, list(range(LONG_BLOCKS)), flooding)
-        assert written.began.wait(WAIT_S)
-        before = written.of(long.transfer_id)
-        world.push(short, [70, 79])
-        assert isinstance(world.landed.wait(short), TransferLanded)
-        assert isinstance(world.pushed.wait(short), PushAccepted)
-        assert written.of(long.transfer_id) == before < 32 * MIB
-        written.release()
-        world.expect_landed((long, list(range(LONG_BLOCKS))), (short, [70, 79]))
-
-
 def test_a_flood_that_is_taken_in_slowly_holds_up_no_other_sender_and_stays_in_its_window(
     name: str, tmp_path: Path
 ) -> None:
@@ -347,23 +332,6 @@ def test_a_push_given_up_within_a_write_costs_the_same_credit_on_both_sides(worl
         world.allocator.release(ticket.transfer_id)
 
 
-def test_the_credit_of_a_killed_sender_comes_home(name: str, nursery: PeerNursery, tmp_path: Path) -> None:
-    source = list(range(PEER_BLOCKS // 2))
-    with open_world(PeerWorld, name, tmp_path) as world:
-        ticket = world.grant(len(source))
-        with nursery.start() as peer:
-            peer.start_sender(PEER_LAYOUT, PEER_BLOCKS, 0)
-            peer.tell("open", ticket)
-            for layer in range(PEER_LAYOUT.layer_count):
-                peer.tell("write", ticket.transfer_id, layer, 0, source)
-            wait_until(partial(first_block_arrived, world, ticket, 0), "the first block has arrived")
-            assert world.receiver.flow().held_bytes > 0
-            peer.signal(signal.SIGKILL)
-            assert isinstance(world.landed.wait(ticket), TransferReleased)
-        wait_until(lambda: world.receiver.flow().held_bytes == 0, "its credit is home")
-        assert world.receiver.flow().leased_block_count == 0
-
-
 @pytest.mark.parametrize("credit_bytes", [128 * MIB, MIB])
 def test_a_frozen_receiver_holds_up_nothing_but_pushes_to_itself(
     name: str, nursery: PeerNursery, tmp_path: Path, credit_bytes: int
@@ -397,10 +365,3 @@ def test_a_frozen_receiver_holds_up_nothing_but_pushes_to_itself(
         # How depends on how long that took.
         assert pushed.wait(stuck)
         assert freezing.wait(stuck)
-
-
-class PeerWorld(FlowWorld):
-    """For a sender in another process."""
-
-    def __init__(self, factory: str, address: str, layout: KvLayout, block_count: int) -> None:
-        super().__init__(factory, address, PEER_LAYOUT, PEER_BLOCKS)

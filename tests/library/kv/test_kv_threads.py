@@ -14,7 +14,7 @@ import structlog
 
 from kaveri.errors import ConfigError, TransferFailed
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
+from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.staged_pushes import StagedPush
 from kaveri.kv.transfer.ticket import KvEndpoint
@@ -168,24 +168,6 @@ def test_kv_goes_on_where_no_log_line_can_be_written() -> None:
         [sys.executable, "-c", _ON_A_FULL_DISK], stdout=subprocess.PIPE, text=True, timeout=100, check=True
     )
     assert ran.stdout == "all landed\n"
-
-
-@pytest.mark.usefixtures("breaks_are_expected")
-def test_a_listener_that_always_fails_keeps_no_block(tmp_path: Path) -> None:
-    ended: list[TransferLanded | TransferReleased] = []
-
-    def hear(event: TransferLanded | TransferReleased) -> None:
-        ended.append(event)
-        raise ValueError("the listener's own trouble")
-
-    listen = [KvEndpoint("unix", str(tmp_path / "kv.sock"))]
-    with contextlib.closing(
-        KvReceiver(KvPool(LAYOUT, 4), hear, listen=listen, epoch=1, transports=make_transports())
-    ) as receiver:
-        for _ in range(3):
-            receiver.grant([0], 4, 0.0)
-        wait_until(lambda: len(ended) == 3, "all have heard of their end")
-        assert receiver.flow().leased_block_count == 0
 
 
 @pytest.mark.usefixtures("breaks_are_expected")

@@ -2,16 +2,12 @@
 
 import contextlib
 import itertools
-import multiprocessing
-import os
 import random
-import signal
 import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +17,6 @@ from hypothesis import strategies as st
 
 from kaveri.errors import InvalidArgument, LayoutMismatch, TransferFailed
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import DigestFactory, xxh3
 from kaveri.kv.transfer.mapped_pushes import STAGINGS_MAX
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
@@ -411,39 +406,3 @@ def test_a_block_outside_the_pool_is_refused_and_disturbs_no_other_push(folder: 
         assert isinstance(pair.source.wait(pair.source.push(receiving.grant(100))), PushAccepted)
         sender.abort(name)
         assert isinstance(pair.source.wait(name), PushFailed)
-
-
-def receive_in_a_process(control: Connection, path: str, layout: KvLayout, block_count: int) -> None:
-    """Grants one ticket for all blocks and takes what comes."""
-    pool = KvPool(layout, block_count)
-    receiver = KvReceiver(
-        pool, lambda _: None, listen=[KvEndpoint("unix", path)], epoch=1, transports=make_transports()
-    )
-    control.send(receiver.grant(range(block_count), block_count * layout.block_tokens, 60.0))
-    threading.Event().wait()
-
-
-@pytest.mark.parametrize("is_frozen_first", [False, True])
-def test_a_receiver_that_is_killed_gives_source_and_staging_back(folder: str, is_frozen_first: bool) -> None:
-    token_count, target = 1024, one_rank(64, model=WIDE)
-    spawn = multiprocessing.get_context("spawn")
-    control, theirs = spawn.Pipe()
-    arguments = (theirs, str(Path(folder) / "killed.sock"), target.layout, token_count // 64)
-    process = spawn.Process(target=receive_in_a_process, args=arguments, daemon=True)
-    process.start()
-    with MappedPair(folder, one_rank(16, model=WIDE), token_count, 1 << 20, "unix") as pair:
-        assert control.poll(WAIT_S)
-        ticket = control.recv()
-        if is_frozen_first:
-            # It answers no more, and its connection takes a bounded number of bytes.
-            os.kill(process.pid, signal.SIGSTOP)  # type: ignore[arg-type]
-        name = pair.source.open([ticket])
-        for layer in range(2):
-            pair.source.write(name, ticket, layer, 0, len(pair.source.block_ids))
-        process.kill()
-        failed = pair.source.wait(name)
-        assert isinstance(failed, PushFailed), failed
-        pair.source.sender.check_integrity()
-        working = pair.receiving(target)
-        pair.require_landed(working, pair.source.push(working.grant(token_count)))
-    process.join(WAIT_S)
