@@ -65,23 +65,6 @@ class TransportConformance(RefusalTests, DeathTests, MarkTests):
             world.push(ticket, source)
             world.require_landed(ticket, source)
 
-    def test_chunks_layers_and_transfers_may_interleave(self, world: TransportWorld) -> None:
-        tickets = [world.grant(6), world.grant(5)]
-        sources = [[9, 8, 7, 20, 21, 22], [1, 3, 5, 30, 31]]
-        for ticket in tickets:
-            world.sender.open(ticket)
-        for start, end in ((0, 2), (2, 3), (3, 6)):
-            for layer in range(SMALL_LAYOUT.layer_count):
-                for ticket, source in zip(tickets, sources, strict=True):
-                    world.sender.write(ticket.transfer_id, layer, start, source[start:end])
-        for ticket in tickets:
-            world.sender.finish(ticket.transfer_id, b"note")
-        for ticket, source in zip(tickets, sources, strict=True):
-            world.landed.wait(ticket)
-            world.expect(ticket, source)
-        for ticket, source in zip(tickets, sources, strict=True):
-            world.require_landed(ticket, source)
-
     def test_several_senders_push_into_one_receiver_at_once(self, world: TransportWorld) -> None:
         senders = [world.start_sender() for _ in range(4)]
         try:

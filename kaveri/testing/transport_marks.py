@@ -209,20 +209,6 @@ class MarkTests(TransportSuite):
         world.require_released(ticket)
         assert world.kept_counts[ticket.transfer_id] == 8
 
-    def test_open_and_ordinary_pushes_share_a_connection_and_its_credit(self, world: TransportWorld) -> None:
-        ticket = world.grant(8, source_blocks=_SOURCE)
-        world.sender.open(ticket)
-        for index in range(8):
-            self._write(world, ticket, index, index + 1)
-            world.sender.mark(ticket.transfer_id, index + 1, b"")
-            self._require_marked(world, ticket, index + 1)
-            world.expected[:, ticket.block_ids[index]] = world.source.memory[:, _SOURCE[index]]
-            world.require_works()
-        world.receiver.check_integrity()
-        world.sender.abort(ticket.transfer_id)
-        world.require_released(ticket)
-        world.require_works()
-
     @staticmethod
     def _push_marked(peer: PeerProcess, ticket: Ticket, source: list[int]) -> None:
         """Push source blocks from another process, with a mark after every 8."""

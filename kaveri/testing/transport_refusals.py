@@ -10,7 +10,6 @@ from kaveri.kv.transfer.receiver import TransferLanded
 from kaveri.kv.transfer.sender import KvSender, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.testing.transport_peer import Recorder, load_transport, wait_until
-from kaveri.testing.transport_runs import FlippedByte
 from kaveri.testing.transport_world import SMALL_LAYOUT, TransportSuite, TransportWorld
 
 
@@ -93,24 +92,6 @@ class RefusalTests(TransportSuite):
         world.sender.finish(tickets[1].transfer_id, b"note")
         world.landed.wait(tickets[1])
         world.require_landed(tickets[1], source)
-
-    def test_an_end_before_all_blocks_is_refused(self, world: TransportWorld) -> None:
-        ticket = world.grant(3)
-        world.sender.open(ticket)
-        for layer in range(SMALL_LAYOUT.layer_count):
-            world.sender.write(ticket.transfer_id, layer, 0, [1, 2, 3][: 3 - (layer == 1)])
-        world.sender.finish(ticket.transfer_id, b"note")
-        assert "incomplete" in world.require_failed(ticket)
-        assert "incomplete" in world.require_released(ticket)
-        world.require_works()
-
-    def test_a_flipped_byte_is_found_and_the_next_transfer_lands(self, world: TransportWorld) -> None:
-        ticket = world.grant(4)
-        with contextlib.closing(world.start_sender(digest=FlippedByte)) as sender:
-            world.push(ticket, [1, 2, 3, 4], sender)
-            assert "digest" in world.require_failed(ticket)
-        assert "digest" in world.require_released(ticket)
-        world.require_works()
 
     # What is given up
 

@@ -16,10 +16,6 @@ from kaveri.kv.transfer.transport import Link, Transport
 
 MemberT = TypeVar("MemberT", bound=Hashable)
 
-_RETRY_S = 0.25
-_RETRY_MAX_S = 4.0
-"""First delay, doubled each time, before an unreachable receiver is notified again of pushes that were given up."""
-
 
 @dataclass(eq=False, slots=True)
 class Connection:
@@ -193,33 +189,6 @@ class Push:
         if self.stopped is None and self.connection is not None:
             link = self.connection.link
             link.finish(self.ticket, note, self.digest.intdigest() if link.wants_digest else 0)
-
-
-@dataclass(eq=False, slots=True)
-class UnsentAborts:
-    """Pushes that were given up before they were open. Until their receiver is notified it keeps blocks for them, at
-    most until their tickets end; they are forgotten then. Used by the peer's thread only."""
-
-    pushes: list[Push] = field(default_factory=list)
-    retry_at_s: float = 0.0
-    _retry_s: float = _RETRY_S
-
-    def rest_s(self) -> float:
-        """Seconds until the next retry."""
-        return max(0.0, self.retry_at_s - time.monotonic())
-
-    def drop_expired(self) -> None:
-        """Drop pushes whose tickets have ended."""
-        now_s = time.monotonic()
-        self.pushes = [push for push in self.pushes if push.expires_at_s > now_s]
-
-    def attempted(self) -> None:
-        """Schedule the next retry."""
-        if self.pushes:
-            self.retry_at_s = time.monotonic() + self._retry_s
-            self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
-        else:
-            self.retry_at_s, self._retry_s = 0.0, _RETRY_S
 
 
 class Turns(Generic[MemberT]):

@@ -10,7 +10,7 @@ from functools import partial
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import DigestFactory
 from kaveri.kv.transfer.flow import PeerFlow
-from kaveri.kv.transfer.outgoing import Connection, Push, QueuedWrite, Turns, UnsentAborts
+from kaveri.kv.transfer.outgoing import Connection, Push, QueuedWrite, Turns
 from kaveri.kv.transfer.push import (
     LocalDoneListener,
     OpenPush,
@@ -31,6 +31,21 @@ PeerKey = tuple[tuple[KvEndpoint, ...], int]
 
 _QUANTUM_BYTES = 4 << 20
 """Bytes that a push may send before other pushes have their turn; except for nixl and gloo: one write."""
+
+
+_RETRY_S = 0.25
+_RETRY_MAX_S = 4.0
+"""First delay, doubled each time, before an unreachable receiver is notified again of pushes that were given up."""
+
+
+@dataclass(eq=False, slots=True)
+class _UnsentAborts:
+    """Pushes that were given up before they were open. Until their receiver is notified it keeps blocks for them, at
+    most until their tickets end; they are forgotten then. Used by the peer's thread only."""
+
+    pushes: list[Push] = field(default_factory=list)
+    retry_at_s: float = 0.0
+    retry_s: float = _RETRY_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +102,7 @@ class Peer:
         self._turns: Turns[Push] = Turns(_QUANTUM_BYTES)
         # Time at which everything queued began to wait for credit, or at which credit last came meanwhile [s].
         self._waiting_since_s: float | None = None
-        self._unsent_aborts = UnsentAborts()
+        self._unsent_aborts = _UnsentAborts()
         # Time at which the last push ended.
         self._idle_since_s = time.monotonic()
         # Actions that skip the fair queue: at most an abort for each push, and the closing of a lost connection.
@@ -196,7 +211,7 @@ class Peer:
     def _rest_s(self) -> float:
         """Seconds for which there may be nothing to do."""
         if self._unsent_aborts.pushes:
-            return self._unsent_aborts.rest_s()
+            return max(0.0, self._unsent_aborts.retry_at_s - time.monotonic())
         if self.pushes:
             return self._state.options.idle_s
         return max(0.0, self._idle_since_s + self._state.options.idle_s - time.monotonic())
@@ -350,8 +365,8 @@ class Peer:
 
     def _send_aborts(self) -> None:
         """Open pushes only to give them up: otherwise the receiver frees their blocks only when their tickets end."""
-        unsent = self._unsent_aborts
-        unsent.drop_expired()
+        unsent, now_s = self._unsent_aborts, time.monotonic()
+        unsent.pushes = [push for push in unsent.pushes if push.expires_at_s > now_s]
         self._drop_lost()
         try:
             connection = (self._connection or self._connect()) if unsent.pushes else None
@@ -361,7 +376,11 @@ class Peer:
                 connection.link.abort(ticket)
                 unsent.pushes.pop()
         finally:
-            unsent.attempted()
+            if unsent.pushes:
+                unsent.retry_at_s = time.monotonic() + unsent.retry_s
+                unsent.retry_s = min(2 * unsent.retry_s, _RETRY_MAX_S)
+            else:
+                unsent.retry_at_s, unsent.retry_s = 0.0, _RETRY_S
 
     def _connect(self) -> Connection | None:
         """Try the routes in turn. If none works, fail all pushes that wait for one: each alone would wait again."""

@@ -1,5 +1,6 @@
 """An open landing under random calls, against what its contract says: a few numbers."""
 
+import contextlib
 import queue
 import random
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.digest import Digest, xxh3
 from kaveri.kv.transfer.landing import PoolLanding
 from kaveri.kv.transfer.receiver import KvReceiver, TransferEvent, TransferLanded, TransferMarked, TransferReleased
+from kaveri.kv.transfer.reporter import Reporter
 
 LAYOUT = KvLayout("model", 2, block_tokens=4, kv_head_count=1, head_dim=8, dtype="float32")
 BLOCKS = 40
@@ -191,3 +193,22 @@ def test_no_random_calls_move_a_mark_or_lose_a_block() -> None:
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+@pytest.mark.parametrize("expires_in_s", [60.0, 0.0])
+def test_nothing_lands_once_its_ticket_has_expired_even_if_no_timer_has_run(
+    monkeypatch: pytest.MonkeyPatch, expires_in_s: float
+) -> None:
+    # As in a process that stood still.
+    monkeypatch.setattr(Reporter, "call_after", lambda *_: None)
+    events, answers = queue.Queue[TransferEvent](), list[tuple[bytes, str | None]]()
+    with contextlib.closing(KvReceiver(KvPool(LAYOUT, 4), events.put, listen=(), epoch=1, transports=())) as receiver:
+        ticket = receiver.grant((), 4, expires_in_s, first_block=1)
+        credit = receiver.admit(lambda *_: None)
+        landing = receiver.open(ticket.transfer_id, ticket.secret, 1, lambda *answer: answers.append(answer), credit)
+        refusal = None if expires_in_s else "the ticket expired"
+        with contextlib.nullcontext() if refusal is None else pytest.raises(TransferFailed, match=refusal):
+            landing.finish(b"note")
+        released = TransferReleased(ticket.transfer_id, "the ticket expired")
+        assert events.get(timeout=SOON_S) == (released if refusal else TransferLanded(ticket.transfer_id, 0, b"note"))
+        assert answers == [(ticket.transfer_id, refusal)]
