@@ -102,13 +102,6 @@ class ResumptionConformance:
                     assert all(map(_is_close, resumed, logprobs[generated_count:])), name
             wait_until_free(pair.prefill, pair.decode)
 
-    def test_request_without_a_token_yet_is_resumed_too(self, harness: EngineHarness) -> None:
-        with running_pair(harness) as pair:
-            request = make_request(pair.prefill, "r", 70, 9)
-            resume(pair, request, pair.decode.info.layout.block_tokens)
-            pair.decoded.wait_for_finish(request.key)
-            assert pair.decoded.token_ids[request.key] == harness.answer(request.token_ids, 9)
-
     def test_stop_tokens_and_the_models_length_end_a_resumed_answer(self, harness: EngineHarness) -> None:
         with running_pair(harness) as pair:
             block_tokens = pair.decode.info.layout.block_tokens

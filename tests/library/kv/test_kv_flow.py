@@ -244,31 +244,6 @@ def test_several_senders_share_a_little_credit(small_world: FlowWorld) -> None:
     wait_until(lambda: world.receiver.flow().held_bytes == 0, "the credit of closed senders is home")
 
 
-def test_senders_that_have_pushed_all_they_had_leave_the_whole_window_to_the_next(world: FlowWorld) -> None:
-    least_bytes, window_bytes = 4 * MIB, 32 * MIB
-    senders = [sender_of(world) for _ in range(12)]
-    with contextlib.ExitStack() as stack:
-        for i, sender in enumerate(senders):
-            stack.enter_context(contextlib.closing(sender))
-            short = world.grant(SHORT_BLOCKS), [i, i + 1]
-            world.push(*short, sender)
-            world.expect_landed(short)
-            world.allocator.release(short[0].transfer_id)
-        assert world.receiver.flow().sender_count == len(senders)
-        assert world.receiver.flow().held_bytes <= least_bytes * len(senders)
-        written = WrittenBytes()
-        pushing = stack.enter_context(contextlib.closing(sender_of(world, written)))
-        long = world.grant(LONG_BLOCKS), list(range(LONG_BLOCKS))
-        world.push(*long, pushing)
-        # It stands still behind its first write: what it does not use it keeps.
-        wait_until(lambda: pushing.flow().peers[0].credit_bytes >= window_bytes - 4 * MIB, "it has its whole window")
-        assert world.receiver.flow().window_bytes == window_bytes
-        written.release()
-        world.expect_landed(long)
-        wait_until(lambda: credit_is_where_it_should_be(world.receiver, [*senders, pushing]), "all credit is back")
-        assert world.receiver.flow().held_bytes <= least_bytes * (len(senders) + 1)
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_no_credit_is_lost_however_transfers_and_senders_end(small_world: FlowWorld, seed: int) -> None:
     print(f"seed {seed}")

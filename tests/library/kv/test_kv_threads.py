@@ -1,8 +1,6 @@
 """Threads of KV transfers that cannot start, or that break: what depended on them fails, and all else goes on."""
 
 import contextlib
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -116,58 +114,6 @@ def test_a_transport_that_breaks_fails_its_pushes_with_a_reason_and_the_next_one
         is_broken = False
         push(sender, second, [0])
         assert isinstance(pushed.wait(second), PushAccepted)
-
-
-_ON_A_FULL_DISK = """
-import os, queue, sys, tempfile
-from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded
-from kaveri.kv.transfer.sender import KvSender, PushAccepted
-from kaveri.kv.transfer.ticket import KvEndpoint
-from kaveri.kv.transports import make_transports
-from kaveri.telemetry.logs import configure_logs
-os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
-configure_logs("decode", "decode-0", "debug")
-layout = KvLayout("m", 1, block_tokens=4, kv_head_count=1, head_dim=8, dtype="float32")
-landed, pushed, heard = queue.Queue(), queue.Queue(), []
-
-def hear(event):
-    landed.put(event)
-    if not heard:
-        heard.append(event)
-        raise ValueError("the listener's own trouble")
-
-with tempfile.TemporaryDirectory() as folder:
-    listen, transports = [KvEndpoint("unix", folder + "/kv.sock")], make_transports(("unix",))
-    receiver = KvReceiver(KvPool(layout, 4), hear, listen=listen, epoch=1, transports=transports)
-    sender = KvSender(KvPool(layout, 4), pushed.put, transports=transports)
-    expired = receiver.grant([0], 4, 0.01)
-    assert landed.get(timeout=20).reason == "the ticket expired"
-    stranger = receiver.grant([0], 4, 60.0)
-    receiver.revoke(stranger.transfer_id)
-    sender.open(stranger)
-    assert "unknown" in pushed.get(timeout=20).reason
-    assert landed.get(timeout=20).reason == "revoked"
-    for _ in range(3):
-        ticket = receiver.grant([1], 4, 60.0)
-        sender.open(ticket)
-        sender.write(ticket.transfer_id, 0, 0, [2])
-        sender.finish(ticket.transfer_id, b"")
-        assert isinstance(pushed.get(timeout=20), PushAccepted)
-        assert isinstance(landed.get(timeout=20), TransferLanded)
-    sender.close()
-    receiver.close()
-print("all landed", flush=True)
-os._exit(0)
-"""
-
-
-def test_kv_goes_on_where_no_log_line_can_be_written() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", _ON_A_FULL_DISK], stdout=subprocess.PIPE, text=True, timeout=100, check=True
-    )
-    assert ran.stdout == "all landed\n"
 
 
 @pytest.mark.usefixtures("breaks_are_expected")

@@ -368,11 +368,8 @@ def test_a_part_beyond_the_pool_is_refused_by_the_field(folder: str) -> None:
         pair.source.sender.check_integrity()
 
 
-def test_a_shape_that_is_not_in_use_gives_way_to_a_new_one(folder: str) -> None:
+def test_a_new_shape_is_refused_while_as_many_as_there_may_be_are_in_use(folder: str) -> None:
     with MappedPair(folder, one_rank(16), 100, 1 << 20, "unix") as pair:
-        for block_tokens in range(17, 17 + 2 * STAGINGS_MAX):
-            receiving = pair.receiving(one_rank(block_tokens))
-            pair.require_landed(receiving, pair.source.push(receiving.grant(100)))
         waiting = []
         for block_tokens in range(50, 50 + STAGINGS_MAX):
             (ticket,) = pair.receiving(one_rank(block_tokens)).grant(100)

@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -95,20 +94,6 @@ def test_one_connection_too_many_is_closed_and_the_others_work(
         require_landing(receiver, landed, guest, content)
     connect().require_closed()
     require_landing(receiver, landed, guests[0], content)
-
-
-def test_a_connection_that_there_is_no_thread_for_is_closed_and_the_next_is_served(
-    receiver: KvReceiver, landed: Recorder, connect: Connect, content: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def out_of_threads(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", out_of_threads)
-        connect().require_closed()
-    guest = connect()
-    guest.greet()
-    require_landing(receiver, landed, guest, content)
 
 
 @pytest.mark.parametrize(

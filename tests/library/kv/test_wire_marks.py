@@ -32,7 +32,7 @@ from kaveri.kv.transports.frames import (
     unpack_header,
     unpack_hello,
 )
-from kaveri.testing.transport_peer import Recorder, wait_until
+from kaveri.testing.transport_peer import Recorder
 from tests.library.kv.kv_pair import failure
 from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger, credit_frame, require_honest_lands, require_landing
 
@@ -242,33 +242,6 @@ def test_a_mark_within_the_next_write_of_a_frozen_sender_stands(
     assert isinstance(event, TransferReleased)
     assert not event.given_up
     assert (receiver.pool.memory[:, 0] == content[:, 0]).all()
-
-
-def test_what_an_open_transfer_did_not_use_is_not_expected_any_more(
-    receiver: KvReceiver, landed: Recorder, stranger: Stranger, content: np.ndarray
-) -> None:
-    def due_bytes() -> int:
-        return sum(account.due_bytes for account in receiver._credit.senders)
-
-    first = content[:, :1].tobytes()
-    for end in ("finish", "give up", "revoke"):
-        ticket = receiver.grant([0, 1], 8, 30.0, is_open=True)
-        # One before it is opened, one after.
-        receiver.extend(ticket.transfer_id, [2])
-        stranger.open(ticket)
-        stranger.send(Header(Kind.DATA, ticket.transfer_id, len(first), range(2), 0, 1), first)
-        wait_until(lambda: due_bytes() == 2 * len(first), "one of three blocks is here")
-        receiver.extend(ticket.transfer_id, [3])
-        assert due_bytes() == 3 * len(first)
-        if end == "finish":
-            stranger.send(Header(Kind.END, ticket.transfer_id, digest=xxhash.xxh3_64(first).intdigest()))
-        elif end == "give up":
-            stranger.send(Header(Kind.ABORT, ticket.transfer_id))
-        else:
-            receiver.revoke(ticket.transfer_id)
-        landed.wait(ticket)
-        wait_until(lambda: due_bytes() == 0, "nothing is expected")
-        receiver.check_integrity()
 
 
 def test_an_extension_of_the_wrong_size_cannot_be_a_frame() -> None:
