@@ -281,17 +281,6 @@ class EngineConformance:
                     assert recorder.finished[asked.key] is (FinishReason.LENGTH if ignores else FinishReason.STOP)
             wait_until_free(pair.prefill, pair.decode)
 
-    def test_answer_ends_where_the_models_length_does(self, harness: EngineHarness) -> None:
-        with running_pair(harness) as pair:
-            request = make_request(pair.prefill, "r", MAX_MODEL_LEN - 6, 100)
-            pair.hand_over(request)
-            assert pair.answer(request) == harness.answer(request.token_ids, 6)
-            assert pair.decoded.finished[request.key] is FinishReason.LENGTH
-            longest = make_request(pair.prefill, "longest", MAX_MODEL_LEN - 1, 100)
-            pair.prefill.prefill(longest)
-            assert pair.prefilled.wait_for_finish(longest.key) is FinishReason.LENGTH
-            wait_until_free(pair.prefill, pair.decode)
-
     # Chunks and pushes.
 
     def test_prompts_are_computed_in_order_and_in_chunks(self, harness: EngineHarness) -> None:

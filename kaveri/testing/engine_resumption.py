@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kaveri.domain.sampling import FinishReason, Logprobs
-from kaveri.engine.contract import EngineKey, EngineRequest, FirstToken, Landed, LandingFailed, Preempted, StepTokens
+from kaveri.engine.contract import EngineKey, EngineRequest, FirstToken, Landed, Preempted, StepTokens
 from kaveri.errors import InvalidArgument, RequestAlreadyExists
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.testing.engine_conformance import (
@@ -161,13 +161,6 @@ class ResumptionConformance:
                 pair.decode.check_integrity()
                 pair.prefill.abort(request.key)
             wait_until_free(pair.prefill, pair.decode)
-
-    def test_resumption_that_expires_frees_its_blocks(self, harness: EngineHarness) -> None:
-        with running_pair(harness) as pair:
-            request = make_request(pair.prefill, "r", 60, 5)
-            reserve_resumed(pair, request, pair.decode.info.layout.block_tokens, expires_in_s=0.5)
-            pair.decoded.wait_for(LandingFailed, request.key)
-            wait_until_free(pair.decode)
 
     def test_held_tokens_that_no_request_can_be_resumed_from_are_refused(self, harness: EngineHarness) -> None:
         with running_pair(harness) as pair:

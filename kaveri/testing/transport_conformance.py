@@ -137,6 +137,5 @@ class TransportConformance(RefusalTests, DeathTests, MarkTests):
 
 
 def _mapped_pool_count() -> int:
-    """Count the pools that are mapped in this process, its own and others'."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count("/memfd:kaveri-kv")

@@ -70,19 +70,6 @@ class DeathTests(TransportSuite):
         wait_until(lambda: threading.active_count() == before + 1, "the connection's threads have ended")
         world.require_works()
 
-    def test_a_sender_killed_half_way_gives_the_blocks_back(
-        self, large_world: TransportWorld, nursery: PeerNursery
-    ) -> None:
-        world, source = large_world, list(range(PEER_BLOCKS // 2))
-        ticket = world.grant(len(source))
-        with nursery.start() as peer:
-            peer.start_sender(PEER_LAYOUT, PEER_BLOCKS, 0)
-            self._push_all_but_the_end(peer, ticket, source)
-            wait_until(lambda: self._arrived(world, ticket, 0, source[:1]), "the first block has arrived")
-            peer.signal(signal.SIGKILL)
-            world.require_released(ticket)
-        world.require_works()
-
     def test_a_receiver_killed_half_way_fails_the_push_and_its_successor_takes_the_next(
         self, large_world: TransportWorld, nursery: PeerNursery
     ) -> None:

@@ -346,7 +346,6 @@ class RandomRun:
         getattr(self._wrong_sender, method)(*arguments)
 
     def _settle(self, is_killed: bool) -> None:
-        """Wait for the ends of all transfers, and compare them with the expected ones."""
         for transfer in self._transfers:
             ticket, ending = transfer.ticket, transfer.ending
             if ticket is None:

@@ -40,8 +40,7 @@ class TransportWorld:
 
     The receiver's pool must equal `expected` whenever idle: granted blocks change only by a landing, blocks of released
     transfers are filled with FREED at once and stay so, and all others never change. When an open transfer is released,
-    its
-    marked blocks are compared with their source.
+    its marked blocks are compared with their source.
     """
 
     def __init__(self, factory: str, address: str, layout: KvLayout, block_count: int) -> None:

@@ -186,7 +186,6 @@ def merge_parts(layout: KvLayout, memory: npt.NDArray[np.uint8], block_ids: Sequ
 
 
 def _strides(order: str, tokens: int, heads: int, head_bytes: int) -> tuple[int, int, int]:
-    """Strides from K to V, from token to token, from head to head."""
     kv = tokens * heads * head_bytes
     if order == "2NHD":
         return kv, heads * head_bytes, head_bytes

@@ -281,7 +281,6 @@ class Replicas:
         return ReplicaGrew(replica.key, len(replica.token_ids)), None
 
     def _end_owner(self, replica: Replica, event: TransferLanded | TransferReleased) -> ReplicaEvent | None:
-        """Handle the end of the owner's push, which cannot write any more."""
         self._starved.pop(replica, None)
         if isinstance(event, TransferLanded):
             reason = OWNER_ENDED
@@ -320,7 +319,6 @@ class Replicas:
             get_logger().warning("replica_tail_refused", request_id=replica.key.request_id, named=len(token_ids))
 
     def _hear_push(self, event: PushEvent) -> None:
-        """Handle an event of the sender."""
         match event:
             case PushAccepted():
                 self._end_push(event.transfer_id, None)

@@ -129,7 +129,6 @@ class MappedPushes:
         self._give_up(self._stagings.pop(idle))
 
     def _give_up(self, staging: StagedPushes) -> None:
-        """Close a staging. The caller holds the lock."""
         staging.close()
         self._given_up = [each for each in self._given_up if each.is_alive]
         self._given_up.append(staging)

@@ -84,7 +84,6 @@ class StagedPush:
         self.block_map = block_map
         self.granted_count = len(ticket.block_ids)
         """Destination blocks, including those that the receiver has added."""
-        self.receiver = (ticket.endpoints, ticket.epoch)
         self.first_block = first_source_block(ticket, block_map.source)
         """The first of the request's source blocks that is pushed."""
         self.block_ids: list[int] = []
@@ -116,6 +115,11 @@ class StagedPush:
     def transfer_id(self) -> bytes:
         """The ticket's."""
         return self.ticket.transfer_id
+
+    @property
+    def receiver(self) -> object:
+        """Key of the receiver, which all pushes to it have in common."""
+        return self.ticket.endpoints, self.ticket.epoch
 
     def write(self, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
         """Add source blocks that may be read, of these layers of the source. first_index counts from first_block."""

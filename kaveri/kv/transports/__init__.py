@@ -84,7 +84,6 @@ def make_transports(
 
 
 def _make(name: str, arguments: Mapping[str, object]) -> Transport:
-    """Create a transport. Raises ConfigError."""
     try:
         maker = TRANSPORTS.load(name)
     except ValueError as error:

@@ -72,7 +72,6 @@ def _folder(path: str) -> Iterator[int]:
 
 
 def _lock(folder: int) -> None:
-    """Lock the folder. Raises TimeoutError when another process holds the lock."""
     give_up_at_s = time.monotonic() + _LOCK_WITHIN_S
     while True:
         try:

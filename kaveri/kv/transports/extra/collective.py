@@ -437,7 +437,6 @@ def _nccl_group(distributed: Any, store: Any, rank: int) -> Any:
 
 
 def _opened_store(host: str) -> tuple[Any, int]:
-    """Open a store for one meeting; returns it and its port on this host. Freed with its last reference."""
     _, distributed = _import_torch()
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
