@@ -32,7 +32,7 @@ from kaveri.testing.transport_marks import MarkTests
 from kaveri.testing.transport_peer import PeerNursery, fill_pool, load_transport
 from kaveri.testing.transport_refusals import RefusalTests
 from kaveri.testing.transport_runs import RandomRun
-from kaveri.testing.transport_world import SMALL_LAYOUT, TransportWorld
+from kaveri.testing.transport_world import SMALL_LAYOUT, GrantedTransfer, TransportWorld
 
 RUN_COUNT = int(os.environ.get("KAVERI_KV_RUNS", "0"))
 """Number of randomised runs; 0: as many as fit into RUN_SECONDS, at least LEAST_RUNS."""
@@ -108,7 +108,7 @@ class TransportConformance(RefusalTests, DeathTests, MarkTests):
         blocks = world.allocator.allocate("parts", 2)
         part = replace(SMALL_LAYOUT, kv_head_count=1)
         ticket = world.receiver.grant([2 * block for block in blocks], 2 * SMALL_LAYOUT.block_tokens, 60.0, part=part)
-        world.tickets[ticket.transfer_id] = replace(ticket, block_ids=tuple(blocks))
+        world.transfers[ticket.transfer_id] = GrantedTransfer(replace(ticket, block_ids=tuple(blocks)), [])
         world.allocator.move("parts", ticket.transfer_id)
         # The sender takes the blocks for whole ones.
         world.push(replace(ticket, layout=SMALL_LAYOUT), [1, 0])

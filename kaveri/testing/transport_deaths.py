@@ -47,7 +47,7 @@ class DeathTests(TransportSuite):
         world.receiver.close()
         world.require_released(first)
         world.require_released(second)
-        world.start_receiver()
+        world.start_receiver(second.epoch + 1)
         # The sender may still use the former connection: then the first push detects its end.
         world.push(dataclasses.replace(first, endpoints=world.receiver.endpoints), [1, 2])
         assert world.require_failed(first)

@@ -50,14 +50,14 @@ class MarkTests(TransportSuite):
         self._write(world, ticket, 0, 3)
         world.sender.mark(ticket.transfer_id, 3, b"")
         for count in (4, 6):
-            world.extend(ticket, count - len(world.tickets[ticket.transfer_id].block_ids))
+            world.extend(ticket, count - len(world.transfers[ticket.transfer_id].ticket.block_ids))
             world.pushed.wait_for_step(PushExtended(ticket.transfer_id, count))
         self._write(world, ticket, 3, 5)
         with pytest.raises(InvalidArgument, match="in 6"):
             world.sender.write(ticket.transfer_id, 0, 5, _SOURCE[5:7])
         world.sender.finish(ticket.transfer_id, b"note")
         assert isinstance(world.landed.wait(ticket), TransferLanded)
-        used = world.tickets[ticket.transfer_id].block_ids[:5]
+        used = world.transfers[ticket.transfer_id].ticket.block_ids[:5]
         world.expected[:, used] = world.source.memory[:, _SOURCE[:5]]
         kv_bytes = world.source.memory[:, _SOURCE[:5]].nbytes
         assert world.landed.wait(ticket) == TransferLanded(ticket.transfer_id, kv_bytes, b"note")
@@ -80,7 +80,7 @@ class MarkTests(TransportSuite):
             self._require_marked(world, ticket, block_count)
             world.sender.abort(ticket.transfer_id)
             world.require_released(ticket)
-            assert world.kept_counts[ticket.transfer_id] == block_count
+            assert world.transfers[ticket.transfer_id].kept_count == block_count
 
     @pytest.mark.parametrize(
         "how",
@@ -118,7 +118,7 @@ class MarkTests(TransportSuite):
             event = world.landed.wait(ticket)
             assert isinstance(event, TransferReleased), event
             assert event.given_up == (how == "given up")
-            assert world.kept_counts[ticket.transfer_id] == 2
+            assert world.transfers[ticket.transfer_id].kept_count == 2
             world.require_failed(ticket)
         assert len(world.landed.steps[ticket.transfer_id]) == len(world.pushed.steps[ticket.transfer_id]) == 1
         world.receiver.check_integrity()
@@ -136,7 +136,7 @@ class MarkTests(TransportSuite):
             event = world.landed.wait(ticket)
         assert isinstance(event, TransferReleased)
         assert not event.given_up
-        assert world.kept_counts[ticket.transfer_id] >= 16
+        assert world.transfers[ticket.transfer_id].kept_count >= 16
         world.require_works()
 
         # check_integrity of the fixture detects late writes.
@@ -156,7 +156,7 @@ class MarkTests(TransportSuite):
             sender.mark(ticket.transfer_id, 3, b"")
             assert f"a mark at block {told}" in world.require_released(ticket)
             assert f"a mark at block {told}" in world.require_failed(ticket)
-            assert world.kept_counts[ticket.transfer_id] == 2
+            assert world.transfers[ticket.transfer_id].kept_count == 2
             plain = world.grant(2)
             world.push(plain, [7, 9], sender)
             world.require_landed(plain, [7, 9])
@@ -192,7 +192,7 @@ class MarkTests(TransportSuite):
             self._require_marked(world, ticket, index + 1)
         world.sender.abort(ticket.transfer_id)
         world.require_released(ticket)
-        assert world.kept_counts[ticket.transfer_id] == 8
+        assert world.transfers[ticket.transfer_id].kept_count == 8
 
     @staticmethod
     def _push_marked(peer: PeerProcess, ticket: Ticket, source: list[int]) -> None:
@@ -206,7 +206,7 @@ class MarkTests(TransportSuite):
 
     @staticmethod
     def _write(world: TransportWorld, ticket: Ticket, start: int, end: int, sender: KvSender | None = None) -> None:
-        layers, source = range(world.source.layout.layer_count), world.sources[ticket.transfer_id][start:end]
+        layers, source = range(world.source.layout.layer_count), world.transfers[ticket.transfer_id].source[start:end]
         (sender or world.sender).write_layers(ticket.transfer_id, layers, start, source)
 
     @staticmethod

@@ -34,7 +34,7 @@ class RefusalTests(TransportSuite):
             world.require_landed(ticket, [1, 2])
 
     def test_a_ticket_of_another_epoch_is_refused(self, world: TransportWorld) -> None:
-        ticket = dataclasses.replace(world.grant(2), epoch=world.epoch + 1)
+        ticket = dataclasses.replace(world.grant(2), epoch=world.receiver.epoch + 1)
         world.push(ticket, [1, 2])
         assert "epoch" in world.require_failed(ticket)
         world.require_works()

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -35,6 +35,16 @@ PEER_BLOCKS = 512
 _END_WITHIN_S = 20.0
 
 
+@dataclass
+class GrantedTransfer:
+    ticket: Ticket
+    """With the blocks of extensions."""
+    source: list[int]
+    """Source blocks of an open transfer, in order."""
+    kept_count: int = 0
+    """Number of blocks of a released open transfer that were marked and correct."""
+
+
 class TransportWorld:
     """Sender and receiver over one transport, and the expected content of the receiver's blocks.
 
@@ -45,27 +55,31 @@ class TransportWorld:
 
     def __init__(self, factory: str, address: str, layout: KvLayout, block_count: int) -> None:
         self.factory, self.address = factory, address
-        self.source, self.target = KvPool(layout, block_count), KvPool(layout, block_count)
+        self._pools = KvPool(layout, block_count), KvPool(layout, block_count)
         fill_pool(self.source, 0)
         self.expected = self.target.memory.copy()
         self.allocator = BlockAllocator(block_count)
-        self.tickets: dict[bytes, Ticket] = {}
-        self.sources: dict[bytes, list[int]] = {}
-        """Source blocks of open transfers, in order."""
-        self.kept_counts: dict[bytes, int] = {}
-        """Number of blocks of released open transfers that were marked and correct."""
+        self.transfers: dict[bytes, GrantedTransfer] = {}
         self.pushed, self.landed = Recorder(), Recorder(self._settle)
-        self.epoch = 0
         self.receiver = self.start_receiver()
         self.sender = self.start_sender()
 
-    def start_receiver(self) -> KvReceiver:
-        """Start a receiver of the next epoch at the world's address."""
-        self.epoch += 1
+    @property
+    def source(self) -> KvPool:
+        """Pool of the senders."""
+        return self._pools[0]
+
+    @property
+    def target(self) -> KvPool:
+        """Pool of the receiver."""
+        return self._pools[1]
+
+    def start_receiver(self, epoch: int = 1) -> KvReceiver:
+        """Start a receiver at the world's address."""
         transport = load_transport(self.factory)
         listen = [KvEndpoint(transport.name, self.address)]
         self.receiver = KvReceiver(
-            self.target, self.landed, listen=listen, epoch=self.epoch, transports=[transport], digests=Digests.ON
+            self.target, self.landed, listen=listen, epoch=epoch, transports=[transport], digests=Digests.ON
         )
         return self.receiver
 
@@ -82,15 +96,13 @@ class TransportWorld:
         tokens = (block_count if source_blocks is None else len(source_blocks)) * self.target.layout.block_tokens
         ticket = self.receiver.grant(blocks, tokens, expires_in_s, is_open=is_open)
         self.allocator.move(owner, ticket.transfer_id)
-        self.tickets[ticket.transfer_id] = ticket
-        if source_blocks is not None:
-            self.sources[ticket.transfer_id] = source_blocks
+        self.transfers[ticket.transfer_id] = GrantedTransfer(ticket, source_blocks or [])
         return ticket
 
     def extend(self, ticket: Ticket, block_count: int) -> None:
         blocks = tuple(self.allocator.allocate(ticket.transfer_id, block_count))
-        known = self.tickets[ticket.transfer_id]
-        self.tickets[ticket.transfer_id] = replace(known, block_ids=known.block_ids + blocks)
+        known = self.transfers[ticket.transfer_id]
+        known.ticket = replace(known.ticket, block_ids=known.ticket.block_ids + blocks)
         assert self.receiver.extend(ticket.transfer_id, blocks)
 
     def push(self, ticket: Ticket, source_blocks: list[int], sender: KvSender | None = None) -> None:
@@ -139,7 +151,7 @@ class TransportWorld:
         """Assert that no event came twice, no block leaked, and none was written to after its release."""
         assert not self.pushed.doubled
         assert not self.landed.doubled
-        self.allocator.check_integrity(set(self.tickets))
+        self.allocator.check_integrity(set(self.transfers))
         self.check_target()
 
     def close(self) -> None:
@@ -152,18 +164,15 @@ class TransportWorld:
 
     def _settle(self, event: Event) -> None:
         if isinstance(event, TransferReleased):
-            blocks = list(self.tickets[event.transfer_id].block_ids)
-            if event.transfer_id in self.sources:
-                self._note_kept(event.transfer_id, blocks)
+            transfer = self.transfers[event.transfer_id]
+            blocks = list(transfer.ticket.block_ids)
+            kept_count = max((step.block_count for step in self.landed.steps.get(event.transfer_id, ())), default=0)
+            sent = self.source.memory[:, transfer.source[:kept_count]]
+            assert (self.target.memory[:, blocks[:kept_count]] == sent).all(), "marked and wrong"
+            transfer.kept_count = kept_count
             self.target.memory[:, blocks] = FREED
             self.expected[:, blocks] = FREED
             self.allocator.release(event.transfer_id)
-
-    def _note_kept(self, transfer_id: bytes, blocks: list[int]) -> None:
-        marks = [step.block_count for step in self.landed.steps.get(transfer_id, ())]
-        kept, sent = blocks[: max(marks, default=0)], self.sources[transfer_id]
-        assert (self.target.memory[:, kept] == self.source.memory[:, sent[: len(kept)]]).all(), "marked and wrong"
-        self.kept_counts[transfer_id] = len(kept)
 
 
 class TransportSuite:

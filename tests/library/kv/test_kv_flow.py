@@ -55,14 +55,13 @@ class FlowWorld(TransportWorld):
     credit_bytes = 128 * MIB
     digest: Callable[[], Digest] = xxh3
 
-    def start_receiver(self) -> KvReceiver:
-        self.epoch += 1
+    def start_receiver(self, epoch: int = 1) -> KvReceiver:
         transport = load_transport(self.factory)
         self.receiver = KvReceiver(
             self.target,
             self.landed,
             listen=[KvEndpoint(transport.name, self.address)],
-            epoch=self.epoch,
+            epoch=epoch,
             transports=[transport],
             digests=Digests.ON,
             digest=type(self).digest,
