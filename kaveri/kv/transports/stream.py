@@ -78,8 +78,11 @@ class ByteStream:
 
     @property
     def peer_host(self) -> str:
-        """Address of the other end, over tcp."""
-        return str(self._socket.getpeername()[0])
+        """Address of the other end, over tcp. Raises LinkLost once it has reset the connection."""
+        try:
+            return str(self._socket.getpeername()[0])
+        except OSError as error:
+            raise LinkLost(f"the connection is gone: {error.strerror}") from error
 
     def receive(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
         """Fill the regions in order. Returns early once `is_stopped`; returns the number of missing bytes.

@@ -403,22 +403,24 @@ def _met_within(timeout_s: float, meet: Callable[[], _Pair]) -> _Pair:
 
 
 def _meet_other(met: "Future[_Pair]", meet: Callable[[], _Pair]) -> None:
+    pair, problem = None, ""
     try:
         pair = meet()
+    except LinkLost as error:
+        # Without its traceback, which refers to the store and the group.
+        problem = error.reason
     except Exception as error:
-        lost = error
-        if not isinstance(error, LinkLost):
-            get_logger().exception("kv_pair_failed")
-            lost = LinkLost(f"meeting the other side: {error!r}")
-        if met.set_running_or_notify_cancel():
-            met.set_exception(lost)
-    else:
-        if met.set_running_or_notify_cancel():
-            met.set_result(pair)
-        else:
-            pair.close()
+        problem = f"meeting the other side: {error!r}"
+        get_logger().exception("kv_pair_failed")
     finally:
         _meetings.release()
+    is_awaited = met.set_running_or_notify_cancel()
+    if is_awaited and pair is not None:
+        met.set_result(pair)
+    elif is_awaited:
+        met.set_exception(LinkLost(problem))
+    elif pair is not None:
+        pair.close()
 
 
 def _gloo_group(distributed: Any, store: Any, rank: int, host: str) -> Any:
