@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 from kaveri.engine.settings import EngineSettings
-from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.engine.transformers import sampler
 from kaveri.engine.vllm.core import VllmCore
 from kaveri.engine.vllm.engine import VllmEngine
@@ -69,14 +68,14 @@ def _in_forward_pass(core: VllmCore, deadly_token: int) -> AbstractContextManage
 
 def _in_draw(deadly_seed: int) -> AbstractContextManager[object]:
     """The third draw of a request with this seed raises."""
-    race = sampler._race
+    stream_state = sampler.stream_state
 
-    def raises(logits: Any, slices: Sequence[SequenceSlice]) -> Any:
-        if any((piece.params.seed, piece.draw_index) == (deadly_seed, 2) for piece in slices):
+    def raises(seed: int, index: int) -> int:
+        if (seed, index) == (deadly_seed, 2):
             raise IndexError("a draw that raises")
-        return race(logits, slices)
+        return stream_state(seed, index)
 
-    return patch.object(sampler, "_race", raises)
+    return patch.object(sampler, "stream_state", raises)
 
 
 class LentCore(VllmCore):
