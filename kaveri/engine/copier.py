@@ -67,18 +67,18 @@ class CopyOwner(Protocol):
     def done(self) -> bool:
         """Ended: no event of it follows."""
 
+    is_copied: bool
+    """Its blocks are copied, or were; the copier sets it."""
+
 
 OwnerT = TypeVar("OwnerT", bound=CopyOwner)
 
 
 class CopyAccount(Protocol[OwnerT]):
-    """Interface to the engine's requests and their blocks. Every call is made with the engine's lock held."""
+    """Interface to the engine's requests and their blocks. Every access is made with the engine's lock held."""
 
-    def find_decode(self, key: EngineKey) -> OwnerT | None:
-        """Return the live request of the decode side."""
-
-    def begin_copy(self, owner: OwnerT) -> None:
-        """Record that its blocks are copied from now on."""
+    decodes: dict[EngineKey, OwnerT]
+    """Live requests of the decode side."""
 
     def whole_blocks(self, owner: OwnerT) -> int:
         """Return its number of readable whole blocks: those whose last token is computed. 0 after a preemption."""
@@ -191,9 +191,8 @@ class Copier(Generic[OwnerT]):
         self._account = account
         self._staging = staging
         self._on_work = on_work
+        # In round-robin order.
         self._copies: dict[bytes, _Copy[OwnerT]] = {}
-        # The same, in round-robin order.
-        self._line: deque[_Copy[OwnerT]] = deque()
         self._free_slots = list(range(slot_count))
         # Slots in use, by holder.
         self._held_slots: dict[object, int] = {}
@@ -209,7 +208,7 @@ class Copier(Generic[OwnerT]):
         self._require_copyable(ticket)
         with self._shared.lock:
             self._shared.require_alive()
-            owner = self._account.find_decode(key)
+            owner = self._account.decodes.get(key)
             copy = self._open(owner, ticket) if owner is not None else None
         try:
             self._sender.open(ticket)
@@ -224,25 +223,25 @@ class Copier(Generic[OwnerT]):
                 # Nothing is written before the sender knows of the push.
                 copy.granted = max(copy.granted, len(ticket.block_ids))
             self._on_work()
-        self._shared.outbox.publish()
+        self._shared.publish()
 
     def release(self, key: EngineKey, timeout_s: float) -> None:
         """See DecodeEngine.release()."""
         with self._shared.lock:
             self._shared.require_alive()
-            owner = self._account.find_decode(key)
+            owner = self._account.decodes.get(key)
             if owner is None:
                 return
-            copy = next((copy for copy in self._line if copy.owner is owner and not copy.is_aborted), None)
+            copy = next((copy for copy in self._copies.values() if copy.owner is owner and not copy.is_aborted), None)
             if copy is not None and copy.release is not None:
                 return
             problem = "it has no replica" if copy is None else self._account.stop(owner)
             if copy is None or problem is not None:
-                self._shared.outbox.put(ReleaseFailed(key, problem or ""))
+                self._shared.put(ReleaseFailed(key, problem or ""))
             else:
                 copy.release = _Release(self._now_s() + timeout_s)
         self._on_work()
-        self._shared.outbox.publish()
+        self._shared.publish()
 
     def advance(self) -> bool:
         """Do one thing that is due; takes no longer than one block's copy. False: nothing is due."""
@@ -260,7 +259,7 @@ class Copier(Generic[OwnerT]):
         for transfer_id in transfer_ids:
             self._end(transfer_id, reason)
             self._sender.abort(transfer_id)
-        self._shared.outbox.publish()
+        self._shared.publish()
 
     def close(self) -> None:
         """End all copies. Idempotent."""
@@ -268,11 +267,10 @@ class Copier(Generic[OwnerT]):
 
     def check_integrity(self) -> None:
         """Assert that every slot is free or belongs to a copy. The caller holds the engine's lock."""
-        staged = [slot for copy in self._line for _, slot in copy.staged]
+        staged = [slot for copy in self._copies.values() for _, slot in copy.staged]
         slots = self._free_slots + staged
         assert len(set(slots)) == len(slots), "a slot is free or used twice"
         assert sum(self._held_slots.values()) >= len(staged), "the holders' slots are counted wrong"
-        assert set(self._copies.values()) == set(self._line), "a copy is not in line"
 
     def _require_copyable(self, ticket: Ticket) -> None:
         # Blocks that differ in more than the number of ranks could not be marked one by one.
@@ -286,18 +284,16 @@ class Copier(Generic[OwnerT]):
 
     def _open(self, owner: OwnerT, ticket: Ticket) -> _Copy[OwnerT]:
         """Begin a copy. The caller holds the lock."""
-        if ticket.transfer_id in self._copies or any(copy.owner is owner for copy in self._line):
+        if ticket.transfer_id in self._copies or any(copy.owner is owner for copy in self._copies.values()):
             raise InvalidArgument("ticket", ticket.transfer_id.hex(), "given after the copy before it has ended")
-        self._account.begin_copy(owner)
+        owner.is_copied = True
         copy = self._copies[ticket.transfer_id] = _Copy(owner, ticket)
-        self._line.append(copy)
         return copy
 
     def _next(self) -> Callable[[], None] | None:
         """Return the next call to make, without the lock. Copies take turns: a long one delays no other."""
-        for _ in range(len(self._line)):
-            copy = self._line[0]
-            self._line.rotate(-1)
+        for transfer_id in tuple(self._copies):
+            copy = self._copies[transfer_id] = self._copies.pop(transfer_id)
             if copy.granted and not copy.is_aborted and (due := self._due(copy)) is not None:
                 return due
         return None
@@ -336,7 +332,7 @@ class Copier(Generic[OwnerT]):
             stopped_tokens = self._account.stopped_tokens(copy.owner)
             if stopped_tokens == 0:
                 copy.release = None
-                self._shared.outbox.put(ReleaseFailed(copy.owner.key, "it was preempted"))
+                self._shared.put(ReleaseFailed(copy.owner.key, "it was preempted"))
             release.token_count = stopped_tokens or 0
 
     def _readable_blocks(self, copy: _Copy[OwnerT]) -> int:
@@ -372,7 +368,7 @@ class Copier(Generic[OwnerT]):
                 self._free_slot(copy, slot)
             self._end(copy.ticket.transfer_id, str(error))
             self._sender.abort(copy.ticket.transfer_id)
-            self._shared.outbox.publish()
+            self._shared.publish()
             return
         with self._shared.lock:
             live = not copy.owner.done and self._copies.get(copy.ticket.transfer_id) is copy
@@ -408,7 +404,7 @@ class Copier(Generic[OwnerT]):
             case PushAccepted(transfer_id):
                 self._end(transfer_id, "the holder has taken it", is_accepted=True)
         self._on_work()
-        self._shared.outbox.publish()
+        self._shared.publish()
 
     def _grown(self, transfer_id: bytes, block_count: int) -> None:
         with self._shared.lock:
@@ -419,14 +415,13 @@ class Copier(Generic[OwnerT]):
                 self._free_slot(copy, copy.staged.popleft()[1])
             copy.silent_since_s = self._now_s() if block_count < copy.marked else None
             if not copy.owner.done:
-                self._shared.outbox.put(Replicated(copy.owner.key, block_count * self._layout.block_tokens))
+                self._shared.put(Replicated(copy.owner.key, block_count * self._layout.block_tokens))
 
     def _end(self, transfer_id: bytes, reason: str, *, is_accepted: bool = False) -> None:
         with self._shared.lock:
             copy = self._copies.pop(transfer_id, None)
             if copy is None:
                 return
-            self._line.remove(copy)
             while copy.staged:
                 self._free_slot(copy, copy.staged.popleft()[1])
             if copy.owner.done:
@@ -434,11 +429,11 @@ class Copier(Generic[OwnerT]):
             key, release = copy.owner.key, copy.release
             if release is not None and is_accepted:
                 self._account.end(copy.owner)
-                self._shared.outbox.put(LetGo(key, release.token_count))
+                self._shared.put(LetGo(key, release.token_count))
                 return
             if copy.is_aborted:
                 reason = self._why_given_up(copy)
-            self._shared.outbox.put(ReplicaEnded(key, reason))
+            self._shared.put(ReplicaEnded(key, reason))
             if release is not None:
                 self._account.go_on(copy.owner)
-                self._shared.outbox.put(ReleaseFailed(key, reason))
+                self._shared.put(ReleaseFailed(key, reason))

@@ -180,7 +180,7 @@ class CopierThread(Generic[OwnerT]):
                 while not self._ending.is_set() and self._copier.advance():
                     pass
                 # A release that has failed without an answer of the holder.
-                self._shared.outbox.publish()
+                self._shared.publish()
             except Exception as error:  # As above.
                 get_logger().exception("copier_failed", error=repr(error))
                 self._copier.fail(f"the copier failed: {error!r}")

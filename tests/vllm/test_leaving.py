@@ -74,8 +74,8 @@ class _Core:
 class _LeavingBench:
     def __init__(self) -> None:
         self.shared, self.core = Shared(), _Core()
-        self.shared.outbox.listener = lambda events: None
-        self.requests = Requests(_LAYOUT, 100, 10, self.shared.outbox.put, lambda: None)
+        self.shared.listener = lambda events: None
+        self.requests = Requests(_LAYOUT, 100, 10, self.shared.put, lambda: None)
         info = EngineInfo("vllm", _LAYOUT, 10, 100, 50, frozenset(), 1, ())
         unused: Any = SimpleNamespace(do=lambda call: None)
         self.steps = Steps(self.shared, self.requests, self.core, unused, unused, info, 8)  # type: ignore[arg-type]

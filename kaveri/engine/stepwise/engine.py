@@ -85,8 +85,8 @@ class StepwiseEngine:
             kv_endpoints=(),
             can_replicate=True,
         )
-        put, notify = self._shared.outbox.put, self._shared.notify
-        self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, put, on_work=notify)
+        put, wake = self._shared.put, self._shared.wake
+        self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, put, on_work=wake)
 
         self._transfers = Transfers(info, self._shared, self._lifecycle)
         transports = make_transports() if transports is None else transports
@@ -112,7 +112,7 @@ class StepwiseEngine:
     # Both sides.
 
     def start(self, listener: EngineListener) -> None:
-        self._shared.outbox.listener = listener
+        self._shared.listener = listener
         self._thread.start()
 
     def close(self) -> None:
@@ -167,14 +167,14 @@ class StepwiseEngine:
         """See the contract; the future is done when this returns."""
         sequence, granted = self._transfers.reserve(request, expires_in_s, source, held_tokens)
         if sequence is not None:
-            self._transfers.grant(sequence, self._lifecycle.landing_blocks(sequence))
+            self._transfers.grant(sequence, sequence.block_ids)
         return granted
 
     def adopt(self, key: EngineKey) -> None:
         with self._shared.lock:
             self._shared.require_alive()
             self._lifecycle.adopt(key)
-        self._shared.outbox.publish()
+        self._shared.publish()
 
     def admit(self, key: EngineKey) -> None:
         """See the contract; also ignores a request that is not landed."""
@@ -191,24 +191,20 @@ class StepwiseEngine:
     # The engine thread.
 
     def _loop(self) -> None:
-        # Events that this thread has put and not published. Other threads publish their own.
-        news = False
+        planned: list[PlannedSlice] = []
         try:
             while True:
                 with self._shared.lock:
+                    if not planned:
+                        self._shared.sleep()
                     if self._shared.closing:
                         return
-                    self._shared.turn_count += 1
-                    put_count = self._shared.outbox.put_count
+                    self._shared.woken = False
+                    self._shared.turns.turn_count += 1
                     planned = self._lifecycle.plan()
-                    stopping = self._lifecycle.last_blocks()
-                    news = news or self._shared.outbox.put_count > put_count
-                    if not planned and not news and not stopping:
-                        # All sources of work notify, close() too.
-                        self._shared.sleep()
-                        continue
-                self._shared.outbox.publish()
-                news = bool(planned)
+                    stopping = self._lifecycle.last_blocks() if self._lifecycle.residency.stopping else []
+                # The tokens of the last step, too: once this one has its blocks.
+                self._shared.publish()
                 if stopping:
                     self._stop(stopping)
                 if planned:
@@ -231,7 +227,7 @@ class StepwiseEngine:
             for sequence, _ in stopping:
                 self._lifecycle.stopped(sequence)
         # One may have continued meanwhile, and been preempted.
-        self._shared.outbox.publish()
+        self._shared.publish()
         self._copier.wake()
 
     def _step(self, planned: list[PlannedSlice]) -> None:
@@ -251,17 +247,19 @@ class StepwiseEngine:
             self._plane.end_step()
         else:
             drawn = self._runner.run(batch, None)
-        mirrored = self._lifecycle.unmirrored_blocks(planned)
+        copied = any(sequence.is_copied for sequence, _ in planned)
+        mirrored = self._lifecycle.unmirrored_blocks(planned) if copied else []
         if mirrored:
             self._runner.completed([block for _, block_ids in mirrored for block in block_ids])
         with self._shared.lock:
-            self._shared.computed_tokens += sum(token_count for _, token_count in planned)
+            self._shared.turns.computed_tokens += sum(token_count for _, token_count in planned)
             computed, unwanted = self._lifecycle.apply(planned, drawn, mirrored)
         self._computing = []
-        self._copier.wake()
+        if mirrored:
+            self._copier.wake()
         # No first token waits for the hand-over of its KV.
         if computed:
-            self._shared.outbox.publish()
+            self._shared.publish()
         for source, first_token_id in computed:
             self._plane.hand_over(source, first_token_id)
         for transfer_id in unwanted:

@@ -82,7 +82,7 @@ class VllmEngine:
             runs_ahead=True,
         )
         self._shared = Shared()
-        put, wake = self._shared.outbox.put, self._shared.wake
+        put, wake = self._shared.put, self._shared.wake
         self._requests = Requests(layout, core.max_model_len, total_blocks, put, on_work=wake)
         self._transfers = Transfers(info, self._shared, self._requests)
         copy_slots = slots_of(layout, replicas)
@@ -104,10 +104,10 @@ class VllmEngine:
     # Both sides.
 
     def start(self, listener: EngineListener) -> None:
-        self._shared.outbox.listener = listener
+        self._shared.listener = listener
         self._thread.start()
         # A rank may have been lost before the listener was set.
-        self._shared.outbox.publish()
+        self._shared.publish()
 
     def close(self) -> None:
         self._shared.close()
@@ -207,7 +207,7 @@ class VllmEngine:
                     if self._shared.closing:
                         return
                     self._shared.woken = False
-                    self._shared.turn_count += 1
+                    self._shared.turns.turn_count += 1
                     added = self._requests.take_added()
                     checks, self._checks = self._checks, []
                 began_s = time.monotonic()

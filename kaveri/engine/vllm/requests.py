@@ -230,17 +230,11 @@ class Requests:
 
     # For transfers; see TransferAccount.
 
-    def find_prefill(self, key: EngineKey) -> VllmRequest | None:
-        return self.prefills.get(key)
-
     def open_decode(self, request: EngineRequest, held_tokens: int | None = None) -> VllmRequest:
         return self._open("decode", self.decodes, request, reserved(_new_id(), request, self._layout, held_tokens))
 
-    def hold(self, request: VllmRequest, transfer_id: bytes) -> None:
-        self.apply(request, TransferOpened(transfer_id))
-
-    def let_go(self, request: VllmRequest) -> None:
-        self.apply(request, TransferEnded())
+    def touch(self, request: VllmRequest, transfer_id: bytes | None) -> None:
+        self.apply(request, TransferOpened(transfer_id) if transfer_id is not None else TransferEnded())
         if request.done:
             self._on_work()
 
@@ -269,12 +263,6 @@ class Requests:
         return prefill, decode
 
     # For copies; see CopyAccount (copier.py).
-
-    def find_decode(self, key: EngineKey) -> VllmRequest | None:
-        return self.decodes.get(key)
-
-    def begin_copy(self, request: VllmRequest) -> None:
-        request.is_copied = True
 
     def whole_blocks(self, request: VllmRequest) -> int:
         return len(request.whole_block_ids)

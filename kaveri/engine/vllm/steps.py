@@ -167,7 +167,7 @@ class Steps:
                 if not entry.owner.done:
                     actions += self._requests.apply(entry.owner, BlocksTaken())
             for entry, token_count, computed, block_ids in advances:
-                self._shared.computed_tokens += token_count
+                self._shared.turns.computed_tokens += token_count
                 state = entry.owner.state
                 if isinstance(state, Submitted | VllmPrefilling):
                     chunks.append(_chunk(entry.owner, computed, block_ids))
@@ -184,7 +184,7 @@ class Steps:
             self._transfers.grant(entry.owner, entry.state.landing_blocks, first_block)
         self._advances = advances
         # Report the start of a request before its first step is computed.
-        self._shared.outbox.publish()
+        self._shared.publish()
         return chunks
 
     def keeps_blocks(self, entry: Entry) -> bool:
@@ -292,7 +292,7 @@ class Steps:
                     # Each token was sampled by its own step.
                     self._put_tokens([ahead])
                 joined.append((request, first_token_id))
-        self._shared.outbox.publish()
+        self._shared.publish()
         for request, first_token_id in joined:
             entry = request.entry
             if request.done:
@@ -330,7 +330,7 @@ class Steps:
                 if output is not None and is_first and request.request.scores_prompt:
                     # vLLM reports the log-probabilities of the whole prompt with the first token.
                     for event in prompt_logprobs_of(request.request, output.prompt_logprobs or ()):
-                        self._shared.outbox.put(event)
+                        self._shared.put(event)
                 actions += apply(request, outcome)
                 if advance.block_ids and isinstance(request.state, VllmRunning | Leaving):
                     block_tokens = request.state.facts.block_tokens
@@ -348,7 +348,7 @@ class Steps:
             self._put_tokens(actions)
             self._requests.unused_blocks = self._core.free_blocks
         # The first token must not wait for the hand-over of its KV.
-        self._shared.outbox.publish()
+        self._shared.publish()
         self._call_ranks(actions)
         self._on_stepped()
 
@@ -356,7 +356,7 @@ class Steps:
         """Queue tokens for the listener. The caller holds the lock."""
         tokens = tuple(action for action in actions if isinstance(action, TokenStep))
         if tokens:
-            self._shared.outbox.put(StepTokens(tokens))
+            self._shared.put(StepTokens(tokens))
 
     def _outcome(self, request: VllmRequest, computed: int, output: StepOutput | None) -> Stepped | Drawn | VllmFailed:
         """Convert the step's result for one request. computed: number of tokens that now have KV."""

@@ -44,6 +44,7 @@ _KEY = EngineKey("r", 1)
 class _CopiedRequest:
     key: EngineKey
     done: bool = False
+    is_copied: bool = False
     whole: int = 0
     generation: int = 0
     refusal: str | None = None
@@ -57,13 +58,7 @@ class _CopiedRequest:
 
 class _Account:
     def __init__(self, *requests: _CopiedRequest) -> None:
-        self._requests = {request.key: request for request in requests}
-
-    def find_decode(self, key: EngineKey) -> _CopiedRequest | None:
-        return self._requests.get(key)
-
-    def begin_copy(self, owner: _CopiedRequest) -> None:
-        """Nothing."""
+        self.decodes = {request.key: request for request in requests}
 
     def whole_blocks(self, owner: _CopiedRequest) -> int:
         return owner.whole
@@ -134,7 +129,7 @@ class _CopierBench:
         self.staged: list[tuple[int, int]] = []
         self.while_staging: Callable[[], None] = lambda: None
         self.shared = Shared()
-        self.shared.outbox.listener = self.events.extend
+        self.shared.listener = self.events.extend
         self.senders: list[_RecordingSender] = []
         self.now_s = 100.0
         self.copier = Copier(
