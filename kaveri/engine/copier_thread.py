@@ -6,6 +6,7 @@ copier.py decides the copies and their order; this thread waits, for the rate li
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, Protocol
 
 from kaveri.engine.contract import EngineKey
@@ -62,19 +63,16 @@ class PoolCopyPlane:
 
 
 class Pace:
-    """A rate limit. bytes_per_s: bytes that may begin in a second; 0: no limit."""
+    """A rate limit. interval_s: seconds from one block to the next; 0: no limit."""
 
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        # When the earlier bytes are paid for.
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
         self._free_at_s = 0.0
 
-    def wait_s(self, byte_count: int, now_s: float) -> float:
-        """Seconds to wait before the next bytes, which count from now on. Unused capacity is lost."""
-        if not self._bytes_per_s:
-            return 0.0
+    def wait_s(self, now_s: float) -> float:
+        """Seconds to wait before the next block, which counts from now on. Unused capacity is lost."""
         begin_s = max(now_s, self._free_at_s)
-        self._free_at_s = begin_s + byte_count / self._bytes_per_s
+        self._free_at_s = begin_s + self._interval_s
         return begin_s - now_s
 
 
@@ -93,18 +91,27 @@ class CopierThread(Generic[OwnerT]):
         options: ReplicaOptions,
         is_pushing: Callable[[], bool],
     ) -> None:
-        self._layout = layout
         self._plane = plane
         self._shared = shared
-        self._account = account
-        self._options = options
         self._is_pushing = is_pushing
-        self._pace = Pace(options.bytes_per_s)
+        block_bytes = layout.layer_count * layout.block_bytes
+        self._pace = Pace(block_bytes / options.bytes_per_s if options.bytes_per_s else 0.0)
         self._ending = threading.Event()
         self._starting = threading.Lock()
+        self._work = threading.Event()
+        self._make_copier = partial(
+            Copier[OwnerT],
+            layout,
+            slots_of(layout, options),
+            shared,
+            account,
+            self._stage,
+            plane.start,
+            on_work=self._work.set,
+            now_s=time.monotonic,
+        )
         self._copier: Copier[OwnerT] | None = None
         self._thread: threading.Thread | None = None
-        self._work = threading.Event()
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
         """See DecodeEngine.replicate()."""
@@ -142,16 +149,7 @@ class CopierThread(Generic[OwnerT]):
     def _started(self) -> Copier[OwnerT]:
         with self._starting:
             if self._copier is None and not self._ending.is_set():
-                self._copier = Copier(
-                    self._layout,
-                    slots_of(self._layout, self._options),
-                    self._shared,
-                    self._account,
-                    self._stage,
-                    self._plane.start,
-                    on_work=self._work.set,
-                    now_s=time.monotonic,
-                )
+                self._copier = self._make_copier()
                 self._thread = threading.Thread(target=self._run, name="kaveri-copier", daemon=True)
                 self._thread.start()
             if self._copier is None:
@@ -159,17 +157,13 @@ class CopierThread(Generic[OwnerT]):
             return self._copier
 
     def _stage(self, block_id: int, slot: int) -> None:
-        self._leave_room()
-        self._plane.stage(block_id, slot)
-
-    def _leave_room(self) -> None:
-        """Wait before a block, for others that use the network. The block may be given up meanwhile."""
-        block_bytes = self._layout.layer_count * self._layout.block_bytes
-        wait_s = min(self._pace.wait_s(block_bytes, time.monotonic()), _LONGEST_WAIT_S)
+        # The block may be given up meanwhile.
+        wait_s = min(self._pace.wait_s(time.monotonic()), _LONGEST_WAIT_S)
         if self._is_pushing():
             wait_s = max(wait_s, _YIELD_S)
         if wait_s > 0:
             self._ending.wait(wait_s)
+        self._plane.stage(block_id, slot)
 
     def _run(self) -> None:
         assert self._copier is not None

@@ -75,8 +75,8 @@ class _LeavingBench:
     def __init__(self) -> None:
         self.shared, self.core = Shared(), _Core()
         self.shared.listener = lambda events: None
-        self.requests = Requests(_LAYOUT, 100, 10, self.shared.put, lambda: None)
         info = EngineInfo("vllm", _LAYOUT, 10, 100, 50, frozenset(), 1, ())
+        self.requests = Requests(info, self.shared.put, lambda: None)
         unused: Any = SimpleNamespace(do=lambda call: None)
         self.steps = Steps(self.shared, self.requests, self.core, unused, unused, info, 8)  # type: ignore[arg-type]
         self.core.scheduler_side.hooks = self.steps

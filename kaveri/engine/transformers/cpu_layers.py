@@ -100,7 +100,7 @@ class PackedLinear(nn.Module):
         self._product, self._index = product, index
 
     def forward(self, rows: Tensor) -> Tensor:
-        """rows: [..., in_features]. Returns [..., out_features], rows apart from each other if the product is shared."""
+        """rows: [..., in_features]. Returns [..., out_features]; rows lie apart if the product is shared."""
         product, index = self._product, self._index
         # The same object, kept alive from here: another tensor cannot have its identity.
         if rows is not product.rows or index not in product.parts:

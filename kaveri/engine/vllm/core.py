@@ -46,7 +46,6 @@ class VllmCore:
         self._count = 0
         self._scheduler = llm.engine_core.engine_core.scheduler
         self._seat_count = self._scheduler.max_num_active_reqs
-        self._block_tokens = ranks[0].layout.block_tokens
         self._chunk_tokens = chunk_tokens
         connector = self._scheduler.get_kv_connector()
         assert isinstance(connector, KaveriConnector), "vLLM runs without our connector"
@@ -69,7 +68,7 @@ class VllmCore:
         if first_token_id is not None:
             request.prompt_token_ids[-1] = request._all_token_ids[-1] = first_token_id
             # The hash of the block that this token completes.
-            if request.block_hashes and request.num_tokens % self._block_tokens == 0:
+            if request.block_hashes and request.num_tokens % self.ranks[0].layout.block_tokens == 0:
                 request.block_hashes.pop()
         request.update_block_hashes()
         self._scheduler.finished_recving_kv_req_ids.add(request.request_id)

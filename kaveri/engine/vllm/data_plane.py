@@ -39,6 +39,7 @@ from kaveri.kv.transfer.sender import PushEvent
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import PATH_NAMES
 
+_SERIALS = itertools.count()
 _STAGED_TIMEOUT_S = 10.0
 """Timeout of a rank that copies a block to its staging slot, normally about a millisecond."""
 
@@ -48,8 +49,7 @@ class DataPlane:
 
     setup: for all ranks; each listens at its own address (rank_endpoint). listener: called on any thread, also within
     grant() or open_push(). on_lost: called when a rank, and with it every transfer, is lost. Raises ConfigError, with
-    the
-    ranks detached, when a rank cannot listen.
+    the ranks detached, when a rank cannot listen.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class DataPlane:
         listener: PlaneListener,
         on_lost: LostListener,
     ) -> None:
-        self.layout = ranks[0].layout
-        assert len(ranks) == self.layout.tensor_ranks, f"{len(ranks)} ranks of {self.layout}"
-        assert all(rank.layout == self.layout for rank in ranks), "the ranks are of unlike engines"
+        layout = ranks[0].layout
+        assert len(ranks) == layout.tensor_ranks, f"{len(ranks)} ranks of {layout}"
+        assert all(rank.layout == layout for rank in ranks), "the ranks are of unlike engines"
         self._ranks = tuple(ranks)
         self._listener = listener
         self._on_lost = on_lost
@@ -72,7 +72,6 @@ class DataPlane:
         self._copy_listener: PushListener = lambda _: None
         # By serial: ranks that have yet to stage the block, and an event that is set once all have.
         self._staging: dict[int, tuple[set[int], threading.Event]] = {}
-        self._serials = itertools.count()
         endpoints = []
         try:
             for index, rank in enumerate(self._ranks):
@@ -113,7 +112,7 @@ class DataPlane:
 
     def stage(self, block_id: int, slot: int) -> None:
         """Copy a block to a slot in every rank, and wait for completion. Raises EngineError after a timeout."""
-        serial, staged = next(self._serials), threading.Event()
+        serial, staged = next(_SERIALS), threading.Event()
         with self._lock:
             self._staging[serial] = set(range(len(self._ranks))), staged
         self.do(StageBlock(serial, block_id, slot))

@@ -83,7 +83,7 @@ class VllmEngine:
         )
         self._shared = Shared()
         put, wake = self._shared.put, self._shared.wake
-        self._requests = Requests(layout, core.max_model_len, total_blocks, put, on_work=wake)
+        self._requests = Requests(info, put, on_work=wake)
         self._transfers = Transfers(info, self._shared, self._requests)
         copy_slots = slots_of(layout, replicas)
         setup = RankSetup(tuple(listen), transports, info.epoch, receiving, copy_slots, logs=log_settings())
@@ -121,7 +121,7 @@ class VllmEngine:
             return
         self._core.scheduler_side.hooks = None
         with self._shared.lock:
-            self._requests.clear(self.info.total_blocks)
+            self._requests.clear()
             self._transfers.forget()
         if not self._shut_down:
             self._shut_down = True

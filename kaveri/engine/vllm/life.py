@@ -55,7 +55,9 @@ class RequestFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _State:
+class State:
+    """State of a request. The subclasses at the leaves are the states."""
+
     facts: RequestFacts
     computed: int = 0
     """Number of tokens whose KV is in the request's blocks after the last step."""
@@ -69,7 +71,7 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Touched(_State):
+class _Touched(State):
     """Base of states in which a transfer may touch the request's blocks."""
 
     open_id: bytes | None = None
@@ -106,54 +108,52 @@ class VllmReserved(_Touched):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrived(_State):
-    """State: an unadmitted request with its first token, or a resumed one. Its KV is here, or recomputed after a
-    preemption."""
-
+class _Landed(State):
     first_token_id: int | None
     """First token of the answer; None for a resumed request, whose next token is sampled here."""
     ahead: tuple[TokenStep, ...] = ()
+    """Tokens sampled before admission, and reported with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting(_State):
+class Arrived(_Landed):
+    """State: an unadmitted request with its first token, or a resumed one. Its KV is here, or recomputed after a
+    preemption."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting(_Landed):
     """State: admitted, but the running batch is full."""
 
-    first_token_id: int | None
-    ahead: tuple[TokenStep, ...] = ()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joining(_State):
-    """State: in the running batch, but not started by vLLM."""
-
+class _Admitted(State):
     index: int
     """Index within the answer of the next token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmRunning(_State):
+class Joining(_Admitted):
+    """State: in the running batch, but not started by vLLM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmRunning(_Admitted):
     """State: computed by vLLM."""
 
-    index: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evicted(_State):
+class Evicted(_Admitted):
     """State: in the running batch without blocks; vLLM recomputes the request once blocks are free."""
 
-    index: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaving(_State):
+class Leaving(_Admitted):
     """State: about to be released. The current step may still compute the request; the next one leaves it out."""
 
-    index: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left(_State):
+class Left(State):
     """State: left out of vLLM's steps, but keeps its blocks."""
 
     former: "Arrived | Leaving"
@@ -164,20 +164,6 @@ class VllmEnded(_Touched):
     """State: the request has ended. vLLM frees its blocks as soon as no transfer touches them."""
 
 
-State = (
-    Submitted
-    | VllmPrefilling
-    | VllmComputed
-    | VllmReserved
-    | Arrived
-    | Waiting
-    | Joining
-    | VllmRunning
-    | Evicted
-    | Leaving
-    | Left
-    | VllmEnded
-)
 OF_PREFILL = (Submitted, VllmPrefilling, VllmComputed)
 """States of the prefill side. All others except VllmEnded belong to the decode side."""
 IN_BATCH = (Joining, VllmRunning, Evicted, Leaving)
@@ -187,83 +173,89 @@ MAX_AHEAD = 8
 """Max tokens that a prompt which stays on the engine may sample before its admission, a few steps later."""
 
 
+class Event:
+    """Event in the life of a request."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class TransferOpened:
+class TransferOpened(Event):
     """Event: a transfer may touch the request's blocks from now on."""
 
     transfer_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class TransferEnded:
+class TransferEnded(Event):
     """Event: the transfer has ended and no longer touches the request's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
-class KvArrived:
+class KvArrived(Event):
     """Event: a transfer has brought all of the request's KV."""
 
     first_token_id: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class AdoptedForDecode:
+class AdoptedForDecode(Event):
     """Event: the engine that computed the prompt decodes the request itself: its KV is not pushed elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(Event):
     """Event: the service admits the request."""
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(Event):
     """Event: the request joins the running batch, and vLLM continues the request that has the KV."""
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedAnew:
+class JoinedAnew(Event):
     """Event: the request joins the running batch without blocks; vLLM is given a new request."""
 
 
 @dataclass(frozen=True, slots=True)
-class LeaveAsked:
+class LeaveAsked(Event):
     """Event: the service wants to release the request to another instance."""
 
 
 @dataclass(frozen=True, slots=True)
-class LeftBatch:
+class LeftBatch(Event):
     """Event: vLLM no longer computes the request."""
 
 
 @dataclass(frozen=True, slots=True)
-class WentOn:
+class WentOn(Event):
     """Event: the release is cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksAllocated:
+class BlocksAllocated(Event):
     """Event: vLLM has allocated this many blocks for the KV of a transfer."""
 
     block_count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(Event):
     """Event: a step that computes the request begins. block_count: its number of blocks while it is a prompt."""
 
     block_count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class Stepped(Event):
     """Event: a step computed the request without sampling a token. computed: number of tokens with KV."""
 
     computed: int
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(Event):
     """Event: a step computed the request and sampled its next token. computed: number of tokens with KV. finish: set
     with the last token."""
 
@@ -274,22 +266,22 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class LeftOut(Event):
     """Event: the step had no room for the request."""
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksTaken:
+class BlocksTaken(Event):
     """Event: vLLM has preempted the request and taken its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksGivenUp:
+class BlocksGivenUp(Event):
     """Event: the engine takes the request's blocks back for others."""
 
 
 @dataclass(frozen=True, slots=True)
-class VllmFailed:
+class VllmFailed(Event):
     """Event: vLLM cannot continue the request."""
 
     reason: str
@@ -298,31 +290,9 @@ class VllmFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class NoLongerNeeded:
+class NoLongerNeeded(Event):
     """Event: the request was aborted, pushed or refused."""
 
-
-Event = (
-    TransferOpened
-    | TransferEnded
-    | KvArrived
-    | AdoptedForDecode
-    | Admitted
-    | Joined
-    | JoinedAnew
-    | BlocksAllocated
-    | LeaveAsked
-    | LeftBatch
-    | WentOn
-    | Scheduled
-    | Stepped
-    | Drawn
-    | LeftOut
-    | BlocksTaken
-    | BlocksGivenUp
-    | VllmFailed
-    | NoLongerNeeded
-)
 
 Action = EngineEvent | TokenStep | AbortPush | PassFirstToken
 """Output of step(): an event or a token for the listener, or a call to the ranks."""
@@ -429,13 +399,8 @@ def _advanced(state: State, event: KvArrived | AdoptedForDecode | Admitted | Blo
                 ahead=state.ahead,
             )
         case (Arrived(), Admitted()):
-            return Waiting(
-                facts=facts,
-                computed=state.computed,
-                promised=state.promised,
-                first_token_id=state.first_token_id,
-                ahead=state.ahead,
-            )
+            first, ahead, promised = state.first_token_id, state.ahead, state.promised
+            return Waiting(facts=facts, computed=state.computed, promised=promised, first_token_id=first, ahead=ahead)
     raise _impossible(state, event)
 
 

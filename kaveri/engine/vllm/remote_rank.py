@@ -81,8 +81,7 @@ class RemoteRank:
     """Rank in another process; see Rank. flow() returns the last received snapshot, so callers do not wait.
 
     One thread sends calls, another reads responses. A rank is lost when its process ends or after 2 * _QUIET_S without
-    a
-    response.
+    a response.
     """
 
     def __init__(self, rank: int, layout: KvLayout, connection: "Connection[Any, Any]") -> None:
@@ -94,12 +93,11 @@ class RemoteRank:
         self._listener: RankListener | None = None
         self._on_lost: LostListener | None = None
         self._flow = KvFlow()
-        self._is_lost = False
-        self._ending = threading.Lock()
+        # Locked once it is lost or shut down.
+        self._lost = threading.Lock()
         self._writer = threading.Thread(target=self._write, name=f"kv-rank-{rank}-calls", daemon=True)
-        self._reader = threading.Thread(target=self._read, name=f"kv-rank-{rank}", daemon=True)
         self._writer.start()
-        self._reader.start()
+        threading.Thread(target=self._read, name=f"kv-rank-{rank}", daemon=True).start()
 
     def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
         self._listener, self._on_lost, self._flow = listener, on_lost, KvFlow()
@@ -118,7 +116,7 @@ class RemoteRank:
 
     def detach(self) -> None:
         self._on_lost = None
-        if self._listener is not None and not self._is_lost:
+        if self._listener is not None and not self._lost.locked():
             self._send(Detach())
             try:
                 self._answers.get(timeout=_DETACH_TIMEOUT_S)
@@ -146,7 +144,7 @@ class RemoteRank:
     def _write(self) -> None:
         """Send calls until the rank is lost or shut down."""
         try:
-            while (call := self._calls.get()) is not None and not self._is_lost:
+            while (call := self._calls.get()) is not None and not self._lost.locked():
                 self._connection.send(call)
         except (BrokenPipeError, ConnectionResetError):
             self._lose("has ended")
@@ -160,7 +158,7 @@ class RemoteRank:
     def _read(self) -> None:
         try:
             asked = False
-            while not self._is_lost:
+            while not self._lost.locked():
                 if not self._connection.poll(_QUIET_S):
                     if asked:
                         self._lose("does not answer")
@@ -197,11 +195,9 @@ class RemoteRank:
 
     def _end(self) -> None:
         """Shut down both directions; the reader closes the connection."""
-        with self._ending:
-            if self._is_lost:
-                return
-            self._is_lost = True
-            with contextlib.suppress(queue.Full):
-                self._calls.put_nowait(None)
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
-                same.shutdown(socket.SHUT_RDWR)
+        if not self._lost.acquire(blocking=False):
+            return
+        with contextlib.suppress(queue.Full):
+            self._calls.put_nowait(None)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)

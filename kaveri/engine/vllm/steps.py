@@ -12,34 +12,10 @@ from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.runner import NOT_FINITE
 from kaveri.engine.stopping import finish_reason
 from kaveri.engine.transfers import Transfers
+from kaveri.engine.vllm import life
 from kaveri.engine.vllm.connector_scheduler import Placement, RequestAdvance
 from kaveri.engine.vllm.core import StepOutput, VllmCore
 from kaveri.engine.vllm.data_plane import DataPlane
-from kaveri.engine.vllm.life import (
-    OF_PREFILL,
-    Arrived,
-    BlocksAllocated,
-    BlocksGivenUp,
-    BlocksTaken,
-    Drawn,
-    Joined,
-    JoinedAnew,
-    Joining,
-    Leaving,
-    Left,
-    LeftBatch,
-    LeftOut,
-    Scheduled,
-    Stepped,
-    Submitted,
-    VllmComputed,
-    VllmEnded,
-    VllmFailed,
-    VllmPrefilling,
-    VllmReserved,
-    VllmRunning,
-    Waiting,
-)
 from kaveri.engine.vllm.rank import AbortPush, ForgetPrompt, PassFirstToken, PromptChunk
 from kaveri.engine.vllm.request import (
     RAISED_DRAWS,
@@ -60,7 +36,7 @@ _RETRY_AFTER_S = 0.1
 _UNKNOWN = 0
 """Placeholder for the token that prefill samples later; nothing is computed from the placeholder."""
 
-_HELD_BACK = (Arrived, Waiting)
+_HELD_BACK = (life.Arrived, life.Waiting)
 
 _Actions = list[TokenStep | AbortPush | PassFirstToken]
 
@@ -130,7 +106,7 @@ class Steps:
         # No queueing inside vLLM: by the time it had room, the request might not be needed any more.
         for request in added:
             unplaced = request.entry is None or isinstance(request.entry.state, AwaitingBlocks)
-            if unplaced and isinstance(request.state, VllmReserved):
+            if unplaced and isinstance(request.state, life.VllmReserved):
                 self._transfers.refuse(request, NoCapacity("decode", _RETRY_AFTER_S, "the blocks were taken meanwhile"))
         return reporting or advanced or bool(added)
 
@@ -165,18 +141,20 @@ class Steps:
         with self._shared.lock:
             for entry in preempted:
                 if not entry.owner.done:
-                    actions += self._requests.apply(entry.owner, BlocksTaken())
+                    actions += self._requests.apply(entry.owner, life.BlocksTaken())
             for entry, token_count, computed, block_ids in advances:
                 self._shared.turns.computed_tokens += token_count
                 state = entry.owner.state
-                if isinstance(state, Submitted | VllmPrefilling):
+                if isinstance(state, life.Submitted | life.VllmPrefilling):
                     chunks.append(_chunk(entry.owner, computed, block_ids))
                 # Scheduled does not change a running request that already has a block for its next token.
-                if not (isinstance(state, VllmEnded) or (isinstance(state, VllmRunning) and not state.promised)):
-                    actions += self._requests.apply(entry.owner, Scheduled(len(block_ids)))
+                if not (
+                    isinstance(state, life.VllmEnded) or (isinstance(state, life.VllmRunning) and not state.promised)
+                ):
+                    actions += self._requests.apply(entry.owner, life.Scheduled(len(block_ids)))
             for entry, _, block_count in placements:
                 if not entry.owner.done:
-                    actions += self._requests.apply(entry.owner, BlocksAllocated(block_count))
+                    actions += self._requests.apply(entry.owner, life.BlocksAllocated(block_count))
             self._requests.unused_blocks = self._core.free_blocks
         self._call_ranks(actions)
         for entry, first_block, _ in placements:
@@ -193,7 +171,7 @@ class Steps:
             return False
         with self._shared.lock:
             # A prompt that ran ahead to the end of its answer may still be pushed.
-            return entry.owner.transfer_id is not None or isinstance(entry.owner.state, VllmComputed)
+            return entry.owner.transfer_id is not None or isinstance(entry.owner.state, life.VllmComputed)
 
     # Before the step.
 
@@ -202,7 +180,7 @@ class Steps:
         if request.done:
             return
         given = request.request
-        if isinstance(request.state, OF_PREFILL):
+        if isinstance(request.state, life.OF_PREFILL):
             self._give(request, given.token_ids, prefill_params(given, self._info.eos_token_ids), is_prefill=True)
         elif request.held_tokens is not None:
             self._give(request, given.token_ids, decode_params(given, self._info.eos_token_ids))
@@ -245,16 +223,16 @@ class Steps:
         next step."""
         with self._shared.lock:
             decodes = tuple(self._requests.decodes.values())
-            leaving = [request for request in decodes if isinstance(request.state, Leaving)]
+            leaving = [request for request in decodes if isinstance(request.state, life.Leaving)]
             for request in leaving:
-                self._requests.apply(request, LeftBatch())
+                self._requests.apply(request, life.LeftBatch())
         left: list[tuple[VllmRequest, Sequence[int]]] = []
         for request in leaving:
             assert request.entry is not None, "vLLM has a request that it computes"
             computed = request.state.computed
             block_ids = self._core.blocks_of(request.entry.vllm_id)[: request.state.facts.block_count(computed)]
             # The request may have ended, or continued, just now.
-            if isinstance(request.state, Left):
+            if isinstance(request.state, life.Left):
                 self._core.scheduler_side.left(block_ids[len(request.whole_block_ids) :])
                 left.append((request, block_ids))
         return left
@@ -279,16 +257,18 @@ class Steps:
                 self._shared.wake()
             for request in giving_up:
                 self._requests.leave_entry(request)
-                self._requests.apply(request, BlocksGivenUp())
+                self._requests.apply(request, life.BlocksGivenUp())
 
     def _admit_waiting(self) -> None:
         """Let vLLM compute admitted requests, as far as the batch has room."""
         joined: list[tuple[VllmRequest, int | None]] = []
         with self._shared.lock:
             for request in self._requests.take_waiting(self._max_batch):
-                assert isinstance(request.state, Waiting), "only a waiting request joins"
+                assert isinstance(request.state, life.Waiting), "only a waiting request joins"
                 first_token_id = request.state.first_token_id
-                for ahead in self._requests.apply(request, JoinedAnew() if request.entry is None else Joined()):
+                for ahead in self._requests.apply(
+                    request, life.JoinedAnew() if request.entry is None else life.Joined()
+                ):
                     # Each token was sampled by its own step.
                     self._put_tokens([ahead])
                 joined.append((request, first_token_id))
@@ -326,25 +306,29 @@ class Steps:
                 if request.done:
                     continue
                 outcome = self._outcome(request, advance.computed, output)
-                is_first = isinstance(request.state, VllmPrefilling) and isinstance(outcome, Drawn)
+                is_first = isinstance(request.state, life.VllmPrefilling) and isinstance(outcome, life.Drawn)
                 if output is not None and is_first and request.request.scores_prompt:
                     # vLLM reports the log-probabilities of the whole prompt with the first token.
                     for event in prompt_logprobs_of(request.request, output.prompt_logprobs or ()):
                         self._shared.put(event)
                 actions += apply(request, outcome)
-                if advance.block_ids and isinstance(request.state, VllmRunning | Leaving):
+                if advance.block_ids and isinstance(request.state, life.VllmRunning | life.Leaving):
                     block_tokens = request.state.facts.block_tokens
                     request.whole_block_ids = tuple(advance.block_ids[: advance.computed // block_tokens])
             # vLLM has ended these requests without computing them.
             for engine_id, output in by_id.items():
                 found = self._requests.by_id.get(engine_id)
                 if found is not None and not found.done:
-                    actions += apply(found, VllmFailed(_ended_by_vllm(output)))
+                    actions += apply(found, life.VllmFailed(_ended_by_vllm(output)))
             for request in self._requests.decodes.values():
                 entry = request.entry
-                if isinstance(request.state, Joining) and entry is not None and isinstance(entry.state, EntryQueued):
+                if (
+                    isinstance(request.state, life.Joining)
+                    and entry is not None
+                    and isinstance(entry.state, EntryQueued)
+                ):
                     # Other requests must not take the blocks that this one waits for.
-                    actions += apply(request, LeftOut())
+                    actions += apply(request, life.LeftOut())
             self._put_tokens(actions)
             self._requests.unused_blocks = self._core.free_blocks
         # The first token must not wait for the hand-over of its KV.
@@ -358,23 +342,25 @@ class Steps:
         if tokens:
             self._shared.put(StepTokens(tokens))
 
-    def _outcome(self, request: VllmRequest, computed: int, output: StepOutput | None) -> Stepped | Drawn | VllmFailed:
+    def _outcome(
+        self, request: VllmRequest, computed: int, output: StepOutput | None
+    ) -> life.Stepped | life.Drawn | life.VllmFailed:
         """Convert the step's result for one request. computed: number of tokens that now have KV."""
         if output is None:
-            return Stepped(computed)
+            return life.Stepped(computed)
         if not output.token_ids:
-            return VllmFailed(_ended_by_vllm(output))
+            return life.VllmFailed(_ended_by_vllm(output))
         if (raised := RAISED_DRAWS.pop(request.engine_id, None)) is not None:
-            return VllmFailed(raised, is_final=True)
+            return life.VllmFailed(raised, is_final=True)
         if request.entry is not None and self._core.undrawable(request.entry.record):
-            return VllmFailed(NOT_FINITE)
+            return life.VllmFailed(NOT_FINITE)
         token_id = output.token_ids[0]
         position = output.logprobs[0] if output.logprobs else None
         logprobs = logprobs_of(position, token_id, request.request.params.logprobs)
         finish = self._finish(request, token_id)
         if finish is None and output.finish_reason is not None:
-            return VllmFailed(_ended_by_vllm(output))
-        return Drawn(computed, token_id, logprobs, finish)
+            return life.VllmFailed(_ended_by_vllm(output))
+        return life.Drawn(computed, token_id, logprobs, finish)
 
     def _finish(self, request: VllmRequest, token_id: int) -> FinishReason | None:
         """Return the reason if the request ends with this next token; None if it continues."""
@@ -392,7 +378,7 @@ class Steps:
 def _chunk(request: VllmRequest, computed: int, block_ids: Sequence[int]) -> PromptChunk:
     """Build the chunk that a step adds to a prompt. Called before the step is applied to the request."""
     state = request.state
-    known = state.block_count if isinstance(state, VllmPrefilling) else 0
+    known = state.block_count if isinstance(state, life.VllmPrefilling) else 0
     return PromptChunk(request.engine_id, request.prompt_tokens, tuple(block_ids[known:]), state.computed, computed)
 
 

@@ -109,7 +109,7 @@ def test_a_ticket_of_other_ranks_is_refused_before_a_byte_moves(
 ) -> None:
     ticket = change(pair.receiving.grant(LAYOUT, [5, 1, 6]))
     with pytest.raises(raised, match=named):
-        require_pushable(pair.sending.plane.layout, ticket)
+        require_pushable(LAYOUT, ticket)
     assert pair.sending.plane.flow().sending.peers == ()
 
 
