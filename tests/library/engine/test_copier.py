@@ -275,16 +275,6 @@ def test_request_that_ended_before_its_copy_began_leaves_no_blocks_at_the_holder
     assert (bench.sender.opened, bench.sender.aborted) == ([ticket.transfer_id], [ticket.transfer_id])
 
 
-def test_failed_copy_may_be_made_again_elsewhere() -> None:
-    request, bench, push = copying(whole=2)
-    bench.run()
-    bench.sender.tell(PushFailed(push, "gone"))
-    assert bench.events == [ReplicaEnded(_KEY, "gone")]
-    again = bench.replicate(request, 10, "b")
-    bench.run()
-    assert bench.sender.marks[-1] == (again, 2, tuple(range(8)))
-
-
 def test_released_request_ends_its_push_with_its_part_full_block() -> None:
     request, bench, push = copying(whole=2)
     bench.run()
@@ -301,14 +291,6 @@ def test_released_request_ends_its_push_with_its_part_full_block() -> None:
     assert bench.events == [LetGo(_KEY, 14)]
     assert request.done
     assert not bench.copier.has_copies
-
-
-def test_released_request_without_a_part_full_block_names_no_token() -> None:
-    _, bench, push = copying(whole=2, stopped_tokens=8)
-    bench.copier.release(_KEY, 2.0)
-    bench.run()
-    assert bench.sender.marks == [(push, 2, tuple(range(8)))]
-    assert bench.sender.finished == [(push, ())]
 
 
 def test_request_goes_on_when_its_holder_does_not_take_the_rest_in_time() -> None:
