@@ -30,6 +30,7 @@ from kaveri.kv.transfer.push import (
     PushFailed,
     PushListener,
     PushMarked,
+    PushSender,
 )
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
 from kaveri.telemetry.logs import get_logger
@@ -57,8 +58,8 @@ class BlockPlace(NamedTuple):
     """Changes when the request gives its blocks up."""
 
 
-class CopyOwner(Protocol):
-    """A request, as its copy sees it. Hashed by identity."""
+class Owner(Protocol):
+    """A request that owns blocks. Hashed by identity."""
 
     @property
     def key(self) -> EngineKey: ...
@@ -66,6 +67,10 @@ class CopyOwner(Protocol):
     @property
     def done(self) -> bool:
         """Ended: no event of it follows."""
+
+
+class CopyOwner(Owner, Protocol):
+    """A request, as its copy sees it."""
 
     is_copied: bool
     """Its blocks are copied, or were; the copier sets it."""
@@ -103,28 +108,6 @@ class CopyAccount(Protocol[OwnerT]):
         """End a request."""
 
 
-class CopySender(Protocol):
-    """Interface of the sender of staging slots: a KvSender, or a stand-in."""
-
-    def open(self, ticket: Ticket) -> None:
-        """See KvSender.open."""
-
-    def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """See KvSender.write_layers."""
-
-    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        """See KvSender.mark."""
-
-    def finish(self, transfer_id: bytes, note: bytes) -> None:
-        """See KvSender.finish."""
-
-    def abort(self, transfer_id: bytes) -> None:
-        """See KvSender.abort."""
-
-    def close(self) -> None:
-        """End all pushes. Idempotent."""
-
-
 Staging = Callable[[int, int], None]
 """Copies a block of the engine's pool, all layers, to a slot. Called without a lock: the block may change meanwhile,
 and the copy is discarded then."""
@@ -156,7 +139,8 @@ class _Copy(Generic[OwnerT]):
     marked: int = 0
     staged: "deque[tuple[int, int]]" = field(default_factory=deque)
     """(block, slot) of blocks that the holder has not confirmed, in order."""
-    is_aborted: bool = False
+    given_up: str | None = None
+    """Reason for which its push was aborted."""
     silent_since_s: float | None = None
     """Time of the holder's last answer, or at which the first mark since was due; None: it has answered all."""
     release: _Release | None = None
@@ -181,7 +165,7 @@ class Copier(Generic[OwnerT]):
         shared: Shared,
         account: CopyAccount[OwnerT],
         staging: Staging,
-        make_sender: Callable[[PushListener], CopySender],
+        make_sender: Callable[[PushListener], PushSender],
         on_work: Callable[[], None],
         now_s: Callable[[], float],
     ) -> None:
@@ -232,7 +216,7 @@ class Copier(Generic[OwnerT]):
             owner = self._account.decodes.get(key)
             if owner is None:
                 return
-            copy = next((copy for copy in self._copies.values() if copy.owner is owner and not copy.is_aborted), None)
+            copy = next((copy for copy in self._copies.values() if copy.owner is owner and copy.given_up is None), None)
             if copy is not None and copy.release is not None:
                 return
             problem = "it has no replica" if copy is None else self._account.stop(owner)
@@ -294,14 +278,15 @@ class Copier(Generic[OwnerT]):
         """Return the next call to make, without the lock. Copies take turns: a long one delays no other."""
         for transfer_id in tuple(self._copies):
             copy = self._copies[transfer_id] = self._copies.pop(transfer_id)
-            if copy.granted and not copy.is_aborted and (due := self._due(copy)) is not None:
+            if copy.granted and copy.given_up is None and (due := self._due(copy)) is not None:
                 return due
         return None
 
     def _due(self, copy: _Copy[OwnerT]) -> Callable[[], None] | None:
         transfer_id = copy.ticket.transfer_id
-        if copy.owner.done or self._is_late(copy):
-            copy.is_aborted = True
+        late = self._lateness(copy)
+        if copy.owner.done or late is not None:
+            copy.given_up = late or "its request has ended"
             return partial(self._sender.abort, transfer_id)
         if copy.release is not None:
             self._look_whether_stopped(copy, copy.release)
@@ -341,16 +326,14 @@ class Copier(Generic[OwnerT]):
             return self._layout.block_count(copy.release.token_count)
         return self._account.whole_blocks(copy.owner)
 
-    def _is_late(self, copy: _Copy[OwnerT]) -> bool:
-        """Return True if the holder is silent, or takes too long to receive a released request."""
+    def _lateness(self, copy: _Copy[OwnerT]) -> str | None:
+        """Return why the copy is given up: the holder is silent, or takes too long to receive a released request."""
         now_s = self._now_s()
-        is_silent = copy.silent_since_s is not None and now_s - copy.silent_since_s >= _SILENT_S
-        return is_silent or (copy.release is not None and now_s >= copy.release.until_s)
-
-    def _why_given_up(self, copy: _Copy[OwnerT]) -> str:
-        if copy.release is not None and self._now_s() >= copy.release.until_s:
+        if copy.release is not None and now_s >= copy.release.until_s:
             return "the holder has not taken all in time"
-        return f"the holder has answered nothing for {_SILENT_S:g} s"
+        if copy.silent_since_s is not None and now_s - copy.silent_since_s >= _SILENT_S:
+            return f"the holder has answered nothing for {_SILENT_S:g} s"
+        return None
 
     def _may_stage(self, copy: _Copy[OwnerT]) -> bool:
         """Return True if the holder may have another slot: at most as many as it leaves free, so that a stuck one never
@@ -431,8 +414,7 @@ class Copier(Generic[OwnerT]):
                 self._account.end(copy.owner)
                 self._shared.put(LetGo(key, release.token_count))
                 return
-            if copy.is_aborted:
-                reason = self._why_given_up(copy)
+            reason = copy.given_up or reason
             self._shared.put(ReplicaEnded(key, reason))
             if release is not None:
                 self._account.go_on(copy.owner)

@@ -9,15 +9,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, Protocol
 
-from kaveri.engine.contract import EngineKey
-from kaveri.engine.copier import Copier, CopyAccount, CopySender, OwnerT, ReplicaOptions
+from kaveri.engine.copier import Copier, CopyAccount, OwnerT, ReplicaOptions
 from kaveri.engine.shared import Shared
 from kaveri.errors import EngineError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.push import PushListener
+from kaveri.kv.transfer.push import PushListener, PushSender
 from kaveri.kv.transfer.sender import KvSender
-from kaveri.kv.transfer.ticket import Ticket
 from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import get_logger
 
@@ -38,11 +36,11 @@ def slots_of(layout: KvLayout, options: ReplicaOptions) -> int:
 class CopyPlane(Protocol):
     """Interface that moves the blocks of one engine's copies: its staging slots, and their sender."""
 
-    def start(self, listener: PushListener) -> CopySender:
+    def start(self, listener: PushListener) -> PushSender:
         """Allocate the slots, once, before stage()."""
 
     def stage(self, block_id: int, slot: int) -> None:
-        """See Staging."""
+        """Copy a block of the engine's pool to a slot; see Staging."""
 
 
 class PoolCopyPlane:
@@ -54,7 +52,7 @@ class PoolCopyPlane:
         self._transports = transports
         self._staging: KvPool
 
-    def start(self, listener: PushListener) -> CopySender:
+    def start(self, listener: PushListener) -> PushSender:
         self._staging = KvPool(self._pool.layout, self._slot_count)
         return KvSender(self._staging, listener, transports=self._transports)
 
@@ -113,17 +111,18 @@ class CopierThread(Generic[OwnerT]):
         self._copier: Copier[OwnerT] | None = None
         self._thread: threading.Thread | None = None
 
-    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        """See DecodeEngine.replicate()."""
+    def started(self) -> Copier[OwnerT]:
+        """Return the copier; start the thread with the first call. Raises EngineError once the engine has stopped."""
         with self._shared.lock:
             self._shared.require_alive()
-        self._started().replicate(key, ticket)
-
-    def release(self, key: EngineKey, timeout_s: float) -> None:
-        """See DecodeEngine.release()."""
-        with self._shared.lock:
-            self._shared.require_alive()
-        self._started().release(key, timeout_s)
+        with self._starting:
+            if self._copier is None and not self._ending.is_set():
+                self._copier = self._make_copier()
+                self._thread = threading.Thread(target=self._run, name="kaveri-copier", daemon=True)
+                self._thread.start()
+            if self._copier is None:
+                raise EngineError("it is closed")
+            return self._copier
 
     def wake(self) -> None:
         """Wake the thread: blocks may have been completed, or requests have ended. Any thread, any lock."""
@@ -142,19 +141,9 @@ class CopierThread(Generic[OwnerT]):
             copier.close()
 
     def check_integrity(self) -> None:
-        """See Copier.check_integrity()."""
+        """Assert the integrity of the copies. The caller holds the engine's lock."""
         if self._copier is not None:
             self._copier.check_integrity()
-
-    def _started(self) -> Copier[OwnerT]:
-        with self._starting:
-            if self._copier is None and not self._ending.is_set():
-                self._copier = self._make_copier()
-                self._thread = threading.Thread(target=self._run, name="kaveri-copier", daemon=True)
-                self._thread.start()
-            if self._copier is None:
-                raise EngineError("it is closed")
-            return self._copier
 
     def _stage(self, block_id: int, slot: int) -> None:
         # The block may be given up meanwhile.

@@ -56,7 +56,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
     built = _built(settings)
     if _is_engine(built):
         return cast(BuiltEngine, built)
-    transports = kv_transports(settings)
+    transports = transports_maker(settings)()
     runner, total_blocks = _fitted(cast(ModelRunner, built), settings)
     _heed_profile(runner, settings)
     return StepwiseEngine(
@@ -105,7 +105,7 @@ def vllm_engine(settings: EngineSettings) -> BuiltEngine:
     if settings.profile is not None:
         raise ConfigError("profile", "was measured on another engine; `kaveri profile` does not measure vllm")
     # Before vLLM is imported, which takes many seconds.
-    listen, transports = listen_endpoints(settings), _transports_maker(settings)
+    listen, transports = listen_endpoints(settings), transports_maker(settings)
     transports()
     if ":" in settings.device:
         raise ConfigError("device", f"is {settings.device}; give vLLM its GPUs by CUDA_VISIBLE_DEVICES")
@@ -176,19 +176,15 @@ def _heed_profile(runner: ModelRunner, settings: EngineSettings) -> None:
         log.warning("profile_machine_differs", profiled=str(profile.machine), here=str(here))
 
 
-def kv_transports(settings: EngineSettings) -> tuple[Transport, ...]:
-    """Return the transports in the settings. Raises ConfigError."""
-    return _transports_maker(settings)()
-
-
-def _transports_maker(settings: EngineSettings) -> Callable[[], tuple[Transport, ...]]:
-    """Return a maker of transports that can be sent to the processes of ranks."""
+def transports_maker(settings: EngineSettings) -> Callable[[], tuple[Transport, ...]]:
+    """Return a maker of the transports in the settings, which can be sent to the processes of ranks. Both raise
+    ConfigError."""
     reads_kv = settings.engine not in ("fake", "timed") or (settings.engine == "fake" and settings.fake_verify_kv)
     if MOCK in settings.kv_transports and reads_kv:
         reason = "mock moves no bytes; only the timed engine, or a fake one that does not verify its KV, can do without"
         raise ConfigError("kv_transports", reason)
-    names, link = settings.kv_transports, settings.kv_link
-    return partial(_spoken_transports, names, settings.kv_advertise_host, settings.kv_tls, link)
+    given = settings.kv_transports, settings.kv_advertise_host, settings.kv_tls, settings.kv_link
+    return partial(_spoken_transports, *given)
 
 
 def _spoken_transports(
@@ -307,7 +303,12 @@ def listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
         reason = f"is one port, and {' and '.join(over_tcp)} need one each: give 0, or name one of them"
         raise ConfigError("kv_port", reason)
     _remove_abandoned_sockets()
-    return tuple(KvEndpoint(name, _listen_address(has_path, settings)) for name, has_path in spoken.values())
+    over_network = join_address(settings.kv_listen_host, settings.kv_port)
+    prefix = os.path.join(tempfile.gettempdir(), f"{_SOCKET_PREFIX}{os.getpid()}-")
+    return tuple(
+        KvEndpoint(name, f"{prefix}{secrets.token_hex(4)}.sock" if has_path else over_network)
+        for name, has_path in spoken.values()
+    )
 
 
 def _spoken_as(name: str) -> tuple[str, bool]:
@@ -316,12 +317,6 @@ def _spoken_as(name: str) -> tuple[str, bool]:
         return name, name in PATH_NAMES
     (made,) = make_transports((name,))
     return made.name, made.capabilities.path_addresses
-
-
-def _listen_address(has_path: bool, settings: EngineSettings) -> str:
-    if not has_path:
-        return join_address(settings.kv_listen_host, settings.kv_port)
-    return os.path.join(tempfile.gettempdir(), f"{_SOCKET_PREFIX}{os.getpid()}-{secrets.token_hex(4)}.sock")
 
 
 def _remove_abandoned_sockets() -> None:

@@ -26,6 +26,7 @@ from kaveri.engine.contract import (
     LandingFailed,
     RequestFailed,
 )
+from kaveri.engine.copier import Owner
 from kaveri.engine.kv_plane import Granted, KvPlane, PlaneEvent, first_token_of
 from kaveri.engine.shared import Shared
 from kaveri.errors import EngineError, InvalidArgument, KaveriError, NoCapacity, RequestCancelled
@@ -37,15 +38,8 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable, tick
 from kaveri.seconds import require_seconds
 
 
-class TransferOwner(Protocol):
-    """A request, as its transfers see it. Hashed by identity."""
-
-    @property
-    def key(self) -> EngineKey: ...
-
-    @property
-    def done(self) -> bool:
-        """Ended: no event of it follows."""
+class TransferOwner(Owner, Protocol):
+    """A request, as its transfers see it."""
 
     @property
     def transfer_id(self) -> bytes | None:

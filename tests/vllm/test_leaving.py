@@ -14,7 +14,7 @@ from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineRequest
 from kaveri.engine.shared import Shared
 from kaveri.engine.vllm.connector_scheduler import SchedulerSide, transfer_params
-from kaveri.engine.vllm.life import BlocksAllocated, Drawn, JoinedAnew, KvArrived, Scheduled
+from kaveri.engine.vllm.life import BlocksAllocated, Drawn, Joined, KvArrived, Scheduled
 from kaveri.engine.vllm.request import EntryComputing, VllmRequest
 from kaveri.engine.vllm.requests import Requests
 from kaveri.engine.vllm.steps import Steps
@@ -91,7 +91,7 @@ class _LeavingBench:
         request.drawn.append(7)
         self.requests.admit(request.key)
         self.requests.take_waiting(8)
-        self.requests.apply(request, JoinedAnew())
+        self.requests.apply(request, Joined(anew=True))
         self.core.add(request.engine_id, (), None, is_prefill=False)
         assert request.entry is not None
         request.entry.state = EntryComputing()

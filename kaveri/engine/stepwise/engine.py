@@ -183,10 +183,10 @@ class StepwiseEngine:
             self._lifecycle.admit(key)
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        self._copier.replicate(key, ticket)
+        self._copier.started().replicate(key, ticket)
 
     def release(self, key: EngineKey, timeout_s: float) -> None:
-        self._copier.release(key, timeout_s)
+        self._copier.started().release(key, timeout_s)
 
     # The engine thread.
 

@@ -107,7 +107,7 @@ class PackedLinear(nn.Module):
             outputs: Tensor = torch.ops.mkldnn._linear_pointwise(rows, product.weight, product.bias, "none", [], "")
             if len(product.sizes) == 1:
                 return outputs
-            product.rows, product.parts = rows, dict(enumerate(outputs.split(product.sizes, -1)))
+            product.rows, product.parts = rows, dict(enumerate(torch.split(outputs, product.sizes, -1)))
         part = product.parts.pop(index)
         if not product.parts:
             product.rows = None

@@ -108,8 +108,7 @@ class SchedulerSide:
         them.
 
         The number covers the whole prompt (vLLM still computes the last token, which prefill samples), or the tokens of
-        the
-        copy for a resumed request.
+        the copy for a resumed request.
         """
         entry = self._entries.get(request.request_id)
         if entry is None or not isinstance(entry.state, AwaitingBlocks):

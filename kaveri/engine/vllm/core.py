@@ -86,10 +86,8 @@ class VllmCore:
         """Run one step of the scheduler and, if anything was scheduled, of the model.
 
         batch_count: size of the running batch; limits the tokens of the step to a chunk plus one per request, because
-        prompts
-        would use the unused rest of vLLM's own limit. held: vLLM's records of started requests that keep their blocks
-        but are
-        left out of this step.
+        prompts would use the unused rest of vLLM's own limit. held: vLLM's records of started requests that keep their
+        blocks but are left out of this step.
         """
         scheduler = self._scheduler
         scheduler.max_num_scheduled_tokens = self._chunk_tokens + batch_count
@@ -142,10 +140,6 @@ class VllmCore:
     def unfinished_count(self) -> int:
         """Number of running or waiting requests, including those whose KV has not arrived yet."""
         return sum(self._scheduler.get_request_counts())
-
-    @property
-    def running_count(self) -> int:
-        return int(self._scheduler.get_request_counts()[0])
 
     @property
     def free_blocks(self) -> int:

@@ -11,30 +11,25 @@ from functools import partial
 
 from kaveri.addresses import join_address, split_address
 from kaveri.config.settings import MAX_PORT
-from kaveri.engine.copier import CopySender
 from kaveri.engine.kv_plane import Granted, PlaneEvent, PlaneListener
 from kaveri.engine.vllm.rank import (
-    AbortCopy,
     AbortPush,
     BeginPush,
     BlockStaged,
-    FinishCopy,
+    CopyCall,
     GrantTicket,
     LostListener,
-    MarkCopy,
-    OpenCopy,
     Rank,
     RankCall,
     RankEvent,
     RankSetup,
     RevokeTicket,
     StageBlock,
-    WriteCopy,
 )
 from kaveri.errors import ConfigError, EngineError
 from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
 from kaveri.kv.transfer.gathering import Gathering, TransferStep
-from kaveri.kv.transfer.push import PushListener
+from kaveri.kv.transfer.push import PushListener, PushSender
 from kaveri.kv.transfer.sender import PushEvent
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import PATH_NAMES
@@ -105,7 +100,7 @@ class DataPlane:
         for rank in self._ranks:
             rank.detach()
 
-    # Copies to replicas; see CopyPlane (copier_thread.py) and CopySender (copier.py).
+    # Copies to replicas; see RankCopies.
 
     def hear_copies(self, listener: PushListener) -> None:
         self._copy_listener = listener
@@ -123,7 +118,7 @@ class DataPlane:
             raise EngineError(f"a rank has not copied a block within {_STAGED_TIMEOUT_S:g} s")
 
     def open_copy(self, ticket: Ticket) -> None:
-        self._open(self._copies, ticket, OpenCopy)
+        self._open(self._copies, ticket, lambda ticket: CopyCall("open", (ticket,)))
 
     def do(self, call: RankCall) -> None:
         for rank in self._ranks:
@@ -186,40 +181,42 @@ class DataPlane:
         if table is self._pushes:
             self.abort_push(transfer_id)
         elif table is self._copies:
-            self.do(AbortCopy(transfer_id, keep_marked=True))
+            self.do(CopyCall("abort", (transfer_id,), {"keep_marked": True}))
         else:
             self.revoke(transfer_id)
 
 
 class RankCopies:
-    """Replica pushes in all ranks: a CopyPlane (copier_thread.py) and its CopySender (copier.py)."""
+    """Replica pushes in all ranks: a CopyPlane (copier_thread.py) and its sender."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
 
-    def start(self, listener: PushListener) -> CopySender:
+    def start(self, listener: PushListener) -> PushSender:
         self._plane.hear_copies(listener)
         return self
 
     def stage(self, block_id: int, slot: int) -> None:
         self._plane.stage(block_id, slot)
 
-    def open(self, ticket: Ticket) -> None:
+    def open(self, ticket: Ticket, *, part: bool = False) -> None:
         self._plane.open_copy(ticket)
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Write all layers; each rank has all of them."""
-        for offset, slot in enumerate(source_blocks):
-            self._plane.do(WriteCopy(transfer_id, first_index + offset, slot))
+        self._plane.do(CopyCall("write_layers", (transfer_id, layers, first_index, source_blocks)))
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        self._plane.do(MarkCopy(transfer_id, block_count, note))
+        self._plane.do(CopyCall("mark", (transfer_id, block_count, note)))
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
-        self._plane.do(FinishCopy(transfer_id, note))
+        self._plane.do(CopyCall("finish", (transfer_id, note)))
 
-    def abort(self, transfer_id: bytes) -> None:
-        self._plane.do(AbortCopy(transfer_id, keep_marked=False))
+    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
+        self._plane.do(CopyCall("abort", (transfer_id,), {"keep_marked": keep_marked}))
+
+    def flow(self) -> SenderFlow:
+        """Return an empty snapshot: copies are counted nowhere."""
+        return SenderFlow()
 
     def close(self) -> None:
         """Do nothing: the data plane ends the ranks' pushes."""

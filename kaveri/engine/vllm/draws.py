@@ -162,8 +162,7 @@ def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
 
     logits: [rows, vocabulary], floating point, changed in place. placed: row, request and index within the answer of
     the next token. A greedy row loses only the tokens that must not end its answer yet; a row without any possible
-    token
-    becomes NaN. A failed sampling is recorded in RAISED_DRAWS if its engine runs in this process, else raised.
+    token becomes NaN. A failed sampling is recorded in RAISED_DRAWS if its engine runs in this process, else raised.
     """
     # Before first_index the row is a chunk that does not end its prompt: nothing is sampled.
     due = [each for each in placed if each[2] >= each[1].first_index]

@@ -44,8 +44,7 @@ class VllmEngine:
     """PrefillEngine and DecodeEngine on vLLM (contract.py).
 
     max_batch: max decode requests in the running batch; further admitted ones wait here, in order. listen: addresses
-    for
-    pushes, best first; empty for a prefill-only engine, whose reserve() fails. transports: creates each rank's KV
+    for pushes, best first; empty for a prefill-only engine, whose reserve() fails. transports: creates each rank's KV
     transports, preferred first; a module-level function if ranks have their own processes; None: socket transports.
     receiving: how each rank receives pushes. replicas: how requests are copied to their replica holders. Raises
     ConfigError when one request of the model's length does not fit into the empty pool, or when listening fails; the
@@ -185,10 +184,10 @@ class VllmEngine:
         """See the contract. Refused with more tensor-parallel ranks than KV heads."""
         if not self.info.can_replicate:
             raise InvalidArgument("engine", "of more ranks than KV heads", "one that copies KV to replicas")
-        self._copier.replicate(key, ticket)
+        self._copier.started().replicate(key, ticket)
 
     def release(self, key: EngineKey, timeout_s: float) -> None:
-        self._copier.release(key, timeout_s)
+        self._copier.started().release(key, timeout_s)
 
     def admit(self, key: EngineKey) -> None:
         """See the contract. Ignores requests whose KV has not landed."""
@@ -226,24 +225,21 @@ class VllmEngine:
 
     def _sleep(self, stalled: bool) -> None:
         """Sleep until there is something to do. The caller holds the lock."""
-        while not (self._shared.closing or self._shared.woken or self._steps.has_reports):
-            runnable = self._steps.can_compute(self._steps.held())
+        while not (self._shared.closing or self._shared.woken or self._core.scheduler_side.has_reports):
+            runnable = self._steps.can_compute()
             if runnable and not stalled:
                 return
             self._shared.sleep(_STALLED_S if runnable else None)
             stalled = False
 
     def _answer_check(self, check: "Future[None]") -> None:
-        failure: AssertionError | None = None
-        try:
-            self._steps.check_integrity()
-        except AssertionError as error:
-            failure = error
         with self._shared.lock:
             if check not in self._shared.promises:
                 return
             self._shared.promises.remove(check)
-        if failure is not None:
-            check.set_exception(failure)
+        try:
+            self._steps.check_integrity()
+        except AssertionError as error:
+            check.set_exception(error)
         else:
             check.set_result(None)

@@ -210,12 +210,10 @@ class Admitted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Joined(Event):
-    """Event: the request joins the running batch, and vLLM continues the request that has the KV."""
+    """Event: the request joins the running batch."""
 
-
-@dataclass(frozen=True, slots=True)
-class JoinedAnew(Event):
-    """Event: the request joins the running batch without blocks; vLLM is given a new request."""
+    anew: bool = False
+    """It has no blocks, and vLLM is given a new request; else vLLM continues the one that has the KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,12 +270,7 @@ class LeftOut(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlocksTaken(Event):
-    """Event: vLLM has preempted the request and taken its blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksGivenUp(Event):
-    """Event: the engine takes the request's blocks back for others."""
+    """Event: the request loses its blocks: vLLM has preempted it, or the engine takes them back for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,13 +319,10 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return _ended(state, event)
         case KvArrived() | AdoptedForDecode() | Admitted() | BlocksAllocated():
             return _advanced(state, event), ()
-        case Joined() | JoinedAnew():
+        case Joined():
             return _joined(state, event)
         case LeaveAsked() | LeftBatch() | WentOn():
             return _released(state, event)
-        case BlocksGivenUp():
-            if isinstance(state, Arrived | Waiting):
-                return replace(state, computed=0, promised=0), (Preempted(state.facts.key),)
         case LeftOut():
             if isinstance(state, Joining):
                 return Evicted(facts=state.facts, index=state.index), ()
@@ -377,6 +367,8 @@ def _ended(state: State, event: NoLongerNeeded | VllmFailed | BlocksTaken) -> tu
             return ended, (RequestFailed(facts.key, event.reason, event.is_final), *abort)
         case (Submitted() | VllmPrefilling() | VllmComputed(), BlocksTaken()):
             return ended, (RequestFailed(facts.key, "vLLM took back the blocks that it was promised"), *abort)
+        case (Arrived() | Waiting(), BlocksTaken()):
+            return replace(state, computed=0, promised=0), (Preempted(facts.key),)
         case (Joining() | VllmRunning() | Evicted() | Leaving(), BlocksTaken()):
             return Evicted(facts=facts, index=state.index), (Preempted(facts.key),)
     raise _impossible(state, event)
@@ -404,14 +396,14 @@ def _advanced(state: State, event: KvArrived | AdoptedForDecode | Admitted | Blo
     raise _impossible(state, event)
 
 
-def _joined(state: State, event: Joined | JoinedAnew) -> tuple[State, tuple[Action, ...]]:
+def _joined(state: State, event: Joined) -> tuple[State, tuple[Action, ...]]:
     if not isinstance(state, Waiting):
         raise _impossible(state, event)
     facts, ahead = state.facts, state.ahead
     if ahead and ahead[-1].finish is not None:
         return VllmEnded(facts=facts), ahead
     index = facts.generated_count + (state.first_token_id is not None) + len(ahead)
-    if isinstance(event, JoinedAnew):
+    if event.anew:
         return Joining(facts=facts, index=index), ahead
     return Joining(facts=facts, computed=state.computed, promised=state.promised, index=index), ahead
 

@@ -76,8 +76,7 @@ def load_engine(
     """Load weights, allocate the KV cache and open the KV listener; takes seconds. The caller calls start().
 
     Called at most once per process, since vLLM's state is global, by the thread that imports vLLM. listen: addresses
-    for
-    pushes. transports: see VllmEngine. Raises ConfigError.
+    for pushes. transports: see VllmEngine. Raises ConfigError.
     """
     core = load_core(settings)
     from kaveri.engine.vllm.engine import VllmEngine

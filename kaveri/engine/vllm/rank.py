@@ -1,8 +1,8 @@
 """Interface between the engine and a tensor-parallel rank, in this process (rank_plane) or another (remote_rank)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kaveri.engine.kv_plane import PlaneEvent
 from kaveri.kv.layout.layout import KvLayout
@@ -115,47 +115,15 @@ class StageBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenCopy:
-    """Start the push of a replica from the staging slots. Its events follow."""
+class CopyCall:
+    """Call a method of the PushSender that pushes replicas from the staging slots. Its events follow."""
 
-    ticket: Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class WriteCopy:
-    """Push a staging slot as this block of the replica."""
-
-    transfer_id: bytes
-    block_index: int
-    slot: int
+    method: str
+    arguments: tuple[Any, ...]
+    named: Mapping[str, bool] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class MarkCopy:
-    transfer_id: bytes
-    block_count: int
-    note: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class FinishCopy:
-    """Finish the push of a replica whose blocks are all written. Followed by PushAccepted or PushFailed."""
-
-    transfer_id: bytes
-    note: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class AbortCopy:
-    """Cancel the push of a replica. Followed by PushFailed, unless it has ended."""
-
-    transfer_id: bytes
-    keep_marked: bool
-    """See KvSender.abort."""
-
-
-CopyCall = StageBlock | OpenCopy | WriteCopy | MarkCopy | FinishCopy | AbortCopy
-RankCall = GrantTicket | RevokeTicket | BeginPush | AbortPush | PassFirstToken | ForgetPrompt | CopyCall
+RankCall = GrantTicket | RevokeTicket | BeginPush | AbortPush | PassFirstToken | ForgetPrompt | StageBlock | CopyCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,13 @@ from functools import partial
 
 from kaveri.engine.kv_plane import PoolPlane, Source
 from kaveri.engine.vllm.rank import (
-    AbortCopy,
     AbortPush,
     BeginPush,
     BlockStaged,
     CopyCall,
-    FinishCopy,
     ForgetPrompt,
     GrantTicket,
     LostListener,
-    MarkCopy,
-    OpenCopy,
     PassFirstToken,
     PromptChunk,
     RankCall,
@@ -26,7 +22,6 @@ from kaveri.engine.vllm.rank import (
     RankSetup,
     RevokeTicket,
     StageBlock,
-    WriteCopy,
 )
 from kaveri.errors import KaveriError
 from kaveri.kv.layout.layout import KvLayout
@@ -54,31 +49,24 @@ class StagedCopies:
         transports: Sequence[Transport],
         listener: RankListener,
     ) -> None:
-        self._layers = range(layout.layer_count)
         self._pool = pool
         self._listener = listener
         self._staging = KvPool(pool.layout, slot_count)
         self._sender = PartSender(layout, rank, listener, partial(KvSender, self._staging, transports=transports))
 
-    def do(self, call: CopyCall) -> None:
+    def do(self, call: StageBlock | CopyCall) -> None:
         """Carry out a call. Its events are passed to the listener."""
         match call:
             case StageBlock(serial, block_id, slot):
                 self._staging.memory[:, slot] = self._pool.memory[:, block_id]
                 self._listener(BlockStaged(serial))
-            case OpenCopy(ticket):
+            case CopyCall(method, arguments, named):
                 try:
-                    self._sender.open(ticket)
+                    getattr(self._sender, method)(*arguments, **named)
                 except KaveriError as error:
-                    self._listener(PushFailed(ticket.transfer_id, str(error)))
-            case WriteCopy(transfer_id, block_index, slot):
-                self._sender.write_layers(transfer_id, self._layers, block_index, (slot,))
-            case MarkCopy(transfer_id, block_count, note):
-                self._sender.mark(transfer_id, block_count, note)
-            case FinishCopy(transfer_id, note):
-                self._sender.finish(transfer_id, note)
-            case AbortCopy(transfer_id, keep_marked):
-                self._sender.abort(transfer_id, keep_marked=keep_marked)
+                    if method != "open":
+                        raise
+                    self._listener(PushFailed(arguments[0].transfer_id, str(error)))
 
     def close(self) -> None:
         self._sender.close()
@@ -149,7 +137,7 @@ class RankPlane:
             case ForgetPrompt(engine_id):
                 with self._lock:
                     self._sources.pop(engine_id, None)
-            case StageBlock() | OpenCopy() | WriteCopy() | MarkCopy() | FinishCopy() | AbortCopy():
+            case StageBlock() | CopyCall():
                 with self._lock:
                     if self._copies is None and self._make_copies is not None:
                         self._copies = self._make_copies()

@@ -86,7 +86,7 @@ class Requests:
                 if was_suspect and not request.is_suspect:
                     # Another suspect may wait for its turn.
                     self._on_work()
-            case life.BlocksTaken() | life.BlocksGivenUp():
+            case life.BlocksTaken():
                 request.give_up_blocks()
             case life.WentOn():
                 request.tail_block_ids = None

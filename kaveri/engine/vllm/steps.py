@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kaveri.domain.sampling import FinishReason
 from kaveri.engine.blame import StepMember
 from kaveri.engine.contract import EngineInfo, StepTokens, TokenStep
 from kaveri.engine.shared import Shared
@@ -71,14 +70,9 @@ class Steps:
         """Return the requests to leave out of the next step. The caller holds the lock."""
         return self._requests.held(self._max_batch)
 
-    def can_compute(self, held: Sequence[VllmRequest]) -> bool:
-        """Return True if vLLM can compute any request other than `held`. The caller holds the lock."""
-        return self._core.unfinished_count > self._requests.awaiting_kv_count() + len(held)
-
-    @property
-    def has_reports(self) -> bool:
-        """True if the next step has something to report to vLLM."""
-        return self._core.scheduler_side.has_reports
+    def can_compute(self) -> bool:
+        """Return True if vLLM can compute any request but those held. The caller holds the lock."""
+        return self._core.unfinished_count > self._requests.awaiting_kv_count() + len(self.held())
 
     def turn(self, added: Sequence[VllmRequest], stalled: bool) -> bool:
         """Pass changes to vLLM and let it make a step. Returns True if anything was done. added: new requests. stalled:
@@ -89,10 +83,10 @@ class Steps:
         self._make_room(stalled)
         self._release_ended()
         self._admit_waiting()
-        reporting = self.has_reports
+        reporting = self._core.scheduler_side.has_reports
         with self._shared.lock:
             held = self.held()
-            does_step = reporting or self.can_compute(held)
+            does_step = reporting or self.can_compute()
             left_out = {each.entry.record for each in held if each.entry is not None}
             batch_count = self._requests.running_count()
         self._advances = ()
@@ -182,15 +176,17 @@ class Steps:
         given = request.request
         if isinstance(request.state, life.OF_PREFILL):
             self._give(request, given.token_ids, prefill_params(given, self._info.eos_token_ids), is_prefill=True)
-        elif request.held_tokens is not None:
-            self._give(request, given.token_ids, decode_params(given, self._info.eos_token_ids))
         else:
             # The token that prefill samples is the last of this prompt, and the only one whose KV vLLM must compute.
-            token_ids, drawn_count = given.token_ids, given.generated_count
-            if self._requests.goes_on(request):
-                token_ids, drawn_count = (*token_ids, _UNKNOWN), drawn_count + 1
-            extended = replace(given, token_ids=token_ids, generated_count=drawn_count)
-            self._give(request, token_ids, decode_params(extended, self._info.eos_token_ids))
+            is_sampled = request.held_tokens is None and self._requests.goes_on(request)
+            self._give_decode(request, (_UNKNOWN,) if is_sampled else ())
+
+    def _give_decode(self, request: VllmRequest, drawn: Sequence[int]) -> None:
+        """Give vLLM a request of the decode side. drawn: tokens after its prompt that are computed as part of it."""
+        given = request.request
+        token_ids = (*given.token_ids, *drawn)
+        extended = replace(given, token_ids=token_ids, generated_count=given.generated_count + len(drawn))
+        self._give(request, token_ids, decode_params(extended, self._info.eos_token_ids))
 
     def _give(self, request: VllmRequest, token_ids: Sequence[int], params: Any, *, is_prefill: bool = False) -> None:
         try:
@@ -241,9 +237,8 @@ class Steps:
         """Free blocks for requests that wait for some, taking those of adopted requests that are not being computed.
 
         While vLLM is stalled, the last landed request that is not being computed loses its blocks too, and is
-        recomputed
-        later. This breaks a deadlock between a service that admits nothing until running requests advance, and running
-        requests that wait for blocks of unadmitted ones.
+        recomputed later. This breaks a deadlock between a service that admits nothing until running requests advance,
+        and running requests that wait for blocks of unadmitted ones.
         """
         with self._shared.lock:
             if not self._requests.short_of_blocks:
@@ -257,7 +252,7 @@ class Steps:
                 self._shared.wake()
             for request in giving_up:
                 self._requests.leave_entry(request)
-                self._requests.apply(request, life.BlocksGivenUp())
+                self._requests.apply(request, life.BlocksTaken())
 
     def _admit_waiting(self) -> None:
         """Let vLLM compute admitted requests, as far as the batch has room."""
@@ -266,9 +261,7 @@ class Steps:
             for request in self._requests.take_waiting(self._max_batch):
                 assert isinstance(request.state, life.Waiting), "only a waiting request joins"
                 first_token_id = request.state.first_token_id
-                for ahead in self._requests.apply(
-                    request, life.JoinedAnew() if request.entry is None else life.Joined()
-                ):
+                for ahead in self._requests.apply(request, life.Joined(anew=request.entry is None)):
                     # Each token was sampled by its own step.
                     self._put_tokens([ahead])
                 joined.append((request, first_token_id))
@@ -278,20 +271,14 @@ class Steps:
             if request.done:
                 continue
             if entry is None:
-                self._submit_again(request)
+                # It gave its blocks up before it joined the batch.
+                self._give_decode(request, request.drawn)
             elif isinstance(entry.state, AwaitingKv):
                 self._core.scheduler_side.landed(entry.state.landing_blocks)
                 entry.state = EntryComputing()
                 self._core.begin_answer(entry.record, first_token_id)
             else:
                 self._core.decode(entry.record)
-
-    def _submit_again(self, request: VllmRequest) -> None:
-        """Give vLLM a request that gave its blocks up before it joined the batch."""
-        given, drawn = request.request, request.drawn
-        token_ids = (*given.token_ids, *drawn)
-        extended = replace(given, token_ids=token_ids, generated_count=given.generated_count + len(drawn))
-        self._give(request, token_ids, decode_params(extended, self._info.eos_token_ids))
 
     # After the step.
 
@@ -357,17 +344,13 @@ class Steps:
         token_id = output.token_ids[0]
         position = output.logprobs[0] if output.logprobs else None
         logprobs = logprobs_of(position, token_id, request.request.params.logprobs)
-        finish = self._finish(request, token_id)
+        context_tokens = request.prompt_tokens + len(request.drawn) + 1
+        eos_token_ids, max_model_len = self._info.eos_token_ids, self._info.max_model_len
+        params = request.request.params
+        finish = finish_reason(params, eos_token_ids, token_id, request.draw_index, context_tokens, max_model_len)
         if finish is None and output.finish_reason is not None:
             return life.VllmFailed(_ended_by_vllm(output))
         return life.Drawn(computed, token_id, logprobs, finish)
-
-    def _finish(self, request: VllmRequest, token_id: int) -> FinishReason | None:
-        """Return the reason if the request ends with this next token; None if it continues."""
-        params, index = request.request.params, request.draw_index
-        context_tokens = request.prompt_tokens + len(request.drawn) + 1
-        eos_token_ids, max_model_len = self._info.eos_token_ids, self._info.max_model_len
-        return finish_reason(params, eos_token_ids, token_id, index, context_tokens, max_model_len)
 
     def _call_ranks(self, actions: Iterable[TokenStep | AbortPush | PassFirstToken]) -> None:
         for action in actions:

@@ -28,13 +28,11 @@ from kaveri.engine.vllm.life import (
     AdoptedForDecode,
     Arrived,
     BlocksAllocated,
-    BlocksGivenUp,
     BlocksTaken,
     Drawn,
     Event,
     Evicted,
     Joined,
-    JoinedAnew,
     Joining,
     KvArrived,
     LeaveAsked,
@@ -76,7 +74,6 @@ _EVENTS: dict[type[Any], Event] = {
         AdoptedForDecode(),
         Admitted(),
         Joined(),
-        JoinedAnew(),
         LeaveAsked(),
         LeftBatch(),
         WentOn(),
@@ -86,7 +83,6 @@ _EVENTS: dict[type[Any], Event] = {
         Drawn(1, 1, None, None),
         LeftOut(),
         BlocksTaken(),
-        BlocksGivenUp(),
         VllmFailed("why"),
         NoLongerNeeded(),
     )
@@ -97,8 +93,8 @@ _LEGAL: dict[type[Any], set[type[Any]]] = {
     VllmPrefilling: _OF_PROMPTS | {Stepped, Drawn},
     VllmComputed: _OF_PROMPTS | {AdoptedForDecode, Stepped, Drawn},
     VllmReserved: {TransferOpened, TransferEnded, BlocksAllocated, KvArrived, NoLongerNeeded},
-    Arrived: {Admitted, LeaveAsked, Scheduled, Stepped, Drawn, BlocksGivenUp, VllmFailed, NoLongerNeeded},
-    Waiting: {Joined, JoinedAnew, Scheduled, Stepped, Drawn, BlocksGivenUp, VllmFailed, NoLongerNeeded},
+    Arrived: {Admitted, LeaveAsked, Scheduled, Stepped, Drawn, BlocksTaken, VllmFailed, NoLongerNeeded},
+    Waiting: {Joined, Scheduled, Stepped, Drawn, BlocksTaken, VllmFailed, NoLongerNeeded},
     Joining: {Scheduled, LeftOut, BlocksTaken, VllmFailed, NoLongerNeeded},
     VllmRunning: {Scheduled, Stepped, Drawn, LeaveAsked, BlocksTaken, VllmFailed, NoLongerNeeded},
     Evicted: {Scheduled, BlocksTaken, VllmFailed, NoLongerNeeded},
@@ -147,6 +143,8 @@ class VllmLife(RuleBasedStateMachine):
                 return
             case Scheduled() | BlocksAllocated():
                 event = type(event)(data.draw(st.integers(0, 6)))
+            case Joined():
+                event = Joined(anew=data.draw(st.booleans()))
             case Stepped():
                 event = Stepped(self.state.computed + data.draw(st.integers(1, 5)))
             case Drawn():
@@ -173,7 +171,7 @@ class VllmLife(RuleBasedStateMachine):
                 expected = [PrefillStarted(key)]
             case Stepped(computed) if is_computing and computed < before.facts.prompt_tokens:
                 expected = [PrefillProgress(key, computed)]
-            case Joined() | JoinedAnew():
+            case Joined():
                 assert isinstance(before, Waiting)
                 expected = list(before.ahead)
             case Drawn(_, token_id, logprobs, finish) if is_computing:
@@ -182,8 +180,6 @@ class VllmLife(RuleBasedStateMachine):
             case Drawn(_, token_id, logprobs, finish) if not isinstance(before, VllmComputed | Arrived | Waiting):
                 index = sum(isinstance(each, TokenStep) for each in self.told)
                 expected = [TokenStep(key, _GENERATED + 1 + index, token_id, logprobs, finish)]
-            case BlocksGivenUp():
-                expected = [Preempted(key)]
             case BlocksTaken() if not is_prompt:
                 expected = [Preempted(key)]
             case VllmFailed() | BlocksTaken():

@@ -34,7 +34,7 @@ class _Table(Requests):
     def fill_batch(self, max_batch: int) -> list[VllmRequest]:
         joined = self.take_waiting(max_batch)
         for request in joined:
-            self.apply(request, life.JoinedAnew())
+            self.apply(request, life.Joined(anew=True))
         return joined
 
     def step(self, request: VllmRequest, computed: int, block_count: int = 0) -> None:
