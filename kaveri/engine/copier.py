@@ -321,7 +321,6 @@ class Copier(Generic[OwnerT]):
             release.token_count = stopped_tokens or 0
 
     def _readable_blocks(self, copy: _Copy[OwnerT]) -> int:
-        """Number of its first blocks that may be staged."""
         if copy.release is not None and copy.release.token_count:
             return self._layout.block_count(copy.release.token_count)
         return self._account.whole_blocks(copy.owner)
@@ -341,7 +340,6 @@ class Copier(Generic[OwnerT]):
         return self._held_slots.get(copy.holder, 0) < len(self._free_slots)
 
     def _stage(self, copy: _Copy[OwnerT], index: int, place: BlockPlace, slot: int) -> None:
-        """Copy a block to a slot, and queue it."""
         try:
             self._staging(place.block_id, slot)
         except Exception as error:  # A copy must never end the engine, and with it its requests.

@@ -72,7 +72,6 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
 
 
 def _built(settings: EngineSettings) -> ModelRunner | BuiltEngine:
-    """Return the result of the engine's builder. Raises ConfigError."""
     try:
         build = ENGINES.load(settings.engine)
     except ValueError as error:
@@ -158,7 +157,6 @@ def profiled_engine(runner: ModelRunner, settings: EngineSettings) -> ProfiledEn
 
 
 def _heed_profile(runner: ModelRunner, settings: EngineSettings) -> None:
-    """Refuse another engine's profile, and log where the size of chunks comes from."""
     log = get_logger()
     profile = settings.profile
     if profile is None:
@@ -198,7 +196,6 @@ def _spoken_transports(
 
 
 def _require_sensible(settings: EngineSettings) -> None:
-    """Raise ConfigError for settings that can be refused before a model is loaded."""
     if settings.max_model_len != 0:
         require_model_len(settings.max_model_len)
     if settings.block_tokens is not None and settings.block_tokens < 1:
@@ -320,7 +317,6 @@ def _spoken_as(name: str) -> tuple[str, bool]:
 
 
 def _remove_abandoned_sockets() -> None:
-    """Remove socket files of killed processes, on which no process listens."""
     for path in Path(tempfile.gettempdir()).glob(f"{_SOCKET_PREFIX}*.sock"):
         pid = path.name.removeprefix(_SOCKET_PREFIX).partition("-")[0]
         # A living process may be about to listen; a process that lives in another container answers.

@@ -79,7 +79,7 @@ class _LeavingBench:
         self.requests = Requests(info, self.shared.put, lambda: None)
         unused: Any = SimpleNamespace(do=lambda call: None)
         self.steps = Steps(self.shared, self.requests, self.core, unused, unused, info, 8)  # type: ignore[arg-type]
-        self.core.scheduler_side.hooks = self.steps
+        self.core.scheduler_side.attach(self.requests, self.steps.stepping)
 
     def running(self) -> VllmRequest:
         params = ResolvedParams(max_tokens=20, seed=0)

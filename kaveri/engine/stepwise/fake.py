@@ -223,7 +223,6 @@ class FakeRunner:
         return barred_token_ids(part.params, self.eos_token_ids, index)
 
     def _blocks(self, batch: Sequence[SequenceSlice], positions: Sequence[int]) -> Indices:
-        """Return the block of one position of each slice."""
         block_tokens = self.layout.block_tokens
         pairs = zip(batch, positions, strict=True)
         return np.array([part.block_ids[position // block_tokens] for part, position in pairs], np.int64)
@@ -286,7 +285,6 @@ class FakeRunner:
     def _write(
         self, blocks: Indices, slots: Indices, records: Words, prefill_tokens: int, on_layer: LayerListener | None
     ) -> None:
-        """Write records layer by layer, with the step's time spread evenly over the layers."""
         layer_count, _, row_words = self._masks.shape
         layer_s = (self.model.step_s + prefill_tokens * self.model.prefill_token_s) / layer_count
         if on_layer is None and layer_s > 0:

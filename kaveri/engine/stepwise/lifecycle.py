@@ -36,7 +36,7 @@ _RETRY_AFTER_S = 0.1
 
 
 class Lifecycle:
-    """Requests of one stepwise engine and their blocks. A TransferAccount (transfers.py) and a CopyAccount (copier.py).
+    """Requests of one stepwise engine and their blocks. An EngineAccount (threaded.py).
 
     put: takes events, in order. on_work: called when plan() may return something new, or blocks have become free.
     chunk_tokens: most prompt tokens of a step. max_batch: most decode requests of a step.
@@ -64,15 +64,14 @@ class Lifecycle:
         """Ended requests whose blocks a step or a transfer can still touch."""
         self.residency = Residency(BlockAllocator(info.total_blocks), info.layout, max_batch)
 
-    def open_prefill(self, request: EngineRequest) -> None:
-        """Take the prompt's blocks and queue it. Raises RequestAlreadyExists and NoCapacity."""
+    def open_prefill(self, request: EngineRequest) -> Sequence:
         sequence = self._open(self.prefills, "prefill", request, SequencePhase.PREFILLING, len(request.token_ids))
         self._prefilling.append(sequence)
         sequence.source = Source(sequence.block_ids, len(request.token_ids))
         self._on_work()
+        return sequence
 
     def adopt(self, key: EngineKey) -> None:
-        """Turn a computed prompt without an open push into a landed request, with its blocks. Others are ignored."""
         sequence = self.prefills.get(key)
         if sequence is not None and sequence.phase is SequencePhase.COMPUTED and sequence.transfer_id is None:
             sequence.mirrored = sequence.computed // self._info.layout.block_tokens
@@ -86,7 +85,6 @@ class Lifecycle:
             self._on_work()
 
     def admit(self, key: EngineKey) -> None:
-        """Let a landed request run from the next step on. Others are ignored."""
         sequence = self.decodes.get(key)
         if sequence is not None and sequence.phase is SequencePhase.LANDED:
             self.residency.admit(sequence)
@@ -293,14 +291,12 @@ class Lifecycle:
         return computed, unwanted
 
     def clear(self) -> None:
-        """Free the whole pool. No step runs and no transfer is open any more."""
         for owner in self.residency.allocator.owners():
             self.residency.allocator.release(owner)
         for container in (self.prefills, self._prefilling, self.decodes, self.residency, self._quarantined):
             container.clear()
 
     def stats(self) -> EngineStats:
-        """Snapshot of the engine; takes time in proportion to the live requests."""
         admitted = len(self.residency.running) + len(self.residency.waiting)
         held = (*self.prefills.values(), *self.decodes.values())
         return EngineStats(

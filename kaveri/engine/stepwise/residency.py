@@ -186,7 +186,6 @@ class Residency:
         return True
 
     def _latest_outside(self) -> Sequence | None:
-        """Return the sequence outside the batch that gives blocks up next."""
         for sequence in reversed(self.landed):
             if sequence.block_ids:
                 return sequence

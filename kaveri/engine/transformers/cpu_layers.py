@@ -115,7 +115,6 @@ class PackedLinear(nn.Module):
 
 
 def _joinable(model: nn.Module, calls: Sequence[LinearCall]) -> Iterable[list[str]]:
-    """Return the names of the called layers, grouped by joint product."""
     times = Counter(call.name for call in calls)
     groups: dict[tuple[object, ...], list[LinearCall]] = {}
     for call in calls:
@@ -140,7 +139,6 @@ def _linear(model: nn.Module, name: str) -> nn.Linear:
 
 
 def _computes(weight: Tensor) -> bool:
-    """Return True if oneDNN of this build multiplies by it on this machine."""
     if weight.device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if weight.dtype == torch.bfloat16:

@@ -71,18 +71,15 @@ class TransformersRunner:
         return results
 
     def completed(self, block_ids: Sequence[int]) -> None:
-        """Make these blocks readable in the pool; see ModelRunner."""
         assert self._memory is not None, "attach() comes first"
         self._memory.mirror_all(block_ids)
 
     def landed(self, block_ids: Sequence[int]) -> None:
-        """Take over blocks of the pool that a transfer has written; see ModelRunner."""
         assert self._memory is not None, "attach() comes first"
         self._memory.landed(block_ids)
 
 
 def _scored(logits: Tensor, piece: SequenceSlice, drawn: Drawn) -> Drawn:
-    """Return the result of a slice with scored_ids. An error there ends its request."""
     assert not isinstance(drawn, ScoredSlice)
     try:
         entries = score_tokens(logits, piece.scored_ids, piece.params.prompt_logprobs or 0)

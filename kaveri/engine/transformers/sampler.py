@@ -172,7 +172,6 @@ def score_tokens(logits: Tensor, token_ids: Sequence[int], count: int) -> tuple[
 
 
 def _logprobs(logits: Tensor, slices: Sequence[SequenceSlice], token_ids: Sequence[int]) -> dict[int, Logprobs]:
-    """Return log-probabilities by row, for the rows that requested them: at least one."""
     counts = {row: piece.params.logprobs for row, piece in enumerate(slices) if piece.params.logprobs is not None}
     chosen = logits[torch.tensor(list(counts), device=logits.device)]
     entries = _report(chosen, [token_ids[row] for row in counts], list(counts.values()))

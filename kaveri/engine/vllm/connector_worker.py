@@ -2,6 +2,7 @@
 Bytes are moved by the rank's end of the data plane, which belongs to the engine that has attached it."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +32,7 @@ class WorkerSide:
         ranks_at: str = "",
     ) -> None:
         self.cache = SharedCache()
-        self._vllm_config = vllm_config
-        self._kv_cache_config = kv_cache_config
-        self._model_fingerprint = model_fingerprint
+        self._layout_of = partial(layout_of, vllm_config, kv_cache_config, model_fingerprint)
         self._mirrored = mirrored
         self._ranks_at = ranks_at
         self._mirror: Mirror | None = None
@@ -50,7 +49,7 @@ class WorkerSide:
     def register(self, caches: Mapping[str, Tensor]) -> None:
         """Handle vLLM's allocation of the KV cache. Raises ConfigError for an unsupported layout."""
         rank = get_tensor_model_parallel_rank()
-        layout = layout_of(self._vllm_config, self._kv_cache_config, self._model_fingerprint)
+        layout = self._layout_of()
         part = layout.rank(rank)
         cache = blocks_of(caches, part)
         pool = None if self._mirrored else pool_over(cache, part, self.cache.memory)

@@ -134,7 +134,6 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
 
 
 def _check_options(engine_args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option of vLLM that users cannot set."""
     for key, value in engine_args.items():
         if key in _OURS:
             raise ConfigError("engine_args", f"{key} is not to be set here: {_OURS[key]}")
@@ -247,7 +246,6 @@ def model_fingerprint(checkpoint: str, engine_args: Mapping[str, Any]) -> str:
 
 
 def _worker_side() -> "WorkerSide":
-    """Return the connector's worker side of an engine that computes in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from kaveri.engine.vllm.connector import KaveriConnector

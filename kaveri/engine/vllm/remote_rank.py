@@ -142,7 +142,6 @@ class RemoteRank:
             self._lose("takes no calls")
 
     def _write(self) -> None:
-        """Send calls until the rank is lost or shut down."""
         try:
             while (call := self._calls.get()) is not None and not self._lost.locked():
                 self._connection.send(call)

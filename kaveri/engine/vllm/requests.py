@@ -18,7 +18,7 @@ _SERIALS = itertools.count()
 
 
 class Requests:
-    """Requests from submission until vLLM has their blocks back. A TransferAccount (transfers.py). put: receives
+    """Requests from submission until vLLM has their blocks back. An EngineAccount (threaded.py). put: receives
     events, in order. on_work: called when the engine thread has something to do."""
 
     def __init__(
@@ -54,11 +54,9 @@ class Requests:
         return any(isinstance(request.state, life.Evicted) for request in self.decodes.values())
 
     def open_prefill(self, request: EngineRequest) -> VllmRequest:
-        """Add a new prompt. Raises RequestAlreadyExists and NoCapacity."""
         return self._open("prefill", self.prefills, request, life.submitted(_new_id(), request, self._info.layout))
 
     def adopt(self, key: EngineKey) -> None:
-        """Move a computed prompt without an open push to the decode side. Others are ignored."""
         request = self.prefills.get(key)
         if request is not None and isinstance(request.state, life.VllmComputed) and request.transfer_id is None:
             if key in self.decodes:
@@ -68,7 +66,6 @@ class Requests:
             self._on_work()
 
     def admit(self, key: EngineKey) -> None:
-        """Let a request whose KV has landed run. Others are ignored."""
         request = self.decodes.get(key)
         if request is not None and isinstance(request.state, life.Arrived):
             self.apply(request, life.Admitted())
@@ -162,13 +159,11 @@ class Requests:
         return sum(request.awaits_kv for request in (*self.decodes.values(), *self.ended))
 
     def clear(self) -> None:
-        """Remove all requests. Precondition: vLLM has all blocks back and no transfer is open."""
         for table in (self.prefills, self.decodes, self.waiting, self.by_id, self.ended, self.added):
             table.clear()
         self.unused_blocks = self._info.total_blocks
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of the engine; takes time proportional to the live requests."""
         prefilling = [r for r in self.prefills.values() if isinstance(r.state, life.Submitted | life.VllmPrefilling)]
         admitted = len(self.waiting) + self.running_count()
         return EngineStats(

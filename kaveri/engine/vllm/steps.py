@@ -1,5 +1,5 @@
 """Runs the engine's turns: passes new work to vLLM, runs a vLLM step, and applies the result to the requests. Runs on
-the engine thread, which alone calls vLLM. During a step vLLM's scheduler calls back (StepHooks)."""
+the engine thread, which alone calls vLLM. During a step vLLM's scheduler calls stepping()."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -41,7 +41,7 @@ _Actions = list[TokenStep | AbortPush | PassFirstToken]
 
 
 class Steps:
-    """Runs the engine's turns and implements StepHooks, which vLLM calls during them."""
+    """Runs the engine's turns."""
 
     def __init__(
         self,
@@ -122,14 +122,10 @@ class Steps:
         with self._shared.lock:
             self._requests.check_integrity(tables)
 
-    # Callbacks of vLLM's scheduler within a step; see StepHooks.
-
-    def find(self, engine_id: str) -> VllmRequest | None:
-        return self._requests.by_id.get(engine_id)
-
     def stepping(
         self, placements: Sequence[Placement], advances: Sequence[RequestAdvance], preempted: Sequence[Entry]
     ) -> Sequence[PromptChunk]:
+        """Handle the start of a step; vLLM's scheduler calls it within turn(). See StepListener."""
         chunks: list[PromptChunk] = []
         actions: _Actions = []
         with self._shared.lock:
@@ -159,18 +155,9 @@ class Steps:
         self._shared.publish()
         return chunks
 
-    def keeps_blocks(self, entry: Entry) -> bool:
-        if isinstance(entry.state, AwaitingBlocks | AwaitingKv):
-            # vLLM itself keeps the blocks of a request that still waits for its KV.
-            return False
-        with self._shared.lock:
-            # A prompt that ran ahead to the end of its answer may still be pushed.
-            return entry.owner.transfer_id is not None or isinstance(entry.owner.state, life.VllmComputed)
-
     # Before the step.
 
     def _add(self, request: VllmRequest) -> None:
-        """Give vLLM a request for the first time."""
         if request.done:
             return
         given = request.request
@@ -255,7 +242,6 @@ class Steps:
                 self._requests.apply(request, life.BlocksTaken())
 
     def _admit_waiting(self) -> None:
-        """Let vLLM compute admitted requests, as far as the batch has room."""
         joined: list[tuple[VllmRequest, int | None]] = []
         with self._shared.lock:
             for request in self._requests.take_waiting(self._max_batch):
