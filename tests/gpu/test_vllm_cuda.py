@@ -19,14 +19,12 @@ from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.vllm.draws import Draw, keep_drawn
 from tests.support.bare_vllm import bare_vllm_answers
 from tests.support.local_cluster import run_cluster
-from tests.support.reading import Reading
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 VOCAB_SIZE = 320
 CHUNK_TOKENS = 256
-LONG_ANSWER_TOKENS = 900
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 128, 200, 255, 256, 257, 400, 511, 512, 513, 777, 900, 1000)
 
 
@@ -100,23 +98,12 @@ def make_case(
     rng = random.Random(2)
     prompts = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(length)) for length in LENGTHS]
     params = [random_params(rng, 24) for _ in prompts]
-    expected = plain_answers(model, prompts, params, dtype, chunk_tokens, graphs)
+    plain = {"max_num_batched_tokens": chunk_tokens, "gpu_memory_utilization": 0.1, "enforce_eager": not graphs}
+    expected = bare_vllm_answers(model, prompts, params, dtype=dtype, **plain)
     return Case(model, dtype, prompts, params, expected, chunk_tokens, graphs)
 
 
-def plain_answers(
-    model: Path,
-    prompts: list[tuple[int, ...]],
-    params: list[ResolvedParams],
-    dtype: str = "float32",
-    chunk_tokens: int = CHUNK_TOKENS,
-    graphs: bool = False,
-) -> list[tuple[int, ...]]:
-    options = {"max_num_batched_tokens": chunk_tokens, "gpu_memory_utilization": 0.1, "enforce_eager": not graphs}
-    return bare_vllm_answers(model, prompts, params, dtype=dtype, **options)
-
-
-@pytest.fixture(params=["float32"])
+@pytest.fixture
 def exact_sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """For the processes of both sides: sums that do not depend on the batch, in this dtype.
 
@@ -161,32 +148,3 @@ async def test_answers_equal_one_plain_engine_on_the_same_device(
         if not options:
             # Again, with the prompts in vLLM's prefix cache.
             await case.require_exact(client)
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("exact_sums")
-async def test_killed_decode_and_prefill_instances_lose_no_token(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path, "llama", vocab_size=VOCAB_SIZE, hidden_size=256, tokenizer=True)
-    rng = random.Random(3)
-    prompts = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(60)) for _ in range(10)]
-    params = [ResolvedParams(max_tokens=LONG_ANSWER_TOKENS, temperature=0, ignore_eos=True)] * len(prompts)
-    expected = plain_answers(model, prompts, params)
-    case = Case(model, "float32", prompts, params, expected)
-    async with (
-        run_cluster(prefill_count=2, decode_count=2, **case.settings("prefill decode")) as cluster,
-        AsyncClient(cluster.target) as client,
-    ):
-        readings = [
-            Reading(client.stream(prompt_token_ids=prompt, params=each, timeout_s=200))
-            for prompt, each in zip(prompts, params, strict=True)
-        ]
-        await asyncio.gather(*(reading.has(5) for reading in readings))
-        # Requests of the decode instance are computed again, by the prefill instance that is left.
-        await asyncio.gather(cluster.kill("prefill-0"), cluster.kill("decode-0"))
-        await asyncio.gather(*(reading.task for reading in readings))
-        answers = [tuple(token for chunk in reading.chunks for token in chunk.token_ids) for reading in readings]
-        assert answers == expected
-        assert max(reading.timing.attempts for reading in readings) > 1, "decode-0 held no request: nothing was shown"
-        await asyncio.gather(*(cluster.stack.restart(name) for name in ("prefill-0", "decode-0")))
-        await cluster.stack.wait_until_ready(300)
-        await case.require_exact(client)

@@ -289,23 +289,6 @@ def test_a_layer_is_saved_once_in_every_step_in_the_models_order_when_its_kv_is_
             written[data["layer"]] = data["written"]
 
 
-def test_chunks_are_computed_in_the_order_of_submission_and_counted_before_they_are(bare: Bare) -> None:
-    first, second = bare.add("a", prompt_of(3, 100)), bare.add("b", prompt_of(4, 50))
-    requests = {data["id"]: data["request"] for data in SCRIPT.of("on_new_request")}
-    ends: dict[str, list[int]] = {first: [], second: []}
-    plans: list[dict[str, int]] = []
-    while bare.llm.has_unfinished_requests():
-        before = {vllm_id: request.num_computed_tokens for vllm_id, request in requests.items()}
-        calls = bare.step()
-        (plan,) = (data for name, data in calls if name == "build_connector_meta")
-        plans.append(plan["scheduled"])
-        for vllm_id, count in plan["scheduled"].items():
-            ends[vllm_id].append(before[vllm_id] + count)
-            assert len(plan["blocks"][vllm_id]) >= math.ceil(ends[vllm_id][-1] / BLOCK_TOKENS)
-    assert plans == [{first: 64}, {first: 36, second: 28}, {second: 22}]
-    assert ends == {first: [64, 100], second: [28, 50]}
-
-
 def test_a_request_waits_for_the_kv_that_a_transfer_brings_and_then_computes_its_last_token(bare: Bare) -> None:
     prompt = prompt_of(5, 80)
     bare.add("reference", prompt, max_tokens=4)
@@ -382,17 +365,6 @@ def test_a_request_that_waits_may_learn_its_last_token_and_that_its_kv_is_there(
     assert not bare.scheduler.finished_recving_kv_req_ids
 
 
-def test_a_request_aborted_after_its_kv_is_there_gives_its_blocks_back_at_once(bare: Bare) -> None:
-    free = bare.free_blocks
-    SCRIPT.brings["r"] = 80
-    vllm_id = bare.add("r", prompt_of(13, 80), max_tokens=3)
-    bare.step()
-    bare.scheduler.finished_recving_kv_req_ids.add(vllm_id)
-    bare.llm.abort_request([vllm_id], internal=True)
-    assert bare.free_blocks == free
-    assert vllm_id not in bare.scheduler.requests
-
-
 def _copy_last_block(bare: Bare, prompt: list[int], target: int) -> None:
     """Computes the prompt once more, as another request, and copies its last, unfinished block."""
     (caches,) = (data["caches"] for data in SCRIPT.of("register_kv_caches"))
@@ -404,27 +376,6 @@ def _copy_last_block(bare: Bare, prompt: list[int], target: int) -> None:
     for cache in caches.values():
         cache[target] = cache[block["blocks"][vllm_id][-1]]
     SCRIPT.sent.add(vllm_id)
-    bare.step()
-
-
-def test_a_request_without_room_is_asked_about_again_and_placed_once(bare: Bare) -> None:
-    SCRIPT.keeps.add("large")
-    large = bare.add("large", prompt_of(6, 250))
-    while "large" not in bare.outputs:
-        bare.step()
-    SCRIPT.brings["r"] = 200
-    waiting = bare.add("r", prompt_of(7, 200), max_tokens=2)
-    for _ in range(3):
-        bare.step()
-    asked = [data for data in SCRIPT.of("get_num_new_matched_tokens") if data["name"] == "r"]
-    assert len(asked) == 3, "asking must have no effect"
-    assert not [data for data in SCRIPT.of("update_state_after_alloc") if data["name"] == "r"]
-    SCRIPT.sent.add(large)
-    bare.step()
-    bare.step()
-    assert len([data for data in SCRIPT.of("update_state_after_alloc") if data["external"] == 200]) == 1
-    bare.llm.abort_request([waiting], internal=True)
-    SCRIPT.received.add(waiting)
     bare.step()
 
 

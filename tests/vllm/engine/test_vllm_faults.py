@@ -1,7 +1,6 @@
 """What the conformance suite does not ask of the vLLM engine: peers that die, every transport, what is cached, what
 other engines push."""
 
-import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,10 +18,10 @@ from kaveri.engine.contract import (
     PrefillProgress,
     StepTokens,
 )
-from kaveri.errors import LayoutMismatch, NoCapacity, RequestCancelled
+from kaveri.errors import LayoutMismatch
 from kaveri.kv.transfer.ticket import KvEndpoint
-from kaveri.testing.engine_conformance import EngineRequest, Pair, make_request, when_there_is_room
-from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
+from kaveri.testing.engine_conformance import Pair, make_request, when_there_is_room
+from kaveri.testing.engine_recorder import EngineRecorder, wait_until_free
 from tests.support.engine_process import RemoteEngine
 from tests.support.plain_transformers import PlainTransformers
 
@@ -154,44 +153,6 @@ def test_what_prefill_has_cached_is_pushed_without_being_computed(
     assert pair.answer(second) == reference.answer(second.token_ids, 9)
     assert pair.prefilled.of(PrefillProgress, first.key)
     assert not pair.prefilled.of(PrefillProgress, second.key)
-    wait_until_free(pair.prefill, pair.decode)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_two_hundred_random_cancels_leak_no_block_and_disturb_nobody(
-    bench: _VllmEngines, reference: PlainTransformers, seed: int
-) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    pair = bench.pair(total_blocks=12)
-    kept: list[EngineRequest] = []
-    for i in range(230):
-        request = make_request(pair.prefill, f"r{i}", rng.randrange(1, 100), rng.randrange(1, 25), seed)
-        cancelled = i % 8 != 0
-        if cancelled and rng.random() < 0.3:
-            # Before the reservation is granted, or while it is.
-            asked = pair.decode.reserve(request, 60.0)
-            pair.decode.abort(request.key)
-            # A ticket, when it was granted before the abort, or the reason why there is none.
-            refused = asked.exception(SOON_S)
-            assert refused is None or isinstance(refused, RequestCancelled | NoCapacity), refused
-        elif cancelled:
-            ticket = pair.reserve(request)
-            if rng.random() < 0.3:
-                pair.decode.abort(request.key)
-            when_there_is_room(lambda request=request: pair.prefill.prefill(request))
-            pair.prefill.push_to(request.key, ticket)
-            if rng.random() < 0.5:
-                pair.prefilled.wait_for(FirstToken, request.key)
-            for engine in rng.sample((pair.prefill, pair.decode), 2):
-                engine.abort(request.key)
-        else:
-            pair.hand_over(request)
-            kept.append(request)
-    for request in kept:
-        assert pair.answer(request) == reference.answer(request.token_ids, request.params.max_tokens or 0)
-        if request.params.max_tokens == 1:
-            pair.decode.abort(request.key)
     wait_until_free(pair.prefill, pair.decode)
 
 
