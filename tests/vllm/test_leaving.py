@@ -15,7 +15,7 @@ from kaveri.engine.contract import EngineInfo, EngineKey, EngineRequest
 from kaveri.engine.shared import Shared
 from kaveri.engine.vllm.connector_scheduler import SchedulerSide, transfer_params
 from kaveri.engine.vllm.life import BlocksAllocated, Drawn, Joined, KvArrived, Scheduled
-from kaveri.engine.vllm.request import EntryComputing, VllmRequest
+from kaveri.engine.vllm.request import EntryPhase, VllmRequest
 from kaveri.engine.vllm.requests import Requests
 from kaveri.engine.vllm.steps import Steps
 from kaveri.kv.layout.layout import KvLayout
@@ -94,7 +94,7 @@ class _LeavingBench:
         self.requests.apply(request, Joined(anew=True))
         self.core.add(request.engine_id, (), None, is_prefill=False)
         assert request.entry is not None
-        request.entry.state = EntryComputing()
+        request.entry.phase = EntryPhase.COMPUTING
         self.requests.apply(request, Scheduled(2))
         self.requests.apply(request, Drawn(6, 8, None, None))
         assert self.requests.stop(request) is None

@@ -5,14 +5,7 @@ from typing import Any, NamedTuple
 
 from kaveri.engine.vllm.life import OF_PREFILL, VllmComputed
 from kaveri.engine.vllm.rank import PromptChunk, StepOrders
-from kaveri.engine.vllm.request import (
-    AwaitingBlocks,
-    AwaitingKv,
-    Entry,
-    EntryComputing,
-    EntryKept,
-    EntryReleased,
-)
+from kaveri.engine.vllm.request import Entry, EntryPhase
 from kaveri.engine.vllm.requests import Requests
 
 _PARAM = "kaveri_engine_id"
@@ -82,7 +75,7 @@ class SchedulerSide:
 
     def release(self, entry: Entry) -> None:
         """Return an ended request's blocks to vLLM with the next step. Called once per request."""
-        entry.state = EntryReleased()
+        entry.phase = EntryPhase.RELEASED
         self._next_orders.released.append(entry.vllm_id)
 
     @property
@@ -109,17 +102,18 @@ class SchedulerSide:
         the copy for a resumed request.
         """
         entry = self._entries.get(request.request_id)
-        if entry is None or not isinstance(entry.state, AwaitingBlocks):
+        if entry is None or entry.phase is not EntryPhase.AWAITING_BLOCKS:
             return 0, False
         held_tokens = entry.owner.held_tokens
         return (request.num_tokens if held_tokens is None else held_tokens) - computed_tokens, True
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
         entry = self._entries[request.request_id]
-        if isinstance(entry.state, AwaitingBlocks):
+        if entry.phase is EntryPhase.AWAITING_BLOCKS:
             facts = entry.owner.state.facts
             first_block = ((facts.held_tokens or request.num_tokens) - external_tokens) // self._block_tokens
-            entry.state = AwaitingKv(list(block_ids[first_block : facts.block_count(facts.landing_tokens)]))
+            entry.phase = EntryPhase.AWAITING_KV
+            entry.landing_blocks = block_ids[first_block : facts.block_count(facts.landing_tokens)]
             self._placements.append(Placement(entry, first_block, len(block_ids)))
 
     def stepping(self, scheduler_output: Any) -> StepOrders:
@@ -136,7 +130,7 @@ class SchedulerSide:
         for vllm_id, token_count in scheduler_output.num_scheduled_tokens.items():
             entry = self._entries.get(vllm_id)
             if entry is not None:
-                entry.state = EntryComputing()
+                entry.phase = EntryPhase.COMPUTING
                 block_ids: Sequence[int] = ()
                 computed = entry.record.num_computed_tokens + token_count
                 is_prefill = isinstance(entry.owner.state, OF_PREFILL)
@@ -158,8 +152,8 @@ class SchedulerSide:
         if entry is None or self._requests is None:
             return False
         # vLLM itself keeps the blocks of a request that still waits for its KV.
-        waits = isinstance(entry.state, AwaitingBlocks | AwaitingKv)
-        entry.state = EntryKept()
+        waits = entry.phase in (EntryPhase.AWAITING_BLOCKS, EntryPhase.AWAITING_KV)
+        entry.phase = EntryPhase.KEPT
         # A prompt that ran ahead to the end of its answer may still be pushed.
         state = entry.owner.state
         return not waits and (state.transfer_id is not None or isinstance(state, VllmComputed))

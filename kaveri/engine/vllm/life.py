@@ -9,6 +9,7 @@ Every state may become VllmEnded, which emits nothing further; blocks are freed 
 of a request that vLLM itself holds is an Entry (request.py).
 """
 
+import enum
 from dataclasses import dataclass, replace
 
 from kaveri.domain.sampling import FinishReason, Logprobs
@@ -179,16 +180,34 @@ class Event:
     __slots__ = ()
 
 
+class Signal(Event, enum.Enum):
+    """Event without values."""
+
+    TRANSFER_ENDED = enum.auto()
+    """The transfer has ended and no longer touches the request's blocks."""
+    ADOPTED = enum.auto()
+    """The engine that computed the prompt decodes the request itself: its KV is not pushed elsewhere."""
+    ADMITTED = enum.auto()
+    """The service admits the request."""
+    LEAVE_ASKED = enum.auto()
+    """The service wants to release the request to another instance."""
+    LEFT_BATCH = enum.auto()
+    """vLLM no longer computes the request."""
+    WENT_ON = enum.auto()
+    """The release is cancelled."""
+    LEFT_OUT = enum.auto()
+    """The step had no room for the request."""
+    BLOCKS_TAKEN = enum.auto()
+    """The request loses its blocks: vLLM has preempted it, or the engine takes them back for others."""
+    NO_LONGER_NEEDED = enum.auto()
+    """The request was aborted, pushed or refused."""
+
+
 @dataclass(frozen=True, slots=True)
 class TransferOpened(Event):
     """Event: a transfer may touch the request's blocks from now on."""
 
     transfer_id: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class TransferEnded(Event):
-    """Event: the transfer has ended and no longer touches the request's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,36 +218,11 @@ class KvArrived(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class AdoptedForDecode(Event):
-    """Event: the engine that computed the prompt decodes the request itself: its KV is not pushed elsewhere."""
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted(Event):
-    """Event: the service admits the request."""
-
-
-@dataclass(frozen=True, slots=True)
 class Joined(Event):
     """Event: the request joins the running batch."""
 
     anew: bool = False
     """It has no blocks, and vLLM is given a new request; else vLLM continues the one that has the KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveAsked(Event):
-    """Event: the service wants to release the request to another instance."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeftBatch(Event):
-    """Event: vLLM no longer computes the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class WentOn(Event):
-    """Event: the release is cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,27 +258,12 @@ class Drawn(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut(Event):
-    """Event: the step had no room for the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksTaken(Event):
-    """Event: the request loses its blocks: vLLM has preempted it, or the engine takes them back for others."""
-
-
-@dataclass(frozen=True, slots=True)
 class VllmFailed(Event):
     """Event: vLLM cannot continue the request."""
 
     reason: str
     is_final: bool = False
     """See RequestFailed."""
-
-
-@dataclass(frozen=True, slots=True)
-class NoLongerNeeded(Event):
-    """Event: the request was aborted, pushed or refused."""
 
 
 Action = EngineEvent | TokenStep | AbortPush | PassFirstToken
@@ -313,36 +292,37 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return _scheduled(state, event)
         case Stepped():
             return _stepped(state, event)
-        case TransferOpened() | TransferEnded():
+        case TransferOpened() | Signal.TRANSFER_ENDED:
             return _with_transfer(state, event), ()
-        case NoLongerNeeded() | VllmFailed() | BlocksTaken():
+        case Signal.NO_LONGER_NEEDED | VllmFailed() | Signal.BLOCKS_TAKEN:
             return _ended(state, event)
-        case KvArrived() | AdoptedForDecode() | Admitted() | BlocksAllocated():
+        case KvArrived() | Signal.ADOPTED | Signal.ADMITTED | BlocksAllocated():
             return _advanced(state, event), ()
         case Joined():
             return _joined(state, event)
-        case LeaveAsked() | LeftBatch() | WentOn():
+        case Signal.LEAVE_ASKED | Signal.LEFT_BATCH | Signal.WENT_ON:
             return _released(state, event)
-        case LeftOut():
+        case Signal.LEFT_OUT:
             if isinstance(state, Joining):
                 return Evicted(facts=state.facts, index=state.index), ()
     raise _impossible(state, event)
 
 
-def _with_transfer(state: State, event: TransferOpened | TransferEnded) -> State:
+def _with_transfer(state: State, event: Event) -> State:
     match state, event:
         case (Submitted() | VllmPrefilling() | VllmComputed() | VllmReserved(), TransferOpened()) if (
             state.open_id is None
         ):
             return replace(state, open_id=event.transfer_id)
-        case (Submitted() | VllmPrefilling() | VllmComputed() | VllmReserved() | VllmEnded(), TransferEnded()) if (
-            state.open_id
-        ):
+        case (
+            Submitted() | VllmPrefilling() | VllmComputed() | VllmReserved() | VllmEnded(),
+            Signal.TRANSFER_ENDED,
+        ) if state.open_id:
             return replace(state, open_id=None)
     raise _impossible(state, event)
 
 
-def _ended(state: State, event: NoLongerNeeded | VllmFailed | BlocksTaken) -> tuple[State, tuple[Action, ...]]:
+def _ended(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     facts, open_id = state.facts, state.transfer_id
     ended = VllmEnded(facts=facts, open_id=open_id)
     # Others may reuse the blocks, or the token is meaningless: the push must not be accepted.
@@ -350,7 +330,7 @@ def _ended(state: State, event: NoLongerNeeded | VllmFailed | BlocksTaken) -> tu
     match state, event:
         case (VllmEnded(), _):
             pass
-        case (_, NoLongerNeeded()):
+        case (_, Signal.NO_LONGER_NEEDED):
             return ended, ()
         case (
             Submitted()
@@ -365,16 +345,16 @@ def _ended(state: State, event: NoLongerNeeded | VllmFailed | BlocksTaken) -> tu
             VllmFailed(),
         ):
             return ended, (RequestFailed(facts.key, event.reason, event.is_final), *abort)
-        case (Submitted() | VllmPrefilling() | VllmComputed(), BlocksTaken()):
+        case (Submitted() | VllmPrefilling() | VllmComputed(), Signal.BLOCKS_TAKEN):
             return ended, (RequestFailed(facts.key, "vLLM took back the blocks that it was promised"), *abort)
-        case (Arrived() | Waiting(), BlocksTaken()):
+        case (Arrived() | Waiting(), Signal.BLOCKS_TAKEN):
             return replace(state, computed=0, promised=0), (Preempted(facts.key),)
-        case (Joining() | VllmRunning() | Evicted() | Leaving(), BlocksTaken()):
+        case (Joining() | VllmRunning() | Evicted() | Leaving(), Signal.BLOCKS_TAKEN):
             return Evicted(facts=facts, index=state.index), (Preempted(facts.key),)
     raise _impossible(state, event)
 
 
-def _advanced(state: State, event: KvArrived | AdoptedForDecode | Admitted | BlocksAllocated) -> State:
+def _advanced(state: State, event: Event) -> State:
     facts = state.facts
     match state, event:
         case (VllmReserved(), BlocksAllocated()):
@@ -382,7 +362,7 @@ def _advanced(state: State, event: KvArrived | AdoptedForDecode | Admitted | Blo
         case (VllmReserved(open_id=None), KvArrived()):
             token_id, promised = event.first_token_id, state.promised
             return Arrived(facts=facts, computed=facts.landing_tokens, promised=promised, first_token_id=token_id)
-        case (VllmComputed(open_id=None), AdoptedForDecode()):
+        case (VllmComputed(open_id=None), Signal.ADOPTED):
             return Arrived(
                 facts=facts,
                 computed=state.computed,
@@ -390,7 +370,7 @@ def _advanced(state: State, event: KvArrived | AdoptedForDecode | Admitted | Blo
                 first_token_id=state.first_token_id,
                 ahead=state.ahead,
             )
-        case (Arrived(), Admitted()):
+        case (Arrived(), Signal.ADMITTED):
             first, ahead, promised = state.first_token_id, state.ahead, state.promised
             return Waiting(facts=facts, computed=state.computed, promised=promised, first_token_id=first, ahead=ahead)
     raise _impossible(state, event)
@@ -408,20 +388,20 @@ def _joined(state: State, event: Joined) -> tuple[State, tuple[Action, ...]]:
     return Joining(facts=facts, computed=state.computed, promised=state.promised, index=index), ahead
 
 
-def _released(state: State, event: LeaveAsked | LeftBatch | WentOn) -> tuple[State, tuple[Action, ...]]:
+def _released(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     facts, computed, promised = state.facts, state.computed, state.promised
     match state, event:
-        case (Arrived(), LeaveAsked()):
+        case (Arrived(), Signal.LEAVE_ASKED):
             return Left(facts=facts, computed=computed, promised=promised, former=state), ()
-        case (VllmRunning(), LeaveAsked()):
+        case (VllmRunning(), Signal.LEAVE_ASKED):
             return Leaving(facts=facts, computed=computed, promised=promised, index=state.index), ()
-        case (Leaving(), LeftBatch()):
+        case (Leaving(), Signal.LEFT_BATCH):
             return Left(facts=facts, computed=computed, former=state), ()
-        case (Leaving(), WentOn()):
+        case (Leaving(), Signal.WENT_ON):
             return VllmRunning(facts=facts, computed=computed, promised=promised, index=state.index), ()
-        case (Left(former=Arrived() as former), WentOn()):
+        case (Left(former=Arrived() as former), Signal.WENT_ON):
             return former, ()
-        case (Left(former=Leaving() as former), WentOn()):
+        case (Left(former=Leaving() as former), Signal.WENT_ON):
             promised = facts.next_block(computed)
             return VllmRunning(facts=facts, computed=computed, promised=promised, index=former.index), ()
     raise _impossible(state, event)
@@ -495,5 +475,5 @@ def _facts(engine_id: str, request: EngineRequest, layout: KvLayout) -> RequestF
 
 
 def _impossible(state: State, event: Event) -> AssertionError:
-    names = type(event).__name__, type(state).__name__
-    return AssertionError(f"{names[0]} cannot happen to a request that is {names[1]}: {state}")
+    name = event.name if isinstance(event, Signal) else type(event).__name__
+    return AssertionError(f"{name} cannot happen to a request that is {type(state).__name__}: {state}")

@@ -8,7 +8,7 @@ from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineReq
 from kaveri.engine.copier import BlockPlace
 from kaveri.engine.vllm import life
 from kaveri.engine.vllm.rank import AbortPush, PassFirstToken
-from kaveri.engine.vllm.request import AwaitingKv, EntryComputing, VllmRequest
+from kaveri.engine.vllm.request import EntryPhase, VllmRequest
 from kaveri.errors import NoCapacity, RequestAlreadyExists
 
 _RETRY_AFTER_S = 0.1
@@ -61,14 +61,14 @@ class Requests:
         if request is not None and isinstance(request.state, life.VllmComputed) and request.transfer_id is None:
             if key in self.decodes:
                 raise RequestAlreadyExists(key.request_id)
-            self.apply(request, life.AdoptedForDecode())
+            self.apply(request, life.Signal.ADOPTED)
             self.decodes[key] = self.prefills.pop(key)
             self._on_work()
 
     def admit(self, key: EngineKey) -> None:
         request = self.decodes.get(key)
         if request is not None and isinstance(request.state, life.Arrived):
-            self.apply(request, life.Admitted())
+            self.apply(request, life.Signal.ADMITTED)
             self.waiting.append(request)
             self._on_work()
 
@@ -83,9 +83,9 @@ class Requests:
                 if was_suspect and not request.is_suspect:
                     # Another suspect may wait for its turn.
                     self._on_work()
-            case life.BlocksTaken():
+            case life.Signal.BLOCKS_TAKEN:
                 request.give_up_blocks()
-            case life.WentOn():
+            case life.Signal.WENT_ON:
                 request.tail_block_ids = None
         if isinstance(request.state, life.VllmEnded) and not isinstance(before, life.VllmEnded):
             self._retire(request, before)
@@ -139,7 +139,7 @@ class Requests:
             for request in self._live()
             if isinstance(request.state, life.HELD)
             and request.entry is not None
-            and isinstance(request.entry.state, EntryComputing)
+            and request.entry.phase is EntryPhase.COMPUTING
         ]
         if not begun:
             return []
@@ -195,7 +195,7 @@ class Requests:
         )
 
     def touch(self, request: VllmRequest, transfer_id: bytes | None) -> None:
-        self.apply(request, life.TransferOpened(transfer_id) if transfer_id is not None else life.TransferEnded())
+        self.apply(request, life.TransferOpened(transfer_id) if transfer_id is not None else life.Signal.TRANSFER_ENDED)
         if request.done:
             self._on_work()
 
@@ -206,15 +206,15 @@ class Requests:
         if first_token_id is not None:
             request.drawn.append(first_token_id)
         facts, entry = request.state.facts, request.entry
-        if entry is not None and isinstance(entry.state, AwaitingKv):
-            block_ids = entry.state.landing_blocks
+        if entry is not None and entry.phase is EntryPhase.AWAITING_KV:
+            block_ids = entry.landing_blocks
             # The first step reports the blocks when vLLM's prefix cache has supplied the first ones.
             if len(block_ids) == facts.block_count(facts.landing_tokens):
                 request.whole_block_ids = tuple(block_ids[: facts.landing_tokens // facts.block_tokens])
         return None
 
     def end(self, request: VllmRequest) -> None:
-        self.apply(request, life.NoLongerNeeded())
+        self.apply(request, life.Signal.NO_LONGER_NEEDED)
 
     def abort(self, key: EngineKey) -> tuple[VllmRequest | None, VllmRequest | None]:
         prefill, decode = self.prefills.get(key), self.decodes.get(key)
@@ -243,13 +243,13 @@ class Requests:
             return "it is being computed again"
         match state:
             case life.VllmRunning():
-                self.apply(request, life.LeaveAsked())
+                self.apply(request, life.Signal.LEAVE_ASKED)
                 self._on_work()
                 return None
-            case life.Arrived() if entry is not None and isinstance(entry.state, AwaitingKv):
-                block_ids, facts = entry.state.landing_blocks, state.facts
+            case life.Arrived() if entry is not None and entry.phase is EntryPhase.AWAITING_KV:
+                block_ids, facts = entry.landing_blocks, state.facts
                 if len(block_ids) == facts.block_count(state.computed):
-                    self.apply(request, life.LeaveAsked())
+                    self.apply(request, life.Signal.LEAVE_ASKED)
                     request.tail_block_ids = tuple(block_ids[len(request.whole_block_ids) :])
                     return None
         return "it has not begun to draw, or is about to"
@@ -265,7 +265,7 @@ class Requests:
 
     def go_on(self, request: VllmRequest) -> None:
         if isinstance(request.state, life.Leaving | life.Left):
-            self.apply(request, life.WentOn())
+            self.apply(request, life.Signal.WENT_ON)
             self._on_work()
 
     def left(self, request: VllmRequest, block_ids: Sequence[int]) -> None:

@@ -16,17 +16,7 @@ from kaveri.engine.vllm.connector_scheduler import Placement, RequestAdvance
 from kaveri.engine.vllm.core import StepOutput, VllmCore
 from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.rank import AbortPush, ForgetPrompt, PassFirstToken, PromptChunk
-from kaveri.engine.vllm.request import (
-    RAISED_DRAWS,
-    AwaitingBlocks,
-    AwaitingKv,
-    Entry,
-    EntryComputing,
-    EntryKept,
-    EntryQueued,
-    EntryReleased,
-    VllmRequest,
-)
+from kaveri.engine.vllm.request import RAISED_DRAWS, Entry, EntryPhase, VllmRequest
 from kaveri.engine.vllm.requests import Requests
 from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, prompt_logprobs_of, refusal_of
 from kaveri.errors import NoCapacity
@@ -99,7 +89,7 @@ class Steps:
         self._advances = ()
         # No queueing inside vLLM: by the time it had room, the request might not be needed any more.
         for request in added:
-            unplaced = request.entry is None or isinstance(request.entry.state, AwaitingBlocks)
+            unplaced = request.entry is None or request.entry.phase is EntryPhase.AWAITING_BLOCKS
             if unplaced and isinstance(request.state, life.VllmReserved):
                 self._transfers.refuse(request, NoCapacity("decode", _RETRY_AFTER_S, "the blocks were taken meanwhile"))
         return reporting or advanced or bool(added)
@@ -131,7 +121,7 @@ class Steps:
         with self._shared.lock:
             for entry in preempted:
                 if not entry.owner.done:
-                    actions += self._requests.apply(entry.owner, life.BlocksTaken())
+                    actions += self._requests.apply(entry.owner, life.Signal.BLOCKS_TAKEN)
             for entry, token_count, computed, block_ids in advances:
                 self._shared.turns.computed_tokens += token_count
                 state = entry.owner.state
@@ -148,8 +138,8 @@ class Steps:
             self._requests.unused_blocks = self._core.free_blocks
         self._call_ranks(actions)
         for entry, first_block, _ in placements:
-            assert isinstance(entry.state, AwaitingKv), "a placed request waits for its KV"
-            self._transfers.grant(entry.owner, entry.state.landing_blocks, first_block)
+            assert entry.phase is EntryPhase.AWAITING_KV, "a placed request waits for its KV"
+            self._transfers.grant(entry.owner, entry.landing_blocks, first_block)
         self._advances = advances
         # Report the start of a request before its first step is computed.
         self._shared.publish()
@@ -187,12 +177,12 @@ class Steps:
             ended = [(request, request.entry, request.transfer_id is None) for request in self._requests.ended]
         gone = []
         for request, entry, untouched in ended:
-            if entry is not None and not isinstance(entry.state, EntryKept | EntryReleased):
+            if entry is not None and entry.phase not in (EntryPhase.KEPT, EntryPhase.RELEASED):
                 self._core.abort(entry.vllm_id)
             if entry is None or not self._core.holds(entry.vllm_id):
                 if untouched:
                     gone.append(request)
-            elif untouched and not isinstance(entry.state, EntryReleased):
+            elif untouched and entry.phase is not EntryPhase.RELEASED:
                 self._core.scheduler_side.release(entry)
         with self._shared.lock:
             for request in gone:
@@ -208,7 +198,7 @@ class Steps:
             decodes = tuple(self._requests.decodes.values())
             leaving = [request for request in decodes if isinstance(request.state, life.Leaving)]
             for request in leaving:
-                self._requests.apply(request, life.LeftBatch())
+                self._requests.apply(request, life.Signal.LEFT_BATCH)
         left: list[tuple[VllmRequest, Sequence[int]]] = []
         for request in leaving:
             assert request.entry is not None, "vLLM has a request that it computes"
@@ -239,7 +229,7 @@ class Steps:
                 self._shared.wake()
             for request in giving_up:
                 self._requests.leave_entry(request)
-                self._requests.apply(request, life.BlocksTaken())
+                self._requests.apply(request, life.Signal.BLOCKS_TAKEN)
 
     def _admit_waiting(self) -> None:
         joined: list[tuple[VllmRequest, int | None]] = []
@@ -259,9 +249,9 @@ class Steps:
             if entry is None:
                 # It gave its blocks up before it joined the batch.
                 self._give_decode(request, request.drawn)
-            elif isinstance(entry.state, AwaitingKv):
-                self._core.scheduler_side.landed(entry.state.landing_blocks)
-                entry.state = EntryComputing()
+            elif entry.phase is EntryPhase.AWAITING_KV:
+                self._core.scheduler_side.landed(entry.landing_blocks)
+                entry.phase = EntryPhase.COMPUTING
                 self._core.begin_answer(entry.record, first_token_id)
             else:
                 self._core.decode(entry.record)
@@ -295,13 +285,9 @@ class Steps:
                     actions += apply(found, life.VllmFailed(_ended_by_vllm(output)))
             for request in self._requests.decodes.values():
                 entry = request.entry
-                if (
-                    isinstance(request.state, life.Joining)
-                    and entry is not None
-                    and isinstance(entry.state, EntryQueued)
-                ):
+                if isinstance(request.state, life.Joining) and entry is not None and entry.phase is EntryPhase.QUEUED:
                     # Other requests must not take the blocks that this one waits for.
-                    actions += apply(request, life.LeftOut())
+                    actions += apply(request, life.Signal.LEFT_OUT)
             self._put_tokens(actions)
             self._requests.unused_blocks = self._core.free_blocks
         # The first token must not wait for the hand-over of its KV.

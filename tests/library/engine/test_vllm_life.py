@@ -24,28 +24,21 @@ from kaveri.engine.contract import (
 )
 from kaveri.engine.vllm import life
 from kaveri.engine.vllm.life import (
-    Admitted,
-    AdoptedForDecode,
     Arrived,
     BlocksAllocated,
-    BlocksTaken,
     Drawn,
     Event,
     Evicted,
     Joined,
     Joining,
     KvArrived,
-    LeaveAsked,
     Leaving,
     Left,
-    LeftBatch,
-    LeftOut,
-    NoLongerNeeded,
     Scheduled,
+    Signal,
     State,
     Stepped,
     Submitted,
-    TransferEnded,
     TransferOpened,
     VllmComputed,
     VllmEnded,
@@ -54,7 +47,6 @@ from kaveri.engine.vllm.life import (
     VllmReserved,
     VllmRunning,
     Waiting,
-    WentOn,
     reserved,
     step,
     submitted,
@@ -65,46 +57,44 @@ from kaveri.kv.layout.layout import KvLayout
 _LAYOUT = KvLayout("test", 1, 4, 1, 4, "float32")
 _GENERATED = 3
 """Tokens that an earlier attempt generated: they count as prompt."""
-_EVENTS: dict[type[Any], Event] = {
-    type(event): event
+_EVENTS: dict[Any, Event] = {
+    event if isinstance(event, Signal) else type(event): event
     for event in (
         TransferOpened(b"x"),
-        TransferEnded(),
+        Signal.TRANSFER_ENDED,
         KvArrived(1),
-        AdoptedForDecode(),
-        Admitted(),
+        Signal.ADOPTED,
+        Signal.ADMITTED,
         Joined(),
-        LeaveAsked(),
-        LeftBatch(),
-        WentOn(),
+        Signal.LEAVE_ASKED,
+        Signal.LEFT_BATCH,
+        Signal.WENT_ON,
         BlocksAllocated(1),
         Scheduled(1),
         Stepped(1),
         Drawn(1, 1, None, None),
-        LeftOut(),
-        BlocksTaken(),
+        Signal.LEFT_OUT,
+        Signal.BLOCKS_TAKEN,
         VllmFailed("why"),
-        NoLongerNeeded(),
+        Signal.NO_LONGER_NEEDED,
     )
 }
-_OF_PROMPTS = {TransferOpened, TransferEnded, Scheduled, BlocksTaken, VllmFailed, NoLongerNeeded}
-_LEGAL: dict[type[Any], set[type[Any]]] = {
+_ENDS = {Signal.NO_LONGER_NEEDED, VllmFailed, Signal.BLOCKS_TAKEN}
+_OF_PROMPTS = _ENDS | {TransferOpened, Signal.TRANSFER_ENDED, Scheduled}
+_LEGAL: dict[type[Any], set[Any]] = {
     Submitted: _OF_PROMPTS,
     VllmPrefilling: _OF_PROMPTS | {Stepped, Drawn},
-    VllmComputed: _OF_PROMPTS | {AdoptedForDecode, Stepped, Drawn},
-    VllmReserved: {TransferOpened, TransferEnded, BlocksAllocated, KvArrived, NoLongerNeeded},
-    Arrived: {Admitted, LeaveAsked, Scheduled, Stepped, Drawn, BlocksTaken, VllmFailed, NoLongerNeeded},
-    Waiting: {Joined, Scheduled, Stepped, Drawn, BlocksTaken, VllmFailed, NoLongerNeeded},
-    Joining: {Scheduled, LeftOut, BlocksTaken, VllmFailed, NoLongerNeeded},
-    VllmRunning: {Scheduled, Stepped, Drawn, LeaveAsked, BlocksTaken, VllmFailed, NoLongerNeeded},
-    Evicted: {Scheduled, BlocksTaken, VllmFailed, NoLongerNeeded},
-    Leaving: {Scheduled, Stepped, Drawn, LeftBatch, WentOn, BlocksTaken, VllmFailed, NoLongerNeeded},
-    Left: {WentOn, NoLongerNeeded},
-    VllmEnded: {TransferEnded},
+    VllmComputed: _OF_PROMPTS | {Signal.ADOPTED, Stepped, Drawn},
+    VllmReserved: {TransferOpened, Signal.TRANSFER_ENDED, BlocksAllocated, KvArrived, Signal.NO_LONGER_NEEDED},
+    Arrived: _ENDS | {Signal.ADMITTED, Signal.LEAVE_ASKED, Scheduled, Stepped, Drawn},
+    Waiting: _ENDS | {Joined, Scheduled, Stepped, Drawn},
+    Joining: _ENDS | {Scheduled, Signal.LEFT_OUT},
+    VllmRunning: _ENDS | {Scheduled, Stepped, Drawn, Signal.LEAVE_ASKED},
+    Evicted: _ENDS | {Scheduled},
+    Leaving: _ENDS | {Scheduled, Stepped, Drawn, Signal.LEFT_BATCH, Signal.WENT_ON},
+    Left: {Signal.WENT_ON, Signal.NO_LONGER_NEEDED},
+    VllmEnded: {Signal.TRANSFER_ENDED},
 }
-
-
-_ENDS = {NoLongerNeeded, VllmFailed, BlocksTaken}
 
 
 def _request(prompt_tokens: int) -> EngineRequest:
@@ -137,9 +127,9 @@ class VllmLife(RuleBasedStateMachine):
                 return
             case TransferOpened() if self.state.transfer_id is not None:
                 return
-            case TransferEnded() if self.state.transfer_id is None:
+            case Signal.TRANSFER_ENDED if self.state.transfer_id is None:
                 return
-            case KvArrived() | AdoptedForDecode() if self.state.transfer_id is not None:
+            case KvArrived() | Signal.ADOPTED if self.state.transfer_id is not None:
                 return
             case Scheduled() | BlocksAllocated():
                 event = type(event)(data.draw(st.integers(0, 6)))
@@ -180,9 +170,9 @@ class VllmLife(RuleBasedStateMachine):
             case Drawn(_, token_id, logprobs, finish) if not isinstance(before, VllmComputed | Arrived | Waiting):
                 index = sum(isinstance(each, TokenStep) for each in self.told)
                 expected = [TokenStep(key, _GENERATED + 1 + index, token_id, logprobs, finish)]
-            case BlocksTaken() if not is_prompt:
+            case Signal.BLOCKS_TAKEN if not is_prompt:
                 expected = [Preempted(key)]
-            case VllmFailed() | BlocksTaken():
+            case VllmFailed() | Signal.BLOCKS_TAKEN:
                 expected = [RequestFailed(key, actions[0].reason), *abort]
         assert actions == expected
 
@@ -236,22 +226,27 @@ def _is_leaf(kind: Any, base: type[Any]) -> bool:
     return isinstance(kind, type) and issubclass(kind, base) and not kind.__subclasses__()
 
 
+def _name(kind: Any) -> str:
+    return str(kind.name if isinstance(kind, Signal) else kind.__name__)
+
+
 def test_every_pair_of_state_and_event_is_either_possible_or_refused_by_both_names() -> None:
     assert set(_LEGAL) == {kind for kind in vars(life).values() if _is_leaf(kind, State)}
-    assert set(_EVENTS) == {kind for kind in vars(life).values() if _is_leaf(kind, Event)}
+    events = {kind for kind in vars(life).values() if _is_leaf(kind, Event)}
+    assert set(_EVENTS) == events - {Signal} | set(Signal)
     for kind, legal in _LEGAL.items():
         for event_kind, event in _EVENTS.items():
             state = _example(kind)
-            if event_kind is TransferEnded and TransferEnded in legal:
+            if event_kind is Signal.TRANSFER_ENDED and Signal.TRANSFER_ENDED in legal:
                 state = replace(state, open_id=b"x")  # type: ignore[type-var, assignment, call-arg]
             if event_kind in legal:
                 step(state, event)
                 continue
-            with pytest.raises(AssertionError, match=f"{event_kind.__name__} cannot happen .* {kind.__name__}"):
+            with pytest.raises(AssertionError, match=f"{_name(event_kind)} cannot happen .* {kind.__name__}"):
                 step(state, event)
 
 
-@pytest.mark.parametrize("event", [KvArrived(1), AdoptedForDecode(), TransferOpened(b"y")])
+@pytest.mark.parametrize("event", [KvArrived(1), Signal.ADOPTED, TransferOpened(b"y")])
 def test_nothing_becomes_of_a_request_whose_transfer_is_open(event: Event) -> None:
     for kind in (VllmReserved, VllmComputed):
         state = replace(_example(kind), open_id=b"x")  # type: ignore[type-var, call-arg]
@@ -259,7 +254,7 @@ def test_nothing_becomes_of_a_request_whose_transfer_is_open(event: Event) -> No
             step(state, event)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("event", [Drawn(6, 5, None, FinishReason.STOP), VllmFailed("why"), BlocksTaken()])
+@pytest.mark.parametrize("event", [Drawn(6, 5, None, FinishReason.STOP), VllmFailed("why"), Signal.BLOCKS_TAKEN])
 def test_a_prompt_that_ends_by_itself_ends_its_push(event: Event) -> None:
     ended, actions = step(replace(_example(VllmPrefilling), open_id=b"x"), event)  # type: ignore[type-var, call-arg]
     assert AbortPush(b"x") in actions
@@ -270,7 +265,7 @@ def test_a_prompt_that_ends_by_itself_ends_its_push(event: Event) -> None:
 def test_a_preempted_answer_goes_on_with_its_next_token() -> None:
     state: State = _example(VllmRunning)
     state, (first,) = step(state, Drawn(7, 5, None, None))
-    state, _ = step(state, BlocksTaken())
+    state, _ = step(state, Signal.BLOCKS_TAKEN)
     state, _ = step(state, Scheduled(0))
     _, (second,) = step(state, Drawn(8, 6, None, None))
     assert isinstance(first, TokenStep)

@@ -8,7 +8,7 @@ import pytest
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineRequest, TokenStep
 from kaveri.engine.vllm import life
-from kaveri.engine.vllm.request import Entry, EntryComputing, EntryKept, VllmRequest
+from kaveri.engine.vllm.request import Entry, EntryPhase, VllmRequest
 from kaveri.engine.vllm.requests import Requests
 from kaveri.errors import NoCapacity, RequestAlreadyExists
 from kaveri.kv.layout.layout import KvLayout
@@ -102,7 +102,7 @@ def _computed(table: _Table, name: str, *, stays: bool) -> VllmRequest:
     """A prompt that fills its two blocks."""
     request = table.open_prefill(replace(_request(name, 8), stays=stays))
     record: Any = object()
-    request.entry = Entry(request, f"vllm-{name}", record, EntryComputing())
+    request.entry = Entry(request, f"vllm-{name}", record, EntryPhase.COMPUTING)
     table.draw(request, 8, block_count=2)
     return request
 
@@ -135,8 +135,8 @@ def test_nothing_new_is_taken_while_a_preempted_request_waits_for_blocks() -> No
     evicted, left_out = table.admitted("a"), table.admitted("b")
     table.fill_batch(8)
     table.step(evicted, 4)
-    table.apply(evicted, life.BlocksTaken())
-    table.apply(left_out, life.LeftOut())
+    table.apply(evicted, life.Signal.BLOCKS_TAKEN)
+    table.apply(left_out, life.Signal.LEFT_OUT)
     for scheduled in (evicted, left_out):
         with pytest.raises(NoCapacity, match="a preempted request waits"):
             table.open_prefill(_request("c", 1))
@@ -175,7 +175,7 @@ def test_what_a_request_leaves_behind_is_known_until_vllm_has_it_back() -> None:
     table = _Table(40)
     request = table.admitted("a")
     record: Any = object()
-    entry = Entry(request, "vllm-1", record, EntryKept())
+    entry = Entry(request, "vllm-1", record, EntryPhase.KEPT)
     request.entry = entry
     table.leave_entry(request)
     left = entry.owner
