@@ -5,7 +5,7 @@ any more."""
 import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,18 +13,12 @@ from kaveri.addresses import join_address, split_address
 from kaveri.config.settings import MAX_PORT
 from kaveri.engine.kv_plane import Granted, PlaneEvent, PlaneListener
 from kaveri.engine.vllm.rank import (
-    AbortPush,
-    BeginPush,
     BlockStaged,
-    CopyCall,
-    GrantTicket,
     LostListener,
     Rank,
     RankCall,
     RankEvent,
     RankSetup,
-    RevokeTicket,
-    StageBlock,
 )
 from kaveri.errors import ConfigError, EngineError
 from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
@@ -79,16 +73,16 @@ class DataPlane:
         self.endpoints = tuple(endpoints) if setup.listen else ()
 
     def grant(self, ticket: Ticket) -> None:
-        self._open(self._landings, ticket, GrantTicket)
+        self._open(self._landings, ticket, RankCall("grant", (ticket,)))
 
     def revoke(self, transfer_id: bytes) -> None:
-        self.do(RevokeTicket(transfer_id))
+        self.do(RankCall("revoke", (transfer_id,)))
 
     def open_push(self, source: str, ticket: Ticket) -> None:
-        self._open(self._pushes, ticket, partial(BeginPush, source))
+        self._open(self._pushes, ticket, RankCall("open_push", (source, ticket)))
 
     def abort_push(self, transfer_id: bytes) -> None:
-        self.do(AbortPush(transfer_id))
+        self.do(RankCall("abort_push", (transfer_id,)))
 
     def flow(self) -> KvFlow:
         flows = [rank.flow() for rank in self._ranks]
@@ -110,7 +104,7 @@ class DataPlane:
         serial, staged = next(_SERIALS), threading.Event()
         with self._lock:
             self._staging[serial] = set(range(len(self._ranks))), staged
-        self.do(StageBlock(serial, block_id, slot))
+        self.do(RankCall("stage", (serial, block_id, slot)))
         is_staged = staged.wait(_STAGED_TIMEOUT_S)
         with self._lock:
             del self._staging[serial]
@@ -118,17 +112,17 @@ class DataPlane:
             raise EngineError(f"a rank has not copied a block within {_STAGED_TIMEOUT_S:g} s")
 
     def open_copy(self, ticket: Ticket) -> None:
-        self._open(self._copies, ticket, lambda ticket: CopyCall("open", (ticket,)))
+        self._open(self._copies, ticket, RankCall("open", (ticket,)))
 
     def do(self, call: RankCall) -> None:
         for rank in self._ranks:
             rank.do(call)
 
-    def _open(self, table: "dict[bytes, _Spread]", ticket: Ticket, call_of: Callable[[Ticket], RankCall]) -> None:
+    def _open(self, table: "dict[bytes, _Spread]", ticket: Ticket, call: RankCall) -> None:
         indexes = range(len(self._ranks))
         with self._lock:
             spread = table[ticket.transfer_id] = _Spread(Gathering(ticket.transfer_id, set(indexes)), set(indexes))
-        self.do(call_of(ticket))
+        self.do(call)
         with self._lock:
             failed = spread.gathering.failure is not None
         # Ranks that had not received the call when another rank failed.
@@ -181,7 +175,7 @@ class DataPlane:
         if table is self._pushes:
             self.abort_push(transfer_id)
         elif table is self._copies:
-            self.do(CopyCall("abort", (transfer_id,), {"keep_marked": True}))
+            self.do(RankCall("abort", (transfer_id,), {"keep_marked": True}))
         else:
             self.revoke(transfer_id)
 
@@ -203,16 +197,16 @@ class RankCopies:
         self._plane.open_copy(ticket)
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        self._plane.do(CopyCall("write_layers", (transfer_id, layers, first_index, source_blocks)))
+        self._plane.do(RankCall("write_layers", (transfer_id, layers, first_index, source_blocks)))
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        self._plane.do(CopyCall("mark", (transfer_id, block_count, note)))
+        self._plane.do(RankCall("mark", (transfer_id, block_count, note)))
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
-        self._plane.do(CopyCall("finish", (transfer_id, note)))
+        self._plane.do(RankCall("finish", (transfer_id, note)))
 
     def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
-        self._plane.do(CopyCall("abort", (transfer_id,), {"keep_marked": keep_marked}))
+        self._plane.do(RankCall("abort", (transfer_id,), {"keep_marked": keep_marked}))
 
     def flow(self) -> SenderFlow:
         """Return an empty snapshot: copies are counted nowhere."""

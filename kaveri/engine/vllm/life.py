@@ -24,7 +24,7 @@ from kaveri.engine.contract import (
     RequestFailed,
     TokenStep,
 )
-from kaveri.engine.vllm.rank import AbortPush, PassFirstToken
+from kaveri.engine.vllm.rank import RankCall
 from kaveri.kv.layout.layout import KvLayout
 
 
@@ -266,7 +266,7 @@ class VllmFailed(Event):
     """See RequestFailed."""
 
 
-Action = EngineEvent | TokenStep | AbortPush | PassFirstToken
+Action = EngineEvent | TokenStep | RankCall
 """Output of step(): an event or a token for the listener, or a call to the ranks."""
 
 
@@ -326,7 +326,7 @@ def _ended(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     facts, open_id = state.facts, state.transfer_id
     ended = VllmEnded(facts=facts, open_id=open_id)
     # Others may reuse the blocks, or the token is meaningless: the push must not be accepted.
-    abort = (AbortPush(open_id),) if open_id is not None and isinstance(state, OF_PREFILL) else ()
+    abort = (RankCall("abort_push", (open_id,)),) if open_id is not None and isinstance(state, OF_PREFILL) else ()
     match state, event:
         case (VllmEnded(), _):
             pass
@@ -456,10 +456,10 @@ def _drawn(state: State, event: Drawn) -> tuple[State, tuple[Action, ...]]:
             open_id = state.open_id
             first = FirstToken(facts.key, token_id, event.logprobs, finish)
             if finish is not None:
-                abort = (AbortPush(open_id),) if open_id is not None else ()
+                abort = (RankCall("abort_push", (open_id,)),) if open_id is not None else ()
                 return VllmEnded(facts=facts, open_id=open_id), (first, *abort)
             prompt = VllmComputed(facts=facts, computed=computed, open_id=open_id, first_token_id=token_id)
-            return prompt, (first, PassFirstToken(facts.engine_id, token_id))
+            return prompt, (first, RankCall("hand_over", (facts.engine_id, token_id)))
         case VllmComputed() | Arrived() | Waiting():
             index = facts.generated_count + 1 + len(state.ahead)
             token = TokenStep(facts.key, index, token_id, event.logprobs, finish)

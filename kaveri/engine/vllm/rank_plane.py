@@ -8,20 +8,12 @@ from functools import partial
 
 from kaveri.engine.kv_plane import PoolPlane, Source
 from kaveri.engine.vllm.rank import (
-    AbortPush,
-    BeginPush,
     BlockStaged,
-    CopyCall,
-    ForgetPrompt,
-    GrantTicket,
     LostListener,
-    PassFirstToken,
     PromptChunk,
     RankCall,
     RankListener,
     RankSetup,
-    RevokeTicket,
-    StageBlock,
 )
 from kaveri.errors import KaveriError
 from kaveri.kv.layout.layout import KvLayout
@@ -54,13 +46,13 @@ class StagedCopies:
         self._staging = KvPool(pool.layout, slot_count)
         self._sender = PartSender(layout, rank, listener, partial(KvSender, self._staging, transports=transports))
 
-    def do(self, call: StageBlock | CopyCall) -> None:
+    def do(self, call: RankCall) -> None:
         """Carry out a call. Its events are passed to the listener."""
         match call:
-            case StageBlock(serial, block_id, slot):
+            case RankCall("stage", (serial, block_id, slot)):
                 self._staging.memory[:, slot] = self._pool.memory[:, block_id]
                 self._listener(BlockStaged(serial))
-            case CopyCall(method, arguments, named):
+            case RankCall(method, arguments, named):
                 try:
                     getattr(self._sender, method)(*arguments, **named)
                 except KaveriError as error:
@@ -121,23 +113,23 @@ class RankPlane:
         if (kv := self._kv) is None:
             return
         match call:
-            case GrantTicket(ticket):
+            case RankCall("grant", (ticket,)):
                 kv.grant(ticket)
-            case RevokeTicket(transfer_id):
+            case RankCall("revoke", (transfer_id,)):
                 kv.revoke(transfer_id)
-            case BeginPush(engine_id, ticket):
+            case RankCall("open_push", (engine_id, ticket)):
                 kv.open_push(self._source(engine_id, ticket.token_count), ticket)
-            case AbortPush(transfer_id):
+            case RankCall("abort_push", (transfer_id,)):
                 kv.abort_push(transfer_id)
-            case PassFirstToken(engine_id, first_token_id):
+            case RankCall("hand_over", (engine_id, first_token_id)):
                 with self._lock:
                     source = self._sources.get(engine_id)
                 if source is not None:
                     kv.hand_over(source, first_token_id)
-            case ForgetPrompt(engine_id):
+            case RankCall("forget", (engine_id,)):
                 with self._lock:
                     self._sources.pop(engine_id, None)
-            case StageBlock() | CopyCall():
+            case _:
                 with self._lock:
                     if self._copies is None and self._make_copies is not None:
                         self._copies = self._make_copies()

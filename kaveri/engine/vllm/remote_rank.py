@@ -186,9 +186,10 @@ class RemoteRank:
             self._connection.close()
 
     def _lose(self, what: str) -> None:
+        # First: the end makes the other thread fail, for another reason.
+        on_lost, self._on_lost = self._on_lost, None
         self._end()
         self._answers.put(("refused", ("engine", f"rank {self._rank} {what}")))
-        on_lost, self._on_lost = self._on_lost, None
         if on_lost is not None:
             on_lost(f"tensor-parallel rank {self._rank} {what}")
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineRequest, EngineStats, TokenStep
 from kaveri.engine.copier import BlockPlace
 from kaveri.engine.vllm import life
-from kaveri.engine.vllm.rank import AbortPush, PassFirstToken
+from kaveri.engine.vllm.rank import RankCall
 from kaveri.engine.vllm.request import EntryPhase, VllmRequest
 from kaveri.errors import NoCapacity, RequestAlreadyExists
 
 _RETRY_AFTER_S = 0.1
-_FOR_CALLER = (TokenStep, AbortPush, PassFirstToken)
+_FOR_CALLER = (TokenStep, RankCall)
 _SERIALS = itertools.count()
 """Shared by all engines of the process, like vLLM's logits processors."""
 
@@ -72,7 +72,7 @@ class Requests:
             self.waiting.append(request)
             self._on_work()
 
-    def apply(self, request: VllmRequest, event: life.Event) -> list[TokenStep | AbortPush | PassFirstToken]:
+    def apply(self, request: VllmRequest, event: life.Event) -> list[TokenStep | RankCall]:
         """Apply an event to a request. Returns its tokens, and calls to the ranks for the caller to make."""
         before = request.state
         request.state, actions = life.step(before, event)
@@ -89,7 +89,7 @@ class Requests:
                 request.tail_block_ids = None
         if isinstance(request.state, life.VllmEnded) and not isinstance(before, life.VllmEnded):
             self._retire(request, before)
-        rest: list[TokenStep | AbortPush | PassFirstToken] = []
+        rest: list[TokenStep | RankCall] = []
         for action in actions:
             if isinstance(action, _FOR_CALLER):
                 rest.append(action)

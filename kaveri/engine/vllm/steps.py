@@ -15,7 +15,7 @@ from kaveri.engine.vllm import life
 from kaveri.engine.vllm.connector_scheduler import Placement, RequestAdvance
 from kaveri.engine.vllm.core import StepOutput, VllmCore
 from kaveri.engine.vllm.data_plane import DataPlane
-from kaveri.engine.vllm.rank import AbortPush, ForgetPrompt, PassFirstToken, PromptChunk
+from kaveri.engine.vllm.rank import PromptChunk, RankCall
 from kaveri.engine.vllm.request import RAISED_DRAWS, Entry, EntryPhase, VllmRequest
 from kaveri.engine.vllm.requests import Requests
 from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, prompt_logprobs_of, refusal_of
@@ -27,7 +27,7 @@ _UNKNOWN = 0
 
 _HELD_BACK = (life.Arrived, life.Waiting)
 
-_Actions = list[TokenStep | AbortPush | PassFirstToken]
+_Actions = list[TokenStep | RankCall]
 
 
 class Steps:
@@ -189,7 +189,7 @@ class Steps:
                 self._requests.forget(request)
         for request in gone:
             RAISED_DRAWS.pop(request.engine_id, None)
-            self._plane.do(ForgetPrompt(request.engine_id))
+            self._plane.do(RankCall("forget", (request.engine_id,)))
 
     def _take_leaving(self) -> list[tuple[VllmRequest, Sequence[int]]]:
         """Stop computing requests that are to be released. Returns them with their blocks, which are readable after the
@@ -295,7 +295,7 @@ class Steps:
         self._call_ranks(actions)
         self._on_stepped()
 
-    def _put_tokens(self, actions: Iterable[TokenStep | AbortPush | PassFirstToken]) -> None:
+    def _put_tokens(self, actions: Iterable[TokenStep | RankCall]) -> None:
         """Queue tokens for the listener. The caller holds the lock."""
         tokens = tuple(action for action in actions if isinstance(action, TokenStep))
         if tokens:
@@ -324,7 +324,7 @@ class Steps:
             return life.VllmFailed(_ended_by_vllm(output))
         return life.Drawn(computed, token_id, logprobs, finish)
 
-    def _call_ranks(self, actions: Iterable[TokenStep | AbortPush | PassFirstToken]) -> None:
+    def _call_ranks(self, actions: Iterable[TokenStep | RankCall]) -> None:
         for action in actions:
             if not isinstance(action, TokenStep):
                 self._plane.do(action)

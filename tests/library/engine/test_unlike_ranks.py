@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kaveri.engine.kv_plane import first_token_of
-from kaveri.engine.vllm.rank import PassFirstToken, PromptChunk, RevokeTicket
+from kaveri.engine.vllm.rank import PromptChunk, RankCall
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.errors import LayoutMismatch
 from kaveri.kv.layout.layout import KvLayout, part_places, source_rank
@@ -46,7 +46,7 @@ class UnlikeInstance(PlaneInstance):
         self.fill(block_ids, values)
         for rank in self.ranks:
             compute_prompt(rank, self.layout, name, block_ids)
-        self.plane.do(PassFirstToken(name, first_token_id))
+        self.plane.do(RankCall("hand_over", (name, first_token_id)))
 
     def fill(self, block_ids: Sequence[int], values: Values) -> None:
         for place, part in self._places(block_ids, values.shape[1]):
@@ -189,7 +189,7 @@ def test_what_one_rank_refuses_fails_as_a_whole_and_may_be_pushed_again(
     pair = make_pair(transport, source, target)
     values = values_of(MODEL, seed=3)
     ticket = pair.receiving.grant(source, [5, 1, 6])
-    pair.receiving.ranks[-1].do(RevokeTicket(ticket.transfer_id))
+    pair.receiving.ranks[-1].do(RankCall("revoke", (ticket.transfer_id,)))
     released = pair.receiving.next()
     assert isinstance(released, TransferReleased)
     assert released.reason == ("revoked" if there == 1 else f"rank {there - 1}: revoked")
@@ -280,7 +280,7 @@ def test_parts_that_were_handed_over_with_unlike_tokens_name_none(make_pair: Any
     for number, rank in enumerate(pair.sending.ranks):
         rank.begin_step([PromptChunk("r", TOKENS, (0, 3, 2), 0, TOKENS)])
         rank.end_step()
-        rank.do(PassFirstToken("r", number))
+        rank.do(RankCall("hand_over", ("r", number)))
     landed = pair.receiving.next()
     assert isinstance(landed, TransferLanded)
     assert first_token_of(landed.note) is None

@@ -19,7 +19,7 @@ import pytest
 
 from kaveri.engine.kv_plane import Granted
 from kaveri.engine.vllm import remote_rank
-from kaveri.engine.vllm.rank import ForgetPrompt, PassFirstToken
+from kaveri.engine.vllm.rank import RankCall
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.engine.vllm.rank_server import serve_rank
 from kaveri.engine.vllm.remote_rank import RankMeeting
@@ -205,7 +205,7 @@ def test_ranks_in_processes_of_their_own_do_the_same_for_one_engine_after_anothe
         assert ticket.epoch == epoch
         sending.plane.open_push("r", ticket)
         ours = source.ask("compute")
-        sending.plane.do(PassFirstToken("r", 7))
+        sending.plane.do(RankCall("hand_over", ("r", 7)))
         assert isinstance(receiving.next(), TransferLanded)
         assert isinstance(sending.next(), PushAccepted)
         assert target.ask("tell") == ours
@@ -224,7 +224,7 @@ def test_a_rank_that_dies_is_told_of_and_its_peers_transfers_end(remote_pair: An
     target.processes[1].kill()
     assert receiving.lost.get(timeout=SOON_S) == "tensor-parallel rank 1 has ended"
     source.ask("compute")
-    sending.plane.do(PassFirstToken("r", 7))
+    sending.plane.do(RankCall("hand_over", ("r", 7)))
     failed = sending.next()
     assert (type(failed), failed.transfer_id) == (PushFailed, ticket.transfer_id)
     assert sending.lost.empty()
@@ -244,7 +244,7 @@ def test_a_rank_that_stands_still_is_lost_and_nobody_waits_for_it(
     os.kill(target.processes[0].pid, signal.SIGSTOP)
     # More than its connection takes. The other rank has none of them ahead of what it is asked.
     for number in range(10_000):
-        target.ranks[0].do(ForgetPrompt(f"r{number}"))
+        target.ranks[0].do(RankCall("forget", (f"r{number}",)))
     assert receiving.lost.get(timeout=SOON_S) == "tensor-parallel rank 0 does not answer"
     receiving.plane.close()
 
@@ -262,6 +262,6 @@ def test_a_transfer_that_the_ranks_were_handed_over_to_differently_ends_the_engi
     pair.sending.plane.open_push("r", pair.receiving.grant(LAYOUT, [5, 1, 6]))
     for rank, memory in enumerate(pair.sources):
         memory.compute("r", [0, 3, 2])
-        memory.plane.do(PassFirstToken("r", rank))
+        memory.plane.do(RankCall("hand_over", ("r", rank)))
     assert "differently" in pair.receiving.lost.get(timeout=SOON_S)
     assert pair.receiving.events.empty()

@@ -51,7 +51,7 @@ from kaveri.engine.vllm.life import (
     step,
     submitted,
 )
-from kaveri.engine.vllm.rank import AbortPush, PassFirstToken
+from kaveri.engine.vllm.rank import RankCall
 from kaveri.kv.layout.layout import KvLayout
 
 _LAYOUT = KvLayout("test", 1, 4, 1, 4, "float32")
@@ -152,7 +152,7 @@ class VllmLife(RuleBasedStateMachine):
     def check(self, before: State, event: Event, actions: list[Any]) -> None:
         """Actions of each event. A push ends with its prompt; tokens drawn ahead are reported at admission."""
         is_prompt = isinstance(before, Submitted | VllmPrefilling | VllmComputed)
-        abort = [AbortPush(before.transfer_id)] if is_prompt and before.transfer_id is not None else []
+        abort = [RankCall("abort_push", (before.transfer_id,))] if is_prompt and before.transfer_id is not None else []
         key = before.facts.key
         is_computing = isinstance(before, Submitted | VllmPrefilling)
         expected: list[Any] = []
@@ -165,7 +165,7 @@ class VllmLife(RuleBasedStateMachine):
                 assert isinstance(before, Waiting)
                 expected = list(before.ahead)
             case Drawn(_, token_id, logprobs, finish) if is_computing:
-                rest = [PassFirstToken("kaveri-1", token_id)] if finish is None else abort
+                rest = [RankCall("hand_over", ("kaveri-1", token_id))] if finish is None else abort
                 expected = [FirstToken(key, token_id, logprobs, finish), *rest]
             case Drawn(_, token_id, logprobs, finish) if not isinstance(before, VllmComputed | Arrived | Waiting):
                 index = sum(isinstance(each, TokenStep) for each in self.told)
@@ -257,7 +257,7 @@ def test_nothing_becomes_of_a_request_whose_transfer_is_open(event: Event) -> No
 @pytest.mark.parametrize("event", [Drawn(6, 5, None, FinishReason.STOP), VllmFailed("why"), Signal.BLOCKS_TAKEN])
 def test_a_prompt_that_ends_by_itself_ends_its_push(event: Event) -> None:
     ended, actions = step(replace(_example(VllmPrefilling), open_id=b"x"), event)  # type: ignore[type-var, call-arg]
-    assert AbortPush(b"x") in actions
+    assert RankCall("abort_push", (b"x",)) in actions
     # Its blocks are touched until the push has ended.
     assert ended.transfer_id == b"x"
 
