@@ -188,7 +188,6 @@ class Copier(Generic[OwnerT]):
         return bool(self._copies)
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        """See DecodeEngine.replicate()."""
         self._require_copyable(ticket)
         with self._shared.lock:
             self._shared.require_alive()
@@ -210,7 +209,6 @@ class Copier(Generic[OwnerT]):
         self._shared.publish()
 
     def release(self, key: EngineKey, timeout_s: float) -> None:
-        """See DecodeEngine.release()."""
         with self._shared.lock:
             self._shared.require_alive()
             owner = self._account.decodes.get(key)

@@ -133,7 +133,6 @@ class Transfers(Generic[OwnerT]):
         return bool(self._pushes)
 
     def flow(self) -> KvFlow:
-        """See Engine.kv_flow()."""
         return self._plane.flow()
 
     def close(self) -> None:
@@ -148,7 +147,6 @@ class Transfers(Generic[OwnerT]):
         self._awaited.clear()
 
     def abort(self, key: EngineKey) -> None:
-        """See Engine.abort()."""
         awaited: _AwaitedTicket | None = None
         with self._shared.lock:
             if self._shared.closing:
@@ -168,7 +166,6 @@ class Transfers(Generic[OwnerT]):
     # Pushes.
 
     def push_to(self, key: EngineKey, ticket: Ticket) -> None:
-        """See PrefillEngine.push_to()."""
         require_pushable(self._info.layout, ticket)
         with self._shared.lock:
             self._shared.require_alive()
@@ -280,7 +277,6 @@ class Transfers(Generic[OwnerT]):
     # Events of the plane.
 
     def hear(self, event: PlaneEvent) -> None:
-        """Handle an event of the plane."""
         match event:
             case Granted(transfer_id):
                 with self._shared.lock:

@@ -72,7 +72,6 @@ class Sequence:
     done: bool = False
     """Ended. Its blocks are free as soon as neither a step nor a transfer can touch them."""
     suspect_until: int = 0
-    """See EngineRequest."""
     prompt_tokens: int = 0
     """Tokens that it came with: the prompt, and those that earlier attempts have generated."""
 

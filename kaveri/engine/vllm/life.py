@@ -263,7 +263,6 @@ class VllmFailed(Event):
 
     reason: str
     is_final: bool = False
-    """See RequestFailed."""
 
 
 Action = EngineEvent | TokenStep | RankCall
@@ -292,33 +291,16 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return _scheduled(state, event)
         case Stepped():
             return _stepped(state, event)
-        case TransferOpened() | Signal.TRANSFER_ENDED:
-            return _with_transfer(state, event), ()
         case Signal.NO_LONGER_NEEDED | VllmFailed() | Signal.BLOCKS_TAKEN:
             return _ended(state, event)
-        case KvArrived() | Signal.ADOPTED | Signal.ADMITTED | BlocksAllocated():
+        case KvArrived() | BlocksAllocated() | TransferOpened():
+            return _advanced(state, event), ()
+        case Signal.ADOPTED | Signal.ADMITTED | Signal.LEFT_OUT | Signal.TRANSFER_ENDED:
             return _advanced(state, event), ()
         case Joined():
             return _joined(state, event)
         case Signal.LEAVE_ASKED | Signal.LEFT_BATCH | Signal.WENT_ON:
             return _released(state, event)
-        case Signal.LEFT_OUT:
-            if isinstance(state, Joining):
-                return Evicted(facts=state.facts, index=state.index), ()
-    raise _impossible(state, event)
-
-
-def _with_transfer(state: State, event: Event) -> State:
-    match state, event:
-        case (Submitted() | VllmPrefilling() | VllmComputed() | VllmReserved(), TransferOpened()) if (
-            state.open_id is None
-        ):
-            return replace(state, open_id=event.transfer_id)
-        case (
-            Submitted() | VllmPrefilling() | VllmComputed() | VllmReserved() | VllmEnded(),
-            Signal.TRANSFER_ENDED,
-        ) if state.open_id:
-            return replace(state, open_id=None)
     raise _impossible(state, event)
 
 
@@ -357,6 +339,12 @@ def _ended(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
 def _advanced(state: State, event: Event) -> State:
     facts = state.facts
     match state, event:
+        case (Submitted() | VllmPrefilling() | VllmComputed() | VllmReserved(), TransferOpened()) if not state.open_id:
+            return replace(state, open_id=event.transfer_id)
+        case (_Touched(), Signal.TRANSFER_ENDED) if state.open_id:
+            return replace(state, open_id=None)
+        case (Joining(), Signal.LEFT_OUT):
+            return Evicted(facts=facts, index=state.index)
         case (VllmReserved(), BlocksAllocated()):
             return replace(state, promised=max(0, state.promised - event.block_count))
         case (VllmReserved(open_id=None), KvArrived()):

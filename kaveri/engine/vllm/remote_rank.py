@@ -13,7 +13,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kaveri.engine.vllm.rank import LostListener, RankCall, RankListener, RankSetup
+from kaveri.engine.vllm.rank import LostListener, RankListener, RankSetup
 from kaveri.engine.vllm.rank_server import AskFlow, Detach, RankMessage
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
@@ -101,7 +101,7 @@ class RemoteRank:
 
     def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
         self._listener, self._on_lost, self._flow = listener, on_lost, KvFlow()
-        self._send(setup)
+        self.do(setup)
         try:
             kind, value = self._answers.get(timeout=_ANSWER_TIMEOUT_S)
         except queue.Empty:
@@ -117,27 +117,24 @@ class RemoteRank:
     def detach(self) -> None:
         self._on_lost = None
         if self._listener is not None and not self._lost.locked():
-            self._send(Detach())
+            self.do(Detach())
             try:
                 self._answers.get(timeout=_DETACH_TIMEOUT_S)
             except queue.Empty:
                 self.shutdown()
         self._listener = None
 
-    def do(self, call: RankCall) -> None:
-        self._send(call)
-
     def flow(self) -> KvFlow:
-        self._send(AskFlow())
+        self.do(AskFlow())
         return self._flow
 
     def shutdown(self) -> None:
         self._on_lost = None
         self._end()
 
-    def _send(self, message: RankMessage) -> None:
+    def do(self, call: RankMessage) -> None:
         try:
-            self._calls.put_nowait(message)
+            self._calls.put_nowait(call)
         except queue.Full:
             self._lose("takes no calls")
 
@@ -163,7 +160,7 @@ class RemoteRank:
                         self._lose("does not answer")
                         return
                     asked = True
-                    self._send(AskFlow())
+                    self.do(AskFlow())
                     continue
                 kind, value = self._connection.recv()
                 asked = False

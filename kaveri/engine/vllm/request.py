@@ -52,12 +52,10 @@ class VllmRequest:
 
     @property
     def engine_id(self) -> str:
-        """Id of the request in vLLM."""
         return self.state.facts.engine_id
 
     @property
     def key(self) -> EngineKey:
-        """Key of the request in the service."""
         return self.state.facts.key
 
     @property

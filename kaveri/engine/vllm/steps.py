@@ -56,13 +56,10 @@ class Steps:
         # The step under way.
         self._advances: Sequence[RequestAdvance] = ()
 
-    def held(self) -> Sequence[VllmRequest]:
-        """Return the requests to leave out of the next step. The caller holds the lock."""
-        return self._requests.held(self._max_batch)
-
     def can_compute(self) -> bool:
         """Return True if vLLM can compute any request but those held. The caller holds the lock."""
-        return self._core.unfinished_count > self._requests.awaiting_kv_count() + len(self.held())
+        held_count = len(self._requests.held(self._max_batch))
+        return self._core.unfinished_count > self._requests.awaiting_kv_count() + held_count
 
     def turn(self, added: Sequence[VllmRequest], stalled: bool) -> bool:
         """Pass changes to vLLM and let it make a step. Returns True if anything was done. added: new requests. stalled:
@@ -75,7 +72,7 @@ class Steps:
         self._admit_waiting()
         reporting = self._core.scheduler_side.has_reports
         with self._shared.lock:
-            held = self.held()
+            held = self._requests.held(self._max_batch)
             does_step = reporting or self.can_compute()
             left_out = {each.entry.record for each in held if each.entry is not None}
             batch_count = self._requests.running_count()
