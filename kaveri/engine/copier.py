@@ -286,8 +286,12 @@ class Copier(Generic[OwnerT]):
         if copy.owner.done or late is not None:
             copy.given_up = late or "its request has ended"
             return partial(self._sender.abort, transfer_id)
-        if copy.release is not None:
-            self._look_whether_stopped(copy, copy.release)
+        if copy.release is not None and not copy.release.token_count:
+            stopped_tokens = self._account.stopped_tokens(copy.owner)
+            copy.release.token_count = stopped_tokens or 0
+            if stopped_tokens == 0:
+                copy.release = None
+                self._shared.put(ReleaseFailed(copy.owner.key, "it was preempted"))
         block_tokens = self._layout.block_tokens
         ready = min(self._readable_blocks(copy), copy.granted)
         is_note_full = (copy.written - copy.marked + 1) * block_tokens > NOTE_TOKENS_MAX
@@ -309,14 +313,6 @@ class Copier(Generic[OwnerT]):
             tail = self._account.tokens_of(copy.owner, copy.marked * block_tokens, copy.release.token_count)
             return partial(self._sender.finish, transfer_id, token_note(tail))
         return None
-
-    def _look_whether_stopped(self, copy: _Copy[OwnerT], release: _Release) -> None:
-        if not release.token_count:
-            stopped_tokens = self._account.stopped_tokens(copy.owner)
-            if stopped_tokens == 0:
-                copy.release = None
-                self._shared.put(ReleaseFailed(copy.owner.key, "it was preempted"))
-            release.token_count = stopped_tokens or 0
 
     def _readable_blocks(self, copy: _Copy[OwnerT]) -> int:
         if copy.release is not None and copy.release.token_count:

@@ -92,7 +92,6 @@ def _built(settings: EngineSettings) -> ModelRunner | BuiltEngine:
 
 
 def _is_engine(built: object) -> bool:
-    """Return True for a complete engine; False for a runner, which Kaveri drives step by step."""
     return hasattr(built, "info")
 
 
@@ -136,7 +135,6 @@ def build_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
 
 
 def _fitted(runner: ModelRunner, settings: EngineSettings) -> tuple[ModelRunner, int]:
-    """Size the pool, and limit the runner's length to what fits into it. Raises ConfigError."""
     total_blocks = _total_blocks(runner.layout, settings.kv_cache_memory)
     runner.max_model_len = _fitting_model_len(runner.layout, runner.max_model_len, settings, total_blocks)
     return runner, total_blocks

@@ -103,9 +103,8 @@ class PoolPlane:
         self._pool_layout = layout.rank(rank)
         self._listener = listener
         self._receiver = PartReceiver(rank, listener, make_receiver) if make_receiver is not None else None
-        self.endpoints: tuple[tuple[KvEndpoint, ...], ...] = ()
-        if self._receiver is not None:
-            self.endpoints = (self._receiver.endpoints,)
+        receiver = self._receiver
+        self.endpoints: tuple[tuple[KvEndpoint, ...], ...] = (receiver.endpoints,) if receiver is not None else ()
         self._sender = PartSender(layout, rank, listener, make_sender)
         self._lock = threading.Lock()
         self._in_step: list[Source] = []

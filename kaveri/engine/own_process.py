@@ -279,17 +279,14 @@ class OwnProcessEngine:
         info, self._stats, self._kv_flow = outcome
         opened.set_result(info)
         try:
-            self._read()
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    self._take(*receive(self._connection))
+                    while self._undelivered:
+                        assert self._listener is not None, "events come after start()"
+                        self._listener(self._undelivered.popleft())
         finally:
             self._end()
-
-    def _read(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._take(*receive(self._connection))
-                while self._undelivered:
-                    assert self._listener is not None, "events come after start()"
-                    self._listener(self._undelivered.popleft())
 
     def _take(
         self,

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 from kaveri.engine.settings import EngineSettings
 from kaveri.engine.transformers import sampler
+from kaveri.engine.vllm import connector_worker
 from kaveri.engine.vllm.core import VllmCore
 from kaveri.engine.vllm.engine import VllmEngine
 from kaveri.engine.vllm.loading import load_core
@@ -23,12 +24,14 @@ _VACATE_STEPS = 100
 def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
     """For EngineProcess: loads the model and returns what makes engines of it.
 
-    loading: of EngineSettings, and "mirrored" of load_core.
+    loading: of EngineSettings, and "mirrored": True for a mirror of the KV cache, as on a device.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     fork_ranks()
-    mirrored = loading.pop("mirrored", False)
-    core = load_core(EngineSettings(model=model, **loading), mirrored)
+    if loading.pop("mirrored", False):
+        # The ranks are forked, and have it, too.
+        connector_worker.pool_over = lambda *_: None  # type: ignore[attr-defined]
+    core = load_core(EngineSettings(model=model, **loading))
 
     def make(
         total_blocks: int,

@@ -228,7 +228,6 @@ class FakeRunner:
         return np.array([part.block_ids[position // block_tokens] for part, position in pairs], np.int64)
 
     def _chains_before(self, batch: Sequence[SequenceSlice]) -> Words:
-        """Return the chain after position start - 1 of each slice, read from the KV."""
         if self.model.verify:
             return np.array([self._verified_chain(part) for part in batch], np.uint64)
         lasts = np.array([part.start - 1 for part in batch], np.int64)

@@ -157,7 +157,6 @@ class RmsNorm(nn.Module):
     """
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
-        """weight: [size]."""
         super().__init__()
         self.weight = weight
         self._eps = eps

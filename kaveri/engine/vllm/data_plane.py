@@ -94,10 +94,11 @@ class DataPlane:
         for rank in self._ranks:
             rank.detach()
 
-    # Copies to replicas; see RankCopies.
+    # Copies to replicas: a CopyPlane (copier_thread.py).
 
-    def hear_copies(self, listener: PushListener) -> None:
+    def start(self, listener: PushListener) -> PushSender:
         self._copy_listener = listener
+        return RankCopies(self)
 
     def stage(self, block_id: int, slot: int) -> None:
         """Copy a block to a slot in every rank, and wait for completion. Raises EngineError after a timeout."""
@@ -181,17 +182,10 @@ class DataPlane:
 
 
 class RankCopies:
-    """Replica pushes in all ranks: a CopyPlane (copier_thread.py) and its sender."""
+    """PushSender of the replicas of all ranks."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
-
-    def start(self, listener: PushListener) -> PushSender:
-        self._plane.hear_copies(listener)
-        return self
-
-    def stage(self, block_id: int, slot: int) -> None:
-        self._plane.stage(block_id, slot)
 
     def open(self, ticket: Ticket, *, part: bool = False) -> None:
         self._plane.open_copy(ticket)

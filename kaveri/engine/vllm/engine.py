@@ -22,7 +22,7 @@ from kaveri.engine.shared import Shared
 from kaveri.engine.threaded import ThreadedEngine
 from kaveri.engine.transfers import Transfers
 from kaveri.engine.vllm.core import VllmCore
-from kaveri.engine.vllm.data_plane import DataPlane, RankCopies
+from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.rank import RankSetup
 from kaveri.engine.vllm.request import VllmRequest
 from kaveri.engine.vllm.requests import Requests
@@ -86,7 +86,7 @@ class VllmEngine(ThreadedEngine[VllmRequest]):
         setup = RankSetup(tuple(listen), transports, info.epoch, receiving, copy_slots, logs=log_settings())
         plane = DataPlane(core.ranks, setup, transfers.hear, shared.stop)
         transfers.attach(plane)
-        copier = CopierThread(layout, RankCopies(plane), shared, self._requests, replicas, transfers.is_pushing)
+        copier = CopierThread(layout, plane, shared, self._requests, replicas, transfers.is_pushing)
         super().__init__(info, shared, self._requests, transfers, copier)
         self._steps = Steps(shared, self._requests, core, plane, transfers, self.info, max_batch, copier.wake)
         # Integrity checks to run on the engine thread.
@@ -149,7 +149,6 @@ class VllmEngine(ThreadedEngine[VllmRequest]):
         return self._steps.members()
 
     def _sleep(self, stalled: bool) -> None:
-        """Sleep until there is something to do. The caller holds the lock."""
         while not (self._shared.closing or self._shared.woken or self._core.scheduler_side.has_reports):
             runnable = self._steps.can_compute()
             if runnable and not stalled:

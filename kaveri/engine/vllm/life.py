@@ -73,8 +73,6 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Touched(State):
-    """Base of states in which a transfer may touch the request's blocks."""
-
     open_id: bytes | None = None
 
     @property

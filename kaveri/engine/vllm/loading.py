@@ -95,9 +95,8 @@ def load_engine(
         raise
 
 
-def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
-    """Load vLLM with the KV connector; see load_engine. mirrored: use a mirror of the KV cache, as on a device,
-    although none is needed; for tests."""
+def load_core(settings: EngineSettings) -> "VllmCore":
+    """Load vLLM with the KV connector; see load_engine."""
     engine_args = settings.engine_args or {}
     _check_options(engine_args)
     _prepare_process()
@@ -106,7 +105,7 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
     from kaveri.engine.vllm.core import VllmCore
 
     folder = local_folder(resolve_model(settings.model))
-    arguments = _arguments(settings, folder, mirrored)
+    arguments = _arguments(settings, folder)
     llm, ranks = _start(folder, read_config_json(folder), arguments, engine_args.get("tensor_parallel_size", 1))
     config = llm.model_config
     ends_at = engine_args.get("generation_config", "auto")
@@ -155,7 +154,7 @@ def _prepare_process() -> None:
     limit_primitive_cache()
 
 
-def _arguments(settings: EngineSettings, folder: Path, mirrored: bool) -> dict[str, Any]:
+def _arguments(settings: EngineSettings, folder: Path) -> dict[str, Any]:
     from vllm.config import KVTransferConfig
     from vllm.platforms import current_platform
 
@@ -187,10 +186,7 @@ def _arguments(settings: EngineSettings, folder: Path, mirrored: bool) -> dict[s
             kv_connector=CONNECTOR_NAME,
             kv_connector_module_path="kaveri.engine.vllm.connector",
             kv_role="kv_both",
-            kv_connector_extra_config={
-                "model_fingerprint": model_fingerprint(fingerprint(folder), engine_args),
-                "mirrored": mirrored,
-            },
+            kv_connector_extra_config={"model_fingerprint": model_fingerprint(fingerprint(folder), engine_args)},
         ),
     }
     if settings.block_tokens is not None:
@@ -211,7 +207,6 @@ def vllm_dtype(dtype: str, values: Mapping[str, Any], on_cpu: bool) -> str:
 def _start(
     folder: Path, values: Mapping[str, Any], arguments: dict[str, Any], rank_count: int
 ) -> "tuple[Any, Sequence[Rank]]":
-    """Start vLLM; return its engine and ranks. arguments: for EngineArgs. Raises ConfigError."""
     from vllm import EngineArgs, LLMEngine
 
     from kaveri.engine.vllm.remote_rank import RankMeeting

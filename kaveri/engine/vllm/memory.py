@@ -84,7 +84,6 @@ def pool_over(cache: Tensor, layout: KvLayout, shared: SharedMemory | None) -> K
 
 
 def _is_one_run(tensor: Tensor) -> bool:
-    """Return True if tensor[i] is dense, in any order of its dimensions."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True)):
         if length > 1 and stride != expected:

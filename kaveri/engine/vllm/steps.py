@@ -301,7 +301,6 @@ class Steps:
     def _outcome(
         self, request: VllmRequest, computed: int, output: StepOutput | None
     ) -> life.Stepped | life.Drawn | life.VllmFailed:
-        """Convert the step's result for one request. computed: number of tokens that now have KV."""
         if output is None:
             return life.Stepped(computed)
         if not output.token_ids:
