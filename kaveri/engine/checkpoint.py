@@ -142,6 +142,5 @@ def refusal(folder: Path, values: Mapping[str, Any], error: Exception, engine: s
 
 
 def _parts(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the parts that may hold the values; for a model of text and images, the text model's part first."""
     inner = values.get("text_config")
     return [inner, values] if isinstance(inner, dict) else [values]

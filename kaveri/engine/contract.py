@@ -149,27 +149,36 @@ class EngineStats(NamedTuple):
     """Tokens that steps have computed so far; recomputed tokens count each time."""
 
 
+class EngineEvent:
+    """Event of an engine, for its listener."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class PrefillStarted:
+class RequestEvent(EngineEvent):
+    """Event of one request."""
+
+    key: EngineKey
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStarted(RequestEvent):
     """The request's first chunk begins to be computed."""
 
-    key: EngineKey
-
 
 @dataclass(frozen=True, slots=True)
-class PrefillProgress:
+class PrefillProgress(RequestEvent):
     """A chunk of the request is computed; for the last chunk FirstToken is sent instead."""
 
-    key: EngineKey
     computed_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
+class PromptLogprobs(RequestEvent):
     """Log-probabilities of the prompt's tokens. Only sent if generated_count is 0: otherwise an earlier attempt has
     reported them. Positions come in order, from 1 on; those of the last chunk come before FirstToken."""
 
-    key: EngineKey
     first: int
     """Position within the prompt of the first entry."""
     entries: tuple[Logprobs, ...]
@@ -177,47 +186,42 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstToken:
+class FirstToken(RequestEvent):
     """The prompt is computed and the next token drawn. With `finish` the request is done and its blocks are free."""
 
-    key: EngineKey
     token_id: int
     logprobs: Logprobs | None
     finish: FinishReason | None
 
 
 @dataclass(frozen=True, slots=True)
-class KvPushed:
+class KvPushed(RequestEvent):
     """The receiver has accepted the KV, with its hand-over. The request is done here and its blocks are free."""
 
-    key: EngineKey
     kv_bytes: int
     transport: str
 
 
 @dataclass(frozen=True, slots=True)
-class KvPushFailed:
+class KvPushFailed(RequestEvent):
     """The push ended without acceptance. The KV is kept: push_to may be called again with another ticket."""
 
-    key: EngineKey
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(RequestEvent):
     """All KV of a reserved request has arrived and is verified. It waits for admit()."""
 
-    key: EngineKey
     kv_bytes: int
     first_token_id: int | None
     """Token drawn by prefill, before the first one that is drawn here. None for a resumed request."""
 
 
 @dataclass(frozen=True, slots=True)
-class LandingFailed:
+class LandingFailed(RequestEvent):
     """The KV will not arrive (sender gone, digest wrong, ticket expired). The request is done here."""
 
-    key: EngineKey
     reason: str
 
 
@@ -236,70 +240,63 @@ class TokenStep:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTokens:
+class StepTokens(EngineEvent):
     """Tokens that one step of the running batch drew; at most one per request."""
 
     steps: tuple[TokenStep, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Preempted:
+class Preempted(RequestEvent):
     """Blocks ran out and this request gave up its own. The engine recomputes it; no token is lost.
 
     Also for a landed request that is not admitted yet: it still waits for admit().
     """
 
-    key: EngineKey
-
 
 @dataclass(frozen=True, slots=True)
-class Replicated:
+class Replicated(RequestEvent):
     """The holder of the request's replica now keeps the KV of its first tokens."""
 
-    key: EngineKey
     token_count: int
     """A multiple of the layout's block_tokens, higher than before in the same copy. At most what is computed."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaEnded:
+class ReplicaEnded(RequestEvent):
     """The replica grows no more: its holder is gone, full, or refuses. The request continues, and replicate() may be
     called again with another ticket. Not sent after the request's own end."""
 
-    key: EngineKey
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class LetGo:
+class LetGo(RequestEvent):
     """The holder of the request's replica has the KV of all tokens but the last. The request is done here, and its
     blocks are free."""
 
-    key: EngineKey
     token_count: int
     """Tokens whose KV the holder has."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseFailed:
+class ReleaseFailed(RequestEvent):
     """The request was not released, and continues here. If its replica has ended, ReplicaEnded comes before."""
 
-    key: EngineKey
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class RequestFailed:
+class RequestFailed(RequestEvent):
     """The engine cannot continue this request. It is done and its blocks are free."""
 
-    key: EngineKey
     reason: str
     is_final: bool = False
     """The request's own computation has raised, and would on any other engine: it must not be placed again."""
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStopped:
+class EngineStopped(EngineEvent):
     """The engine is broken and accepts no more calls; the process should end. Sent at most once, as the last event."""
 
     reason: str
@@ -307,25 +304,6 @@ class EngineStopped:
     """After a step has raised: its requests, each with its new EngineRequest.suspect_until. Empty when a suspect was
     among them: RequestFailed has just ended that one, and the others are innocent. None: it broke outside of a step."""
 
-
-EngineEvent = (
-    PrefillStarted
-    | PrefillProgress
-    | PromptLogprobs
-    | FirstToken
-    | KvPushed
-    | KvPushFailed
-    | Landed
-    | LandingFailed
-    | StepTokens
-    | Preempted
-    | Replicated
-    | ReplicaEnded
-    | LetGo
-    | ReleaseFailed
-    | RequestFailed
-    | EngineStopped
-)
 
 EngineListener = Callable[[Sequence[EngineEvent]], None]
 """Called on one of the engine's own threads, with events in the order in which they happened; must not block."""

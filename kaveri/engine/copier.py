@@ -30,6 +30,7 @@ from kaveri.kv.transfer.push import (
     PushFailed,
     PushListener,
     PushMarked,
+    PushSender,
 )
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
 from kaveri.telemetry.logs import get_logger
@@ -57,8 +58,8 @@ class BlockPlace(NamedTuple):
     """Changes when the request gives its blocks up."""
 
 
-class CopyOwner(Protocol):
-    """A request, as its copy sees it. Hashed by identity."""
+class Owner(Protocol):
+    """A request that owns blocks. Hashed by identity."""
 
     @property
     def key(self) -> EngineKey: ...
@@ -68,17 +69,21 @@ class CopyOwner(Protocol):
         """Ended: no event of it follows."""
 
 
+class CopyOwner(Owner, Protocol):
+    """A request, as its copy sees it."""
+
+    is_copied: bool
+    """Its blocks are copied, or were; the copier sets it."""
+
+
 OwnerT = TypeVar("OwnerT", bound=CopyOwner)
 
 
 class CopyAccount(Protocol[OwnerT]):
-    """Interface to the engine's requests and their blocks. Every call is made with the engine's lock held."""
+    """Interface to the engine's requests and their blocks. Every access is made with the engine's lock held."""
 
-    def find_decode(self, key: EngineKey) -> OwnerT | None:
-        """Return the live request of the decode side."""
-
-    def begin_copy(self, owner: OwnerT) -> None:
-        """Record that its blocks are copied from now on."""
+    decodes: dict[EngineKey, OwnerT]
+    """Live requests of the decode side."""
 
     def whole_blocks(self, owner: OwnerT) -> int:
         """Return its number of readable whole blocks: those whose last token is computed. 0 after a preemption."""
@@ -101,28 +106,6 @@ class CopyAccount(Protocol[OwnerT]):
 
     def end(self, owner: OwnerT) -> None:
         """End a request."""
-
-
-class CopySender(Protocol):
-    """Interface of the sender of staging slots: a KvSender, or a stand-in."""
-
-    def open(self, ticket: Ticket) -> None:
-        """See KvSender.open."""
-
-    def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """See KvSender.write_layers."""
-
-    def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        """See KvSender.mark."""
-
-    def finish(self, transfer_id: bytes, note: bytes) -> None:
-        """See KvSender.finish."""
-
-    def abort(self, transfer_id: bytes) -> None:
-        """See KvSender.abort."""
-
-    def close(self) -> None:
-        """End all pushes. Idempotent."""
 
 
 Staging = Callable[[int, int], None]
@@ -156,7 +139,8 @@ class _Copy(Generic[OwnerT]):
     marked: int = 0
     staged: "deque[tuple[int, int]]" = field(default_factory=deque)
     """(block, slot) of blocks that the holder has not confirmed, in order."""
-    is_aborted: bool = False
+    given_up: str | None = None
+    """Reason for which its push was aborted."""
     silent_since_s: float | None = None
     """Time of the holder's last answer, or at which the first mark since was due; None: it has answered all."""
     release: _Release | None = None
@@ -181,7 +165,7 @@ class Copier(Generic[OwnerT]):
         shared: Shared,
         account: CopyAccount[OwnerT],
         staging: Staging,
-        make_sender: Callable[[PushListener], CopySender],
+        make_sender: Callable[[PushListener], PushSender],
         on_work: Callable[[], None],
         now_s: Callable[[], float],
     ) -> None:
@@ -191,9 +175,8 @@ class Copier(Generic[OwnerT]):
         self._account = account
         self._staging = staging
         self._on_work = on_work
+        # In round-robin order.
         self._copies: dict[bytes, _Copy[OwnerT]] = {}
-        # The same, in round-robin order.
-        self._line: deque[_Copy[OwnerT]] = deque()
         self._free_slots = list(range(slot_count))
         # Slots in use, by holder.
         self._held_slots: dict[object, int] = {}
@@ -205,11 +188,10 @@ class Copier(Generic[OwnerT]):
         return bool(self._copies)
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        """See DecodeEngine.replicate()."""
         self._require_copyable(ticket)
         with self._shared.lock:
             self._shared.require_alive()
-            owner = self._account.find_decode(key)
+            owner = self._account.decodes.get(key)
             copy = self._open(owner, ticket) if owner is not None else None
         try:
             self._sender.open(ticket)
@@ -224,25 +206,24 @@ class Copier(Generic[OwnerT]):
                 # Nothing is written before the sender knows of the push.
                 copy.granted = max(copy.granted, len(ticket.block_ids))
             self._on_work()
-        self._shared.outbox.publish()
+        self._shared.publish()
 
     def release(self, key: EngineKey, timeout_s: float) -> None:
-        """See DecodeEngine.release()."""
         with self._shared.lock:
             self._shared.require_alive()
-            owner = self._account.find_decode(key)
+            owner = self._account.decodes.get(key)
             if owner is None:
                 return
-            copy = next((copy for copy in self._line if copy.owner is owner and not copy.is_aborted), None)
+            copy = next((copy for copy in self._copies.values() if copy.owner is owner and copy.given_up is None), None)
             if copy is not None and copy.release is not None:
                 return
             problem = "it has no replica" if copy is None else self._account.stop(owner)
             if copy is None or problem is not None:
-                self._shared.outbox.put(ReleaseFailed(key, problem or ""))
+                self._shared.put(ReleaseFailed(key, problem or ""))
             else:
                 copy.release = _Release(self._now_s() + timeout_s)
         self._on_work()
-        self._shared.outbox.publish()
+        self._shared.publish()
 
     def advance(self) -> bool:
         """Do one thing that is due; takes no longer than one block's copy. False: nothing is due."""
@@ -260,7 +241,7 @@ class Copier(Generic[OwnerT]):
         for transfer_id in transfer_ids:
             self._end(transfer_id, reason)
             self._sender.abort(transfer_id)
-        self._shared.outbox.publish()
+        self._shared.publish()
 
     def close(self) -> None:
         """End all copies. Idempotent."""
@@ -268,11 +249,10 @@ class Copier(Generic[OwnerT]):
 
     def check_integrity(self) -> None:
         """Assert that every slot is free or belongs to a copy. The caller holds the engine's lock."""
-        staged = [slot for copy in self._line for _, slot in copy.staged]
+        staged = [slot for copy in self._copies.values() for _, slot in copy.staged]
         slots = self._free_slots + staged
         assert len(set(slots)) == len(slots), "a slot is free or used twice"
         assert sum(self._held_slots.values()) >= len(staged), "the holders' slots are counted wrong"
-        assert set(self._copies.values()) == set(self._line), "a copy is not in line"
 
     def _require_copyable(self, ticket: Ticket) -> None:
         # Blocks that differ in more than the number of ranks could not be marked one by one.
@@ -286,29 +266,32 @@ class Copier(Generic[OwnerT]):
 
     def _open(self, owner: OwnerT, ticket: Ticket) -> _Copy[OwnerT]:
         """Begin a copy. The caller holds the lock."""
-        if ticket.transfer_id in self._copies or any(copy.owner is owner for copy in self._line):
+        if ticket.transfer_id in self._copies or any(copy.owner is owner for copy in self._copies.values()):
             raise InvalidArgument("ticket", ticket.transfer_id.hex(), "given after the copy before it has ended")
-        self._account.begin_copy(owner)
+        owner.is_copied = True
         copy = self._copies[ticket.transfer_id] = _Copy(owner, ticket)
-        self._line.append(copy)
         return copy
 
     def _next(self) -> Callable[[], None] | None:
         """Return the next call to make, without the lock. Copies take turns: a long one delays no other."""
-        for _ in range(len(self._line)):
-            copy = self._line[0]
-            self._line.rotate(-1)
-            if copy.granted and not copy.is_aborted and (due := self._due(copy)) is not None:
+        for transfer_id in tuple(self._copies):
+            copy = self._copies[transfer_id] = self._copies.pop(transfer_id)
+            if copy.granted and copy.given_up is None and (due := self._due(copy)) is not None:
                 return due
         return None
 
     def _due(self, copy: _Copy[OwnerT]) -> Callable[[], None] | None:
         transfer_id = copy.ticket.transfer_id
-        if copy.owner.done or self._is_late(copy):
-            copy.is_aborted = True
+        late = self._lateness(copy)
+        if copy.owner.done or late is not None:
+            copy.given_up = late or "its request has ended"
             return partial(self._sender.abort, transfer_id)
-        if copy.release is not None:
-            self._look_whether_stopped(copy, copy.release)
+        if copy.release is not None and not copy.release.token_count:
+            stopped_tokens = self._account.stopped_tokens(copy.owner)
+            copy.release.token_count = stopped_tokens or 0
+            if stopped_tokens == 0:
+                copy.release = None
+                self._shared.put(ReleaseFailed(copy.owner.key, "it was preempted"))
         block_tokens = self._layout.block_tokens
         ready = min(self._readable_blocks(copy), copy.granted)
         is_note_full = (copy.written - copy.marked + 1) * block_tokens > NOTE_TOKENS_MAX
@@ -331,30 +314,19 @@ class Copier(Generic[OwnerT]):
             return partial(self._sender.finish, transfer_id, token_note(tail))
         return None
 
-    def _look_whether_stopped(self, copy: _Copy[OwnerT], release: _Release) -> None:
-        if not release.token_count:
-            stopped_tokens = self._account.stopped_tokens(copy.owner)
-            if stopped_tokens == 0:
-                copy.release = None
-                self._shared.outbox.put(ReleaseFailed(copy.owner.key, "it was preempted"))
-            release.token_count = stopped_tokens or 0
-
     def _readable_blocks(self, copy: _Copy[OwnerT]) -> int:
-        """Number of its first blocks that may be staged."""
         if copy.release is not None and copy.release.token_count:
             return self._layout.block_count(copy.release.token_count)
         return self._account.whole_blocks(copy.owner)
 
-    def _is_late(self, copy: _Copy[OwnerT]) -> bool:
-        """Return True if the holder is silent, or takes too long to receive a released request."""
+    def _lateness(self, copy: _Copy[OwnerT]) -> str | None:
+        """Return why the copy is given up: the holder is silent, or takes too long to receive a released request."""
         now_s = self._now_s()
-        is_silent = copy.silent_since_s is not None and now_s - copy.silent_since_s >= _SILENT_S
-        return is_silent or (copy.release is not None and now_s >= copy.release.until_s)
-
-    def _why_given_up(self, copy: _Copy[OwnerT]) -> str:
-        if copy.release is not None and self._now_s() >= copy.release.until_s:
+        if copy.release is not None and now_s >= copy.release.until_s:
             return "the holder has not taken all in time"
-        return f"the holder has answered nothing for {_SILENT_S:g} s"
+        if copy.silent_since_s is not None and now_s - copy.silent_since_s >= _SILENT_S:
+            return f"the holder has answered nothing for {_SILENT_S:g} s"
+        return None
 
     def _may_stage(self, copy: _Copy[OwnerT]) -> bool:
         """Return True if the holder may have another slot: at most as many as it leaves free, so that a stuck one never
@@ -362,7 +334,6 @@ class Copier(Generic[OwnerT]):
         return self._held_slots.get(copy.holder, 0) < len(self._free_slots)
 
     def _stage(self, copy: _Copy[OwnerT], index: int, place: BlockPlace, slot: int) -> None:
-        """Copy a block to a slot, and queue it."""
         try:
             self._staging(place.block_id, slot)
         except Exception as error:  # A copy must never end the engine, and with it its requests.
@@ -372,7 +343,7 @@ class Copier(Generic[OwnerT]):
                 self._free_slot(copy, slot)
             self._end(copy.ticket.transfer_id, str(error))
             self._sender.abort(copy.ticket.transfer_id)
-            self._shared.outbox.publish()
+            self._shared.publish()
             return
         with self._shared.lock:
             live = not copy.owner.done and self._copies.get(copy.ticket.transfer_id) is copy
@@ -408,7 +379,7 @@ class Copier(Generic[OwnerT]):
             case PushAccepted(transfer_id):
                 self._end(transfer_id, "the holder has taken it", is_accepted=True)
         self._on_work()
-        self._shared.outbox.publish()
+        self._shared.publish()
 
     def _grown(self, transfer_id: bytes, block_count: int) -> None:
         with self._shared.lock:
@@ -419,14 +390,13 @@ class Copier(Generic[OwnerT]):
                 self._free_slot(copy, copy.staged.popleft()[1])
             copy.silent_since_s = self._now_s() if block_count < copy.marked else None
             if not copy.owner.done:
-                self._shared.outbox.put(Replicated(copy.owner.key, block_count * self._layout.block_tokens))
+                self._shared.put(Replicated(copy.owner.key, block_count * self._layout.block_tokens))
 
     def _end(self, transfer_id: bytes, reason: str, *, is_accepted: bool = False) -> None:
         with self._shared.lock:
             copy = self._copies.pop(transfer_id, None)
             if copy is None:
                 return
-            self._line.remove(copy)
             while copy.staged:
                 self._free_slot(copy, copy.staged.popleft()[1])
             if copy.owner.done:
@@ -434,11 +404,10 @@ class Copier(Generic[OwnerT]):
             key, release = copy.owner.key, copy.release
             if release is not None and is_accepted:
                 self._account.end(copy.owner)
-                self._shared.outbox.put(LetGo(key, release.token_count))
+                self._shared.put(LetGo(key, release.token_count))
                 return
-            if copy.is_aborted:
-                reason = self._why_given_up(copy)
-            self._shared.outbox.put(ReplicaEnded(key, reason))
+            reason = copy.given_up or reason
+            self._shared.put(ReplicaEnded(key, reason))
             if release is not None:
                 self._account.go_on(copy.owner)
-                self._shared.outbox.put(ReleaseFailed(key, reason))
+                self._shared.put(ReleaseFailed(key, reason))

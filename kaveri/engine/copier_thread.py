@@ -6,17 +6,16 @@ copier.py decides the copies and their order; this thread waits, for the rate li
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, Protocol
 
-from kaveri.engine.contract import EngineKey
-from kaveri.engine.copier import Copier, CopyAccount, CopySender, OwnerT, ReplicaOptions
+from kaveri.engine.copier import Copier, CopyAccount, OwnerT, ReplicaOptions
 from kaveri.engine.shared import Shared
 from kaveri.errors import EngineError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.push import PushListener
+from kaveri.kv.transfer.push import PushListener, PushSender
 from kaveri.kv.transfer.sender import KvSender
-from kaveri.kv.transfer.ticket import Ticket
 from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import get_logger
 
@@ -37,11 +36,11 @@ def slots_of(layout: KvLayout, options: ReplicaOptions) -> int:
 class CopyPlane(Protocol):
     """Interface that moves the blocks of one engine's copies: its staging slots, and their sender."""
 
-    def start(self, listener: PushListener) -> CopySender:
+    def start(self, listener: PushListener) -> PushSender:
         """Allocate the slots, once, before stage()."""
 
     def stage(self, block_id: int, slot: int) -> None:
-        """See Staging."""
+        """Copy a block of the engine's pool to a slot; see Staging."""
 
 
 class PoolCopyPlane:
@@ -53,7 +52,7 @@ class PoolCopyPlane:
         self._transports = transports
         self._staging: KvPool
 
-    def start(self, listener: PushListener) -> CopySender:
+    def start(self, listener: PushListener) -> PushSender:
         self._staging = KvPool(self._pool.layout, self._slot_count)
         return KvSender(self._staging, listener, transports=self._transports)
 
@@ -62,19 +61,16 @@ class PoolCopyPlane:
 
 
 class Pace:
-    """A rate limit. bytes_per_s: bytes that may begin in a second; 0: no limit."""
+    """A rate limit. interval_s: seconds from one block to the next; 0: no limit."""
 
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        # When the earlier bytes are paid for.
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
         self._free_at_s = 0.0
 
-    def wait_s(self, byte_count: int, now_s: float) -> float:
-        """Seconds to wait before the next bytes, which count from now on. Unused capacity is lost."""
-        if not self._bytes_per_s:
-            return 0.0
+    def wait_s(self, now_s: float) -> float:
+        """Seconds to wait before the next block, which counts from now on. Unused capacity is lost."""
         begin_s = max(now_s, self._free_at_s)
-        self._free_at_s = begin_s + byte_count / self._bytes_per_s
+        self._free_at_s = begin_s + self._interval_s
         return begin_s - now_s
 
 
@@ -93,30 +89,40 @@ class CopierThread(Generic[OwnerT]):
         options: ReplicaOptions,
         is_pushing: Callable[[], bool],
     ) -> None:
-        self._layout = layout
         self._plane = plane
         self._shared = shared
-        self._account = account
-        self._options = options
         self._is_pushing = is_pushing
-        self._pace = Pace(options.bytes_per_s)
+        block_bytes = layout.layer_count * layout.block_bytes
+        self._pace = Pace(block_bytes / options.bytes_per_s if options.bytes_per_s else 0.0)
         self._ending = threading.Event()
         self._starting = threading.Lock()
+        self._work = threading.Event()
+        self._make_copier = partial(
+            Copier[OwnerT],
+            layout,
+            slots_of(layout, options),
+            shared,
+            account,
+            self._stage,
+            plane.start,
+            on_work=self._work.set,
+            now_s=time.monotonic,
+        )
         self._copier: Copier[OwnerT] | None = None
         self._thread: threading.Thread | None = None
-        self._work = threading.Event()
 
-    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        """See DecodeEngine.replicate()."""
+    def started(self) -> Copier[OwnerT]:
+        """Return the copier; start the thread with the first call. Raises EngineError once the engine has stopped."""
         with self._shared.lock:
             self._shared.require_alive()
-        self._started().replicate(key, ticket)
-
-    def release(self, key: EngineKey, timeout_s: float) -> None:
-        """See DecodeEngine.release()."""
-        with self._shared.lock:
-            self._shared.require_alive()
-        self._started().release(key, timeout_s)
+        with self._starting:
+            if self._copier is None and not self._ending.is_set():
+                self._copier = self._make_copier()
+                self._thread = threading.Thread(target=self._run, name="kaveri-copier", daemon=True)
+                self._thread.start()
+            if self._copier is None:
+                raise EngineError("it is closed")
+            return self._copier
 
     def wake(self) -> None:
         """Wake the thread: blocks may have been completed, or requests have ended. Any thread, any lock."""
@@ -135,41 +141,18 @@ class CopierThread(Generic[OwnerT]):
             copier.close()
 
     def check_integrity(self) -> None:
-        """See Copier.check_integrity()."""
+        """Assert the integrity of the copies. The caller holds the engine's lock."""
         if self._copier is not None:
             self._copier.check_integrity()
 
-    def _started(self) -> Copier[OwnerT]:
-        with self._starting:
-            if self._copier is None and not self._ending.is_set():
-                self._copier = Copier(
-                    self._layout,
-                    slots_of(self._layout, self._options),
-                    self._shared,
-                    self._account,
-                    self._stage,
-                    self._plane.start,
-                    on_work=self._work.set,
-                    now_s=time.monotonic,
-                )
-                self._thread = threading.Thread(target=self._run, name="kaveri-copier", daemon=True)
-                self._thread.start()
-            if self._copier is None:
-                raise EngineError("it is closed")
-            return self._copier
-
     def _stage(self, block_id: int, slot: int) -> None:
-        self._leave_room()
-        self._plane.stage(block_id, slot)
-
-    def _leave_room(self) -> None:
-        """Wait before a block, for others that use the network. The block may be given up meanwhile."""
-        block_bytes = self._layout.layer_count * self._layout.block_bytes
-        wait_s = min(self._pace.wait_s(block_bytes, time.monotonic()), _LONGEST_WAIT_S)
+        # The block may be given up meanwhile.
+        wait_s = min(self._pace.wait_s(time.monotonic()), _LONGEST_WAIT_S)
         if self._is_pushing():
             wait_s = max(wait_s, _YIELD_S)
         if wait_s > 0:
             self._ending.wait(wait_s)
+        self._plane.stage(block_id, slot)
 
     def _run(self) -> None:
         assert self._copier is not None
@@ -180,7 +163,7 @@ class CopierThread(Generic[OwnerT]):
                 while not self._ending.is_set() and self._copier.advance():
                     pass
                 # A release that has failed without an answer of the holder.
-                self._shared.outbox.publish()
+                self._shared.publish()
             except Exception as error:  # As above.
                 get_logger().exception("copier_failed", error=repr(error))
                 self._copier.fail(f"the copier failed: {error!r}")

@@ -56,7 +56,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
     built = _built(settings)
     if _is_engine(built):
         return cast(BuiltEngine, built)
-    transports = kv_transports(settings)
+    transports = transports_maker(settings)()
     runner, total_blocks = _fitted(cast(ModelRunner, built), settings)
     _heed_profile(runner, settings)
     return StepwiseEngine(
@@ -72,7 +72,6 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
 
 
 def _built(settings: EngineSettings) -> ModelRunner | BuiltEngine:
-    """Return the result of the engine's builder. Raises ConfigError."""
     try:
         build = ENGINES.load(settings.engine)
     except ValueError as error:
@@ -93,7 +92,6 @@ def _built(settings: EngineSettings) -> ModelRunner | BuiltEngine:
 
 
 def _is_engine(built: object) -> bool:
-    """Return True for a complete engine; False for a runner, which Kaveri drives step by step."""
     return hasattr(built, "info")
 
 
@@ -105,7 +103,7 @@ def vllm_engine(settings: EngineSettings) -> BuiltEngine:
     if settings.profile is not None:
         raise ConfigError("profile", "was measured on another engine; `kaveri profile` does not measure vllm")
     # Before vLLM is imported, which takes many seconds.
-    listen, transports = listen_endpoints(settings), _transports_maker(settings)
+    listen, transports = listen_endpoints(settings), transports_maker(settings)
     transports()
     if ":" in settings.device:
         raise ConfigError("device", f"is {settings.device}; give vLLM its GPUs by CUDA_VISIBLE_DEVICES")
@@ -137,7 +135,6 @@ def build_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
 
 
 def _fitted(runner: ModelRunner, settings: EngineSettings) -> tuple[ModelRunner, int]:
-    """Size the pool, and limit the runner's length to what fits into it. Raises ConfigError."""
     total_blocks = _total_blocks(runner.layout, settings.kv_cache_memory)
     runner.max_model_len = _fitting_model_len(runner.layout, runner.max_model_len, settings, total_blocks)
     return runner, total_blocks
@@ -158,7 +155,6 @@ def profiled_engine(runner: ModelRunner, settings: EngineSettings) -> ProfiledEn
 
 
 def _heed_profile(runner: ModelRunner, settings: EngineSettings) -> None:
-    """Refuse another engine's profile, and log where the size of chunks comes from."""
     log = get_logger()
     profile = settings.profile
     if profile is None:
@@ -176,19 +172,15 @@ def _heed_profile(runner: ModelRunner, settings: EngineSettings) -> None:
         log.warning("profile_machine_differs", profiled=str(profile.machine), here=str(here))
 
 
-def kv_transports(settings: EngineSettings) -> tuple[Transport, ...]:
-    """Return the transports in the settings. Raises ConfigError."""
-    return _transports_maker(settings)()
-
-
-def _transports_maker(settings: EngineSettings) -> Callable[[], tuple[Transport, ...]]:
-    """Return a maker of transports that can be sent to the processes of ranks."""
+def transports_maker(settings: EngineSettings) -> Callable[[], tuple[Transport, ...]]:
+    """Return a maker of the transports in the settings, which can be sent to the processes of ranks. Both raise
+    ConfigError."""
     reads_kv = settings.engine not in ("fake", "timed") or (settings.engine == "fake" and settings.fake_verify_kv)
     if MOCK in settings.kv_transports and reads_kv:
         reason = "mock moves no bytes; only the timed engine, or a fake one that does not verify its KV, can do without"
         raise ConfigError("kv_transports", reason)
-    names, link = settings.kv_transports, settings.kv_link
-    return partial(_spoken_transports, names, settings.kv_advertise_host, settings.kv_tls, link)
+    given = settings.kv_transports, settings.kv_advertise_host, settings.kv_tls, settings.kv_link
+    return partial(_spoken_transports, *given)
 
 
 def _spoken_transports(
@@ -202,7 +194,6 @@ def _spoken_transports(
 
 
 def _require_sensible(settings: EngineSettings) -> None:
-    """Raise ConfigError for settings that can be refused before a model is loaded."""
     if settings.max_model_len != 0:
         require_model_len(settings.max_model_len)
     if settings.block_tokens is not None and settings.block_tokens < 1:
@@ -307,7 +298,12 @@ def listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
         reason = f"is one port, and {' and '.join(over_tcp)} need one each: give 0, or name one of them"
         raise ConfigError("kv_port", reason)
     _remove_abandoned_sockets()
-    return tuple(KvEndpoint(name, _listen_address(has_path, settings)) for name, has_path in spoken.values())
+    over_network = join_address(settings.kv_listen_host, settings.kv_port)
+    prefix = os.path.join(tempfile.gettempdir(), f"{_SOCKET_PREFIX}{os.getpid()}-")
+    return tuple(
+        KvEndpoint(name, f"{prefix}{secrets.token_hex(4)}.sock" if has_path else over_network)
+        for name, has_path in spoken.values()
+    )
 
 
 def _spoken_as(name: str) -> tuple[str, bool]:
@@ -318,14 +314,7 @@ def _spoken_as(name: str) -> tuple[str, bool]:
     return made.name, made.capabilities.path_addresses
 
 
-def _listen_address(has_path: bool, settings: EngineSettings) -> str:
-    if not has_path:
-        return join_address(settings.kv_listen_host, settings.kv_port)
-    return os.path.join(tempfile.gettempdir(), f"{_SOCKET_PREFIX}{os.getpid()}-{secrets.token_hex(4)}.sock")
-
-
 def _remove_abandoned_sockets() -> None:
-    """Remove socket files of killed processes, on which no process listens."""
     for path in Path(tempfile.gettempdir()).glob(f"{_SOCKET_PREFIX}*.sock"):
         pid = path.name.removeprefix(_SOCKET_PREFIX).partition("-")[0]
         # A living process may be about to listen; a process that lives in another container answers.

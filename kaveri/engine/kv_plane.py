@@ -104,9 +104,8 @@ class PoolPlane:
         self._rank = rank
         self._listener = listener
         self._receiver = make_receiver(listener) if make_receiver is not None else None
-        self.endpoints: tuple[tuple[KvEndpoint, ...], ...] = ()
-        if self._receiver is not None:
-            self.endpoints = (self._receiver.endpoints,)
+        receiver = self._receiver
+        self.endpoints: tuple[tuple[KvEndpoint, ...], ...] = (receiver.endpoints,) if receiver is not None else ()
         self._sender = make_sender(listener)
         self._lock = threading.Lock()
         self._in_step: list[Source] = []

@@ -254,7 +254,6 @@ class OwnProcessEngine:
             raise EngineError(f"its process has not answered {method} for {timeout_s:g} s") from error
 
     def _send(self, *calls: object) -> None:
-        """Send what is to be sent, and these calls behind it."""
         try:
             with self._lock:
                 calls, self._told = (*self._told, *calls), []
@@ -265,7 +264,6 @@ class OwnProcessEngine:
             raise _ended() from error
 
     def _run(self, settings: EngineSettings, opened: "Future[EngineInfo]") -> None:
-        """Start the process and read what it sends until it ends."""
         try:
             self._connection, self._process = start_process()
             send(self._connection, (settings, log_settings()))
@@ -281,18 +279,14 @@ class OwnProcessEngine:
         info, self._stats, self._kv_flow = outcome
         opened.set_result(info)
         try:
-            self._read()
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    self._take(*receive(self._connection))
+                    while self._undelivered:
+                        assert self._listener is not None, "events come after start()"
+                        self._listener(self._undelivered.popleft())
         finally:
             self._end()
-
-    def _read(self) -> None:
-        """Take messages and deliver events until the connection ends."""
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._take(*receive(self._connection))
-                while self._undelivered:
-                    assert self._listener is not None, "events come after start()"
-                    self._listener(self._undelivered.popleft())
 
     def _take(
         self,

@@ -101,7 +101,6 @@ class EngineServer:
 
 
 def _only_continues(event: EngineEvent) -> bool:
-    """Return True for tokens of answers that go on."""
     return isinstance(event, StepTokens) and all(step.finish is None for step in event.steps)
 
 

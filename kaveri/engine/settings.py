@@ -66,7 +66,6 @@ def model_len(text: str) -> int:
 
 
 def _profile_at(path: str) -> Profile | None:
-    """Parser for `setting`: the profile in a file. Raises ValueError."""
     try:
         return read_profile(path) if path else None
     except ConfigError as error:
@@ -74,7 +73,6 @@ def _profile_at(path: str) -> Profile | None:
 
 
 def _kv_token_bytes(text: str) -> int:
-    """Parser for `setting`: the size of a token's KV. Raises ValueError."""
     count = size_bytes(text)
     if count % KV_UNIT_BYTES:
         raise ValueError(f"is {text}; it must be a multiple of {KV_UNIT_BYTES} bytes")

@@ -26,6 +26,7 @@ from kaveri.engine.contract import (
     LandingFailed,
     RequestFailed,
 )
+from kaveri.engine.copier import Owner
 from kaveri.engine.kv_plane import Granted, KvPlane, PlaneEvent, first_token_of
 from kaveri.engine.shared import Shared
 from kaveri.errors import EngineError, InvalidArgument, KaveriError, NoCapacity, RequestCancelled
@@ -37,19 +38,12 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable, tick
 from kaveri.seconds import require_seconds
 
 
-class TransferOwner(Protocol):
-    """A request, as its transfers see it. Hashed by identity."""
-
-    @property
-    def key(self) -> EngineKey: ...
-
-    @property
-    def done(self) -> bool:
-        """Ended: no event of it follows."""
+class TransferOwner(Owner, Protocol):
+    """A request, as its transfers see it."""
 
     @property
     def transfer_id(self) -> bytes | None:
-        """The open transfer that may touch its blocks; see TransferAccount.hold."""
+        """The open transfer that may touch its blocks; see TransferAccount.touch."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -67,19 +61,17 @@ OwnerT = TypeVar("OwnerT", bound=TransferOwner)
 
 
 class TransferAccount(Protocol[OwnerT]):
-    """Interface to the engine's requests and their blocks. Every call is made with the engine's lock held."""
+    """Interface to the engine's requests and their blocks. Every access is made with the engine's lock held."""
 
-    def find_prefill(self, key: EngineKey) -> OwnerT | None:
-        """Return the live request of the prefill side."""
+    prefills: dict[EngineKey, OwnerT]
+    """Live requests of the prefill side."""
 
     def open_decode(self, request: EngineRequest, held_tokens: int | None) -> OwnerT:
         """Add a new request of the decode side. Raises RequestAlreadyExists and NoCapacity."""
 
-    def hold(self, owner: OwnerT, transfer_id: bytes) -> None:
-        """Record that this transfer may touch the request's blocks from now on."""
-
-    def let_go(self, owner: OwnerT) -> None:
-        """Record that no transfer touches its blocks any more; blocks of an ended request may be reused."""
+    def touch(self, owner: OwnerT, transfer_id: bytes | None) -> None:
+        """Record the transfer that may touch the request's blocks from now on. None: it has ended, and blocks of an
+        ended request may be reused."""
 
     def land(self, owner: OwnerT, first_token_id: int | None) -> str | None:
         """Record that all KV of a request has landed. Returns why the request cannot be decoded; None if it can.
@@ -141,7 +133,6 @@ class Transfers(Generic[OwnerT]):
         return bool(self._pushes)
 
     def flow(self) -> KvFlow:
-        """See Engine.kv_flow()."""
         return self._plane.flow()
 
     def close(self) -> None:
@@ -156,7 +147,6 @@ class Transfers(Generic[OwnerT]):
         self._awaited.clear()
 
     def abort(self, key: EngineKey) -> None:
-        """See Engine.abort()."""
         awaited: _AwaitedTicket | None = None
         with self._shared.lock:
             if self._shared.closing:
@@ -176,11 +166,10 @@ class Transfers(Generic[OwnerT]):
     # Pushes.
 
     def push_to(self, key: EngineKey, ticket: Ticket) -> None:
-        """See PrefillEngine.push_to()."""
         require_pushable(self._info.layout, ticket)
         with self._shared.lock:
             self._shared.require_alive()
-            owner = self._account.find_prefill(key)
+            owner = self._account.prefills.get(key)
             if owner is None:
                 return
             if owner.transfer_id is not None:
@@ -192,9 +181,9 @@ class Transfers(Generic[OwnerT]):
             elif (ticket.token_count, len(ticket.block_ids)) != (owner.prompt_tokens, pushed_count):
                 refusal = f"the ticket is for {ticket.token_count} tokens, the request has {owner.prompt_tokens}"
             if refusal is not None:
-                self._shared.outbox.put(KvPushFailed(key, refusal))
+                self._shared.put(KvPushFailed(key, refusal))
             else:
-                self._account.hold(owner, ticket.transfer_id)
+                self._account.touch(owner, ticket.transfer_id)
                 self._pushes[ticket.transfer_id] = owner
         if refusal is None:
             self._plane.open_push(owner.source, ticket)
@@ -203,7 +192,7 @@ class Transfers(Generic[OwnerT]):
             # The abort came before the plane knew of the push, and was ignored there.
             if ended:
                 self._plane.abort_push(ticket.transfer_id)
-        self._shared.outbox.publish()
+        self._shared.publish()
 
     # Landings.
 
@@ -239,26 +228,30 @@ class Transfers(Generic[OwnerT]):
         return owner, awaited.future
 
     def grant(self, owner: OwnerT, block_ids: Sequence[int], first_block: int = 0) -> None:
-        """Lease the blocks of a reserved request to a transfer, and make its ticket."""
+        """Lease the blocks of a reserved request to a transfer, and make its ticket.
+
+        block_ids: from first_block on; those after the tokens that land are left out.
+        """
         endpoints = self._plane.endpoints
         with self._shared.lock:
             awaited = self._awaited.get(owner)
             if owner.done or awaited is None:
                 return
-            parts = ticket_parts(awaited.source, self._info.layout, endpoints)
+            layout, token_count = self._info.layout, owner.held_tokens or owner.prompt_tokens
+            parts = ticket_parts(awaited.source, layout, endpoints)
             ticket = Ticket(
                 transfer_id=self._token_bytes(16),
                 secret=self._token_bytes(16),
                 epoch=self._info.epoch,
                 endpoints=() if parts else endpoints[0],
-                block_ids=tuple(block_ids),
-                token_count=owner.held_tokens or owner.prompt_tokens,
+                block_ids=tuple(block_ids[: layout.block_count(token_count) - first_block]),
+                token_count=token_count,
                 expires_in_s=max(0.0, awaited.expires_at_s - self._now_s()),
-                layout=self._info.layout,
+                layout=layout,
                 first_block=first_block,
                 parts=parts,
             )
-            self._account.hold(owner, ticket.transfer_id)
+            self._account.touch(owner, ticket.transfer_id)
             self._landings[ticket.transfer_id] = owner, ticket
         self._plane.grant(ticket)
         with self._shared.lock:
@@ -275,18 +268,15 @@ class Transfers(Generic[OwnerT]):
                 return
             awaited = self._take_awaited(owner)
             if awaited is None:
-                self._shared.outbox.put(
-                    RequestFailed(owner.key, str(error), is_final=not isinstance(error, NoCapacity))
-                )
+                self._shared.put(RequestFailed(owner.key, str(error), is_final=not isinstance(error, NoCapacity)))
             self._account.end(owner)
         if awaited is not None:
             awaited.future.set_exception(error)
-        self._shared.outbox.publish()
+        self._shared.publish()
 
     # Events of the plane.
 
     def hear(self, event: PlaneEvent) -> None:
-        """Handle an event of the plane."""
         match event:
             case Granted(transfer_id):
                 with self._shared.lock:
@@ -300,56 +290,53 @@ class Transfers(Generic[OwnerT]):
                 self._on_landing(event)
             case PushMarked() | PushExtended() | TransferMarked():
                 pass  # only transfers of replicas have marks
-        self._shared.outbox.publish()
+        self._shared.publish()
 
     def _on_push(self, event: PushAccepted | PushFailed) -> None:
         with self._shared.lock:
             owner = self._pushes.pop(event.transfer_id, None)
             if owner is None:
                 return
-            self._account.let_go(owner)
+            self._account.touch(owner, None)
             if owner.done:
                 return
             if isinstance(event, PushAccepted):
                 self._account.end(owner)
-                self._shared.outbox.put(KvPushed(owner.key, event.kv_bytes, event.transport))
+                self._shared.put(KvPushed(owner.key, event.kv_bytes, event.transport))
             else:
-                self._shared.outbox.put(KvPushFailed(owner.key, event.reason))
+                self._shared.put(KvPushFailed(owner.key, event.reason))
 
     def _on_landing(self, event: TransferLanded | TransferReleased) -> None:
         with self._shared.lock:
             owner, _ = self._landings.pop(event.transfer_id, (None, None))
             if owner is None:
                 return
-            self._account.let_go(owner)
+            self._account.touch(owner, None)
             if owner.done:
                 return
             awaited = self._take_awaited(owner)
-            outcome = self._landing_outcome(owner, event)
+            outcome: Landed | LandingFailed | RequestFailed
+            if isinstance(event, TransferReleased):
+                outcome = LandingFailed(owner.key, event.reason)
+            else:
+                first_token_id, problem = None, None
+                if owner.held_tokens is None:
+                    first_token_id = first_token_of(event.note)
+                    # The sender counts it as accepted, so only this side can report the loss.
+                    if first_token_id is None or first_token_id >= self._info.vocab_size:
+                        problem = "the hand-over names no token of this model"
+                problem = problem or self._account.land(owner, first_token_id)
+                outcome = Landed(owner.key, event.kv_bytes, first_token_id)
+                if problem is not None:
+                    outcome = RequestFailed(owner.key, problem)
             if awaited is not None or not isinstance(outcome, Landed):
                 self._account.end(owner)
             if awaited is None:
-                self._shared.outbox.put(outcome)
+                self._shared.put(outcome)
         if awaited is not None:
             # The ticket was never passed on.
             reason = event.reason if isinstance(event, TransferReleased) else "it landed before it was granted"
             awaited.future.set_exception(EngineError(f"no ticket could be granted: {reason}"))
-
-    def _landing_outcome(
-        self, owner: OwnerT, event: TransferLanded | TransferReleased
-    ) -> Landed | LandingFailed | RequestFailed:
-        """Apply the end of a landing. The caller holds the lock."""
-        if isinstance(event, TransferReleased):
-            return LandingFailed(owner.key, event.reason)
-        first_token_id: int | None = None
-        if owner.held_tokens is None:
-            first_token_id = first_token_of(event.note)
-            # The sender counts it as accepted, so only this side can report the loss.
-            if first_token_id is None or first_token_id >= self._info.vocab_size:
-                return RequestFailed(owner.key, "the hand-over names no token of this model")
-        if (problem := self._account.land(owner, first_token_id)) is not None:
-            return RequestFailed(owner.key, problem)
-        return Landed(owner.key, event.kv_bytes, first_token_id)
 
     def _take_awaited(self, owner: OwnerT) -> _AwaitedTicket | None:
         """Remove the promise of a ticket, which the caller fulfils. None: there is none. The caller holds the lock."""

@@ -20,6 +20,7 @@ from kaveri.engine.contract import (
     Landed,
     LandingFailed,
     Preempted,
+    RequestEvent,
     RequestFailed,
     StepTokens,
     TokenStep,
@@ -248,7 +249,9 @@ class DecodeInstance:
                 for each in list(self._requests):
                     self._take(each, lifecycle.Broken(error_of_stop(event, each.key)))
             # Aborted requests may still have events.
-            elif (request := self._requests.by_serial(event.key.serial)) is not None:
+            elif (
+                isinstance(event, RequestEvent) and (request := self._requests.by_serial(event.key.serial)) is not None
+            ):
                 match event:
                     case Landed():
                         if event.first_token_id is not None and request.engine_request.params.logprobs is None:

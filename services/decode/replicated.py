@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
 from kaveri.engine.contract import DecodeEngine, EngineEvent, Replicated
-from kaveri.engine.factory import kv_transports, listen_endpoints
+from kaveri.engine.factory import listen_endpoints, transports_maker
 from kaveri.errors import ConfigError
 from kaveri.hosting.config import name_flag
 from kaveri.hosting.served_phases import PhaseService
@@ -133,7 +133,7 @@ def _make_store(config: BatchConfig, engine: DecodeEngine) -> HostReplicas:
             engine.info.layout,
             config.replica_memory,
             listen=listen_endpoints(settings),
-            transports=kv_transports(settings),
+            transports=transports_maker(settings)(),
             epoch=new_incarnation(),
             receiving=settings.receiving,
         )

@@ -14,9 +14,10 @@ import torch
 
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.stepwise.runner import SequenceSlice
-from kaveri.engine.transformers.attention import PagedMemory
+from kaveri.engine.transformers.attention import PagedMemory, report_last
 from kaveri.engine.transformers.loading import load_runner
 from kaveri.engine.transformers.sampler import draw_tokens
+from kaveri.engine.transformers.step import LayerReports
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
@@ -96,7 +97,7 @@ def test_blocks_come_down_and_go_up_unchanged(locked: bool) -> None:
             # Pages that another has locked are refused.
             torch.cuda.cudart().cudaHostRegister(pool.memory.ctypes.data, pool.memory.nbytes, 0)
         memory = PagedMemory(pool, torch.device("cuda"))
-        assert (memory._window is not None) == locked
+        assert (memory._pool is not None and memory._pool.is_cuda) == locked
         pool.memory[:, block_ids] = 0
         memory.mirror_all(block_ids)
         np.testing.assert_array_equal(pool.memory, before)
@@ -105,12 +106,15 @@ def test_blocks_come_down_and_go_up_unchanged(locked: bool) -> None:
         pool.memory[:, block_ids] = arrived
         memory.landed(block_ids)
         pool.memory[:, block_ids] = 0
+        reported: list[int] = []
+        reports = LayerReports(reported.append, torch.tensor(block_ids, device="cuda"))
         for layer in range(layout.layer_count):
-            copied = memory.mirror(layer, torch.tensor(block_ids, device="cuda"))
-            assert (copied is not None) == locked
-            if copied is not None:
-                copied.synchronize()
-            np.testing.assert_array_equal(pool.memory[layer, block_ids], arrived[layer])
+            memory.mirror(layer, reports)
+            # A copy that the device makes by itself is reported with the next layer.
+            assert reported == list(range(layer if locked else layer + 1))
+        report_last(reports)
+        assert reported == list(range(layout.layer_count))
+        np.testing.assert_array_equal(pool.memory[:, block_ids], arrived)
         if not locked:
             torch.cuda.cudart().cudaHostUnregister(pool.memory.ctypes.data)
 

@@ -19,14 +19,12 @@ from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.vllm.draws import Draw, keep_drawn
 from tests.support.bare_vllm import bare_vllm_answers
 from tests.support.local_cluster import run_cluster
-from tests.support.reading import Reading
 from tests.support.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 VOCAB_SIZE = 320
 CHUNK_TOKENS = 256
-LONG_ANSWER_TOKENS = 900
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 128, 200, 255, 256, 257, 400, 511, 512, 513, 777, 900, 1000)
 
 
@@ -100,116 +98,53 @@ def make_case(
     rng = random.Random(2)
     prompts = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(length)) for length in LENGTHS]
     params = [random_params(rng, 24) for _ in prompts]
-    expected = plain_answers(model, prompts, params, dtype, chunk_tokens, graphs)
+    plain = {"max_num_batched_tokens": chunk_tokens, "gpu_memory_utilization": 0.1, "enforce_eager": not graphs}
+    expected = bare_vllm_answers(model, prompts, params, dtype=dtype, **plain)
     return Case(model, dtype, prompts, params, expected, chunk_tokens, graphs)
 
 
-def plain_answers(
-    model: Path,
-    prompts: list[tuple[int, ...]],
-    params: list[ResolvedParams],
-    dtype: str = "float32",
-    chunk_tokens: int = CHUNK_TOKENS,
-    graphs: bool = False,
-) -> list[tuple[int, ...]]:
-    options = {"max_num_batched_tokens": chunk_tokens, "gpu_memory_utilization": 0.1, "enforce_eager": not graphs}
-    return bare_vllm_answers(model, prompts, params, dtype=dtype, **options)
-
-
 @pytest.fixture
-def exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the processes of both sides. Without it vLLM's attention in float32, a kernel in Triton, multiplies in TF32,
-    and answers depend on the batch: docs/vllm.md."""
-    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
+def exact_sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """For the processes of both sides: sums that do not depend on the batch, in this dtype.
+
+    Without TRITON_F32_DEFAULT vLLM's attention in float32, a kernel in Triton, multiplies in TF32: docs/vllm.md.
+    """
+    dtype: str = request.param
+    name, value = {"float32": ("TRITON_F32_DEFAULT", "ieee"), "bfloat16": ("VLLM_BATCH_INVARIANT", "1")}[dtype]
+    monkeypatch.setenv(name, value)
+    return dtype
 
 
-@pytest.fixture
-def exact_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the processes of both sides: sums do not depend on the batch in these kernels of vLLM."""
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("exact_float32")
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "opt"])
-async def test_answers_equal_one_plain_engine_on_the_same_device(tmp_path: Path, architecture: str) -> None:
-    case = make_case(tmp_path, architecture)
-    async with (
-        run_cluster(prefill_count=1, decode_count=2, **case.settings("prefill decode")) as cluster,
-        AsyncClient(cluster.target) as client,
-    ):
-        await case.require_exact(client)
+SPLIT = {"prefill_count": 1, "decode_count": 2}
+COLOCATED = {"prefill_count": 0, "decode_count": 0, "colocated_count": 1}
+# Room for all prompts in one step: with smaller chunks plain engines differ from one another in bfloat16, too.
+BFLOAT16 = {"chunk_tokens": 2 * sum(LENGTHS), "num_attention_heads": 4}
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("exact_float32")
-async def test_answers_of_one_instance_for_both_phases_equal_one_plain_engine(tmp_path: Path) -> None:
-    case = make_case(tmp_path, "llama")
-    async with (
-        run_cluster(prefill_count=0, decode_count=0, colocated_count=1, **case.settings("colocated")) as cluster,
-        AsyncClient(cluster.target) as client,
-    ):
-        await case.require_exact(client)
-        # Again, with the prompts in vLLM's prefix cache.
-        await case.require_exact(client)
-
-
-LAYOUTS = pytest.mark.parametrize("layout", [{"prefill_count": 1, "decode_count": 2}, {"colocated_count": 1}], ids=str)
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("exact_float32")
-@LAYOUTS
-async def test_answers_of_cuda_graphs_equal_one_plain_engine_with_them(tmp_path: Path, layout: dict[str, int]) -> None:
-    case = make_case(tmp_path, "llama", graphs=True)
-    counts = {"prefill_count": 0, "decode_count": 0} | layout
-    async with (
-        run_cluster(**counts, **case.settings("prefill decode colocated")) as cluster,
-        AsyncClient(cluster.target) as client,
-    ):
-        await case.require_exact(client)
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("exact_bfloat16")
-@LAYOUTS
-async def test_bfloat16_answers_equal_one_plain_engine_where_kernels_do_not_depend_on_the_batch(
-    tmp_path: Path, layout: dict[str, int]
+@pytest.mark.parametrize(
+    ("exact_sums", "architecture", "options", "layout"),
+    [
+        ("float32", "llama", {}, SPLIT),
+        ("float32", "qwen2", {}, SPLIT),
+        ("float32", "opt", {}, SPLIT),
+        ("float32", "llama", {}, COLOCATED),
+        ("float32", "llama", {"graphs": True}, SPLIT),
+        ("float32", "llama", {"graphs": True}, COLOCATED),
+        ("bfloat16", "llama", BFLOAT16, SPLIT),
+        ("bfloat16", "llama", BFLOAT16, COLOCATED),
+    ],
+    indirect=["exact_sums"],
+)
+async def test_answers_equal_one_plain_engine_on_the_same_device(
+    tmp_path: Path, exact_sums: str, architecture: str, options: dict[str, Any], layout: dict[str, int]
 ) -> None:
-    # Room for all prompts in one step: with smaller chunks plain engines differ from one another, too.
-    case = make_case(tmp_path, "llama", "bfloat16", 2 * sum(LENGTHS), num_attention_heads=4)
-    counts = {"prefill_count": 0, "decode_count": 0} | layout
+    case = make_case(tmp_path, architecture, exact_sums, **options)
     async with (
-        run_cluster(**counts, **case.settings("prefill decode colocated")) as cluster,
+        run_cluster(**layout, **case.settings("prefill decode colocated")) as cluster,
         AsyncClient(cluster.target) as client,
     ):
         await case.require_exact(client)
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("exact_float32")
-async def test_killed_decode_and_prefill_instances_lose_no_token(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path, "llama", vocab_size=VOCAB_SIZE, hidden_size=256, tokenizer=True)
-    rng = random.Random(3)
-    prompts = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(60)) for _ in range(10)]
-    params = [ResolvedParams(max_tokens=LONG_ANSWER_TOKENS, temperature=0, ignore_eos=True)] * len(prompts)
-    expected = plain_answers(model, prompts, params)
-    case = Case(model, "float32", prompts, params, expected)
-    async with (
-        run_cluster(prefill_count=2, decode_count=2, **case.settings("prefill decode")) as cluster,
-        AsyncClient(cluster.target) as client,
-    ):
-        readings = [
-            Reading(client.stream(prompt_token_ids=prompt, params=each, timeout_s=200))
-            for prompt, each in zip(prompts, params, strict=True)
-        ]
-        await asyncio.gather(*(reading.has(5) for reading in readings))
-        # Requests of the decode instance are computed again, by the prefill instance that is left.
-        await asyncio.gather(cluster.kill("prefill-0"), cluster.kill("decode-0"))
-        await asyncio.gather(*(reading.task for reading in readings))
-        answers = [tuple(token for chunk in reading.chunks for token in chunk.token_ids) for reading in readings]
-        assert answers == expected
-        assert max(reading.timing.attempts for reading in readings) > 1, "decode-0 held no request: nothing was shown"
-        await asyncio.gather(*(cluster.stack.restart(name) for name in ("prefill-0", "decode-0")))
-        await cluster.stack.wait_until_ready(300)
-        await case.require_exact(client)
+        if not options:
+            # Again, with the prompts in vLLM's prefix cache.
+            await case.require_exact(client)

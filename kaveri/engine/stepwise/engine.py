@@ -5,14 +5,13 @@ of requests to transfers, and their lives to the lifecycle, which the lock of `S
 """
 
 import secrets
-import threading
 import time
 from collections.abc import Sequence as Ordered
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 
-from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
+from kaveri.engine.blame import StepMember
+from kaveri.engine.contract import EngineInfo, EngineRequest
 from kaveri.engine.copier import ReplicaOptions
 from kaveri.engine.copier_thread import CopierThread, PoolCopyPlane, slots_of
 from kaveri.engine.kv_plane import PoolPlane
@@ -21,22 +20,19 @@ from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.engine.stepwise.runner import ModelRunner
 from kaveri.engine.stepwise.sequence import PlannedSlice, Sequence
+from kaveri.engine.threaded import ThreadedEngine
 from kaveri.engine.transfers import Transfers
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
-from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import KvReceiver, ReceiverOptions
 from kaveri.kv.transfer.sender import KvSender
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import make_transports
-from kaveri.telemetry.logs import get_logger
-
-_CLOSE_TIMEOUT_S = 5.0
 
 
-class StepwiseEngine:
+class StepwiseEngine(ThreadedEngine[Sequence]):
     """Both PrefillEngine and DecodeEngine (contract.py). RequestFailed means a bad hand-over, or that no token could be
     drawn; any other failure in a step stops the engine, which names the step's requests.
 
@@ -72,8 +68,7 @@ class StepwiseEngine:
         pool = _allocated(layout, total_blocks)
         runner.attach(pool)
 
-        self._shared = Shared()
-        self._thread = threading.Thread(target=self._loop, name="kaveri-engine", daemon=True)
+        shared = Shared()
         info = EngineInfo(
             engine=runner.name,
             layout=layout,
@@ -85,10 +80,8 @@ class StepwiseEngine:
             kv_endpoints=(),
             can_replicate=True,
         )
-        put, notify = self._shared.outbox.put, self._shared.notify
-        self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, put, on_work=notify)
-
-        self._transfers = Transfers(info, self._shared, self._lifecycle)
+        self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, shared.put, on_work=shared.wake)
+        transfers = Transfers(info, shared, self._lifecycle)
         transports = make_transports() if transports is None else transports
         make_receiver = partial(
             KvReceiver,
@@ -100,62 +93,19 @@ class StepwiseEngine:
             credit_bytes=receiving.credit_bytes,
         )
         make_sender = partial(KvSender, pool, transports=transports)
-        plane = PoolPlane(layout, make_sender, make_receiver if listen else None, self._transfers.hear)
-        self._transfers.attach(plane)
+        plane = PoolPlane(layout, make_sender, make_receiver if listen else None, transfers.hear)
+        transfers.attach(plane)
         self._plane = plane
         copies = PoolCopyPlane(pool, slots_of(layout, replicas), transports)
-        self._copier = CopierThread(layout, copies, self._shared, self._lifecycle, replicas, self._transfers.is_pushing)
-        self.info = replace(info, kv_endpoints=self._transfers.endpoints)
+        copier = CopierThread(layout, copies, shared, self._lifecycle, replicas, transfers.is_pushing)
+        super().__init__(info, shared, self._lifecycle, transfers, copier)
         # The step under way.
         self._computing: list[PlannedSlice] = []
-
-    # Both sides.
-
-    def start(self, listener: EngineListener) -> None:
-        self._shared.outbox.listener = listener
-        self._thread.start()
-
-    def close(self) -> None:
-        self._shared.close()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_TIMEOUT_S)
-        self._transfers.close()
-        self._copier.close()
-        if self._thread.is_alive():
-            get_logger().warning("engine_close_timed_out", waited_s=_CLOSE_TIMEOUT_S)
-            return
-        with self._shared.lock:
-            self._lifecycle.clear()
-            self._transfers.forget()
-
-    def stats(self) -> EngineStats:
-        with self._shared.lock:
-            return self._shared.counted(self._lifecycle.stats())
-
-    def kv_flow(self) -> KvFlow:
-        return self._transfers.flow()
-
-    def abort(self, key: EngineKey) -> None:
-        self._transfers.abort(key)
-        self._copier.wake()
 
     def check_integrity(self) -> None:
         with self._shared.lock:
             self._lifecycle.check_integrity()
             self._copier.check_integrity()
-
-    # The prefill side.
-
-    def prefill(self, request: EngineRequest) -> None:
-        self.info.require_servable(request)
-        with self._shared.lock:
-            self._shared.require_alive()
-            self._lifecycle.open_prefill(request)
-
-    def push_to(self, key: EngineKey, ticket: Ticket) -> None:
-        self._transfers.push_to(key, ticket)
-
-    # The decode side.
 
     def reserve(
         self,
@@ -167,63 +117,34 @@ class StepwiseEngine:
         """See the contract; the future is done when this returns."""
         sequence, granted = self._transfers.reserve(request, expires_in_s, source, held_tokens)
         if sequence is not None:
-            self._transfers.grant(sequence, self._lifecycle.landing_blocks(sequence))
+            self._transfers.grant(sequence, sequence.block_ids)
         return granted
-
-    def adopt(self, key: EngineKey) -> None:
-        with self._shared.lock:
-            self._shared.require_alive()
-            self._lifecycle.adopt(key)
-        self._shared.outbox.publish()
-
-    def admit(self, key: EngineKey) -> None:
-        """See the contract; also ignores a request that is not landed."""
-        with self._shared.lock:
-            self._shared.require_alive()
-            self._lifecycle.admit(key)
-
-    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        self._copier.replicate(key, ticket)
-
-    def release(self, key: EngineKey, timeout_s: float) -> None:
-        self._copier.release(key, timeout_s)
 
     # The engine thread.
 
     def _loop(self) -> None:
-        # Events that this thread has put and not published. Other threads publish their own.
-        news = False
-        try:
-            while True:
-                with self._shared.lock:
-                    if self._shared.closing:
-                        return
-                    self._shared.turn_count += 1
-                    put_count = self._shared.outbox.put_count
-                    planned = self._lifecycle.plan()
-                    stopping = self._lifecycle.last_blocks()
-                    news = news or self._shared.outbox.put_count > put_count
-                    if not planned and not news and not stopping:
-                        # All sources of work notify, close() too.
-                        self._shared.sleep()
-                        continue
-                self._shared.outbox.publish()
-                news = bool(planned)
-                if stopping:
-                    self._stop(stopping)
-                if planned:
-                    began_s = time.monotonic()
-                    self._step(planned)
-                    self._shared.stepped(time.monotonic() - began_s)
-        # After any exception in a step, even SystemExit, the state of model and cache is unknown: no request may be
-        # left waiting for tokens.
-        except BaseException as error:
-            self._shared.stop(repr(error), self._lifecycle.members(self._computing))
-            get_logger().exception("engine_failed", error=repr(error))
-        finally:
-            if self._shared.broken is not None:
-                self._transfers.close()
-                self._copier.close()
+        planned: list[PlannedSlice] = []
+        while True:
+            with self._shared.lock:
+                if not planned:
+                    self._shared.sleep()
+                if self._shared.closing:
+                    return
+                self._shared.woken = False
+                self._shared.turns.turn_count += 1
+                planned = self._lifecycle.plan()
+                stopping = self._lifecycle.last_blocks() if self._lifecycle.residency.stopping else []
+            # The tokens of the last step, too: once this one has its blocks.
+            self._shared.publish()
+            if stopping:
+                self._stop(stopping)
+            if planned:
+                began_s = time.monotonic()
+                self._step(planned)
+                self._shared.stepped(time.monotonic() - began_s)
+
+    def _members(self) -> list[StepMember]:
+        return self._lifecycle.members(self._computing)
 
     def _stop(self, stopping: list[tuple[Sequence, list[int]]]) -> None:
         self._runner.completed([block for _, block_ids in stopping for block in block_ids])
@@ -231,7 +152,7 @@ class StepwiseEngine:
             for sequence, _ in stopping:
                 self._lifecycle.stopped(sequence)
         # One may have continued meanwhile, and been preempted.
-        self._shared.outbox.publish()
+        self._shared.publish()
         self._copier.wake()
 
     def _step(self, planned: list[PlannedSlice]) -> None:
@@ -251,17 +172,19 @@ class StepwiseEngine:
             self._plane.end_step()
         else:
             drawn = self._runner.run(batch, None)
-        mirrored = self._lifecycle.unmirrored_blocks(planned)
+        copied = any(sequence.is_copied for sequence, _ in planned)
+        mirrored = self._lifecycle.unmirrored_blocks(planned) if copied else []
         if mirrored:
             self._runner.completed([block for _, block_ids in mirrored for block in block_ids])
         with self._shared.lock:
-            self._shared.computed_tokens += sum(token_count for _, token_count in planned)
+            self._shared.turns.computed_tokens += sum(token_count for _, token_count in planned)
             computed, unwanted = self._lifecycle.apply(planned, drawn, mirrored)
         self._computing = []
-        self._copier.wake()
+        if mirrored:
+            self._copier.wake()
         # No first token waits for the hand-over of its KV.
         if computed:
-            self._shared.outbox.publish()
+            self._shared.publish()
         for source, first_token_id in computed:
             self._plane.hand_over(source, first_token_id)
         for transfer_id in unwanted:

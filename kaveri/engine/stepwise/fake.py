@@ -223,13 +223,11 @@ class FakeRunner:
         return barred_token_ids(part.params, self.eos_token_ids, index)
 
     def _blocks(self, batch: Sequence[SequenceSlice], positions: Sequence[int]) -> Indices:
-        """Return the block of one position of each slice."""
         block_tokens = self.layout.block_tokens
         pairs = zip(batch, positions, strict=True)
         return np.array([part.block_ids[position // block_tokens] for part, position in pairs], np.int64)
 
     def _chains_before(self, batch: Sequence[SequenceSlice]) -> Words:
-        """Return the chain after position start - 1 of each slice, read from the KV."""
         if self.model.verify:
             return np.array([self._verified_chain(part) for part in batch], np.uint64)
         lasts = np.array([part.start - 1 for part in batch], np.int64)
@@ -286,7 +284,6 @@ class FakeRunner:
     def _write(
         self, blocks: Indices, slots: Indices, records: Words, prefill_tokens: int, on_layer: LayerListener | None
     ) -> None:
-        """Write records layer by layer, with the step's time spread evenly over the layers."""
         layer_count, _, row_words = self._masks.shape
         layer_s = (self.model.step_s + prefill_tokens * self.model.prefill_token_s) / layer_count
         if on_layer is None and layer_s > 0:

@@ -36,7 +36,7 @@ _RETRY_AFTER_S = 0.1
 
 
 class Lifecycle:
-    """Requests of one stepwise engine and their blocks. A TransferAccount (transfers.py) and a CopyAccount (copier.py).
+    """Requests of one stepwise engine and their blocks. An EngineAccount (threaded.py).
 
     put: takes events, in order. on_work: called when plan() may return something new, or blocks have become free.
     chunk_tokens: most prompt tokens of a step. max_batch: most decode requests of a step.
@@ -56,64 +56,49 @@ class Lifecycle:
         self._on_work = on_work
         self._was_suspects = False
         """True if the last step computed a suspect."""
-        self._prefills: dict[EngineKey, Sequence] = {}
+        self.prefills: dict[EngineKey, Sequence] = {}
         self._prefilling: deque[Sequence] = deque()
-        """Requests of `_prefills` that are not fully computed, in the order of submission."""
-        self._decodes: dict[EngineKey, Sequence] = {}
+        """Requests of `prefills` that are not fully computed, in the order of submission."""
+        self.decodes: dict[EngineKey, Sequence] = {}
         self._quarantined: set[Sequence] = set()
         """Ended requests whose blocks a step or a transfer can still touch."""
-        self._allocator = BlockAllocator(info.total_blocks)
-        self._residency = Residency(self._allocator, info.layout, max_batch)
+        self.residency = Residency(BlockAllocator(info.total_blocks), info.layout, max_batch)
 
-    def open_prefill(self, request: EngineRequest) -> None:
-        """Take the prompt's blocks and queue it. Raises RequestAlreadyExists and NoCapacity."""
-        sequence = Sequence.of(request, SequencePhase.PREFILLING)
-        self._open(self._prefills, "prefill", sequence, len(sequence.token_ids))
+    def open_prefill(self, request: EngineRequest) -> Sequence:
+        sequence = self._open(self.prefills, "prefill", request, SequencePhase.PREFILLING, len(request.token_ids))
         self._prefilling.append(sequence)
         sequence.source = Source(sequence.block_ids, len(request.token_ids))
         self._on_work()
-
-    def landing_blocks(self, sequence: Sequence) -> list[int]:
-        """Return the blocks of a reserved request that KV lands in."""
-        return sequence.block_ids[: self._info.layout.block_count(sequence.held_tokens or sequence.prompt_tokens)]
+        return sequence
 
     def adopt(self, key: EngineKey) -> None:
-        """Turn a computed prompt without an open push into a landed request, with its blocks. Others are ignored."""
-        sequence = self._prefills.get(key)
+        sequence = self.prefills.get(key)
         if sequence is not None and sequence.phase is SequencePhase.COMPUTED and sequence.transfer_id is None:
             sequence.mirrored = sequence.computed // self._info.layout.block_tokens
-            if key in self._decodes:
+            if key in self.decodes:
                 raise RequestAlreadyExists(key.request_id)
-            self._decodes[key] = self._prefills.pop(key)
+            self.decodes[key] = self.prefills.pop(key)
             sequence.source = None
-            self._residency.land(sequence)
-            self._put_preempted(self._residency.make_whole(sequence))
+            self.residency.land(sequence)
+            self._put_preempted(self.residency.make_whole(sequence))
             # A preempted request may take the blocks of one that is not admitted yet.
             self._on_work()
 
     def admit(self, key: EngineKey) -> None:
-        """Let a landed request run from the next step on. Others are ignored."""
-        sequence = self._decodes.get(key)
+        sequence = self.decodes.get(key)
         if sequence is not None and sequence.phase is SequencePhase.LANDED:
-            self._residency.admit(sequence)
+            self.residency.admit(sequence)
             self._on_work()
 
     # For its transfers; see TransferAccount (transfers.py).
 
-    def find_prefill(self, key: EngineKey) -> Sequence | None:
-        return self._prefills.get(key)
-
     def open_decode(self, request: EngineRequest, held_tokens: int | None) -> Sequence:
         """Take the blocks of the prompt and one more token."""
-        sequence = Sequence.of(request, SequencePhase.RESERVED, held_tokens)
-        self._open(self._decodes, "decode", sequence, len(sequence.token_ids) + 1)
-        return sequence
+        token_count = len(request.token_ids) + 1
+        return self._open(self.decodes, "decode", request, SequencePhase.RESERVED, token_count, held_tokens)
 
-    def hold(self, sequence: Sequence, transfer_id: bytes) -> None:
+    def touch(self, sequence: Sequence, transfer_id: bytes | None) -> None:
         sequence.transfer_id = transfer_id
-
-    def let_go(self, sequence: Sequence) -> None:
-        sequence.transfer_id = None
         if sequence.done:
             self._settle(sequence)
 
@@ -124,7 +109,7 @@ class Lifecycle:
             sequence.draw_index += 1
         sequence.mirrored = sequence.computed // self._info.layout.block_tokens
         sequence.runner_unaware = True
-        self._residency.land(sequence)
+        self.residency.land(sequence)
         # A preempted request may take the blocks of one that is not admitted yet.
         self._on_work()
         return None
@@ -133,28 +118,22 @@ class Lifecycle:
         """End a request: no event of it follows. Its blocks are freed once nothing can touch them."""
         sequence.done = True
         if sequence.phase in (SequencePhase.PREFILLING, SequencePhase.COMPUTED):
-            del self._prefills[sequence.key]
+            del self.prefills[sequence.key]
             if sequence.phase is SequencePhase.PREFILLING:
                 self._prefilling.remove(sequence)
         else:
-            del self._decodes[sequence.key]
-            self._residency.remove(sequence)
+            del self.decodes[sequence.key]
+            self.residency.remove(sequence)
         self._settle(sequence)
 
     def abort(self, key: EngineKey) -> tuple[Sequence | None, Sequence | None]:
-        prefill, decode = self._prefills.get(key), self._decodes.get(key)
+        prefill, decode = self.prefills.get(key), self.decodes.get(key)
         for sequence in (prefill, decode):
             if sequence is not None:
                 self.end(sequence)
         return prefill, decode
 
     # For their copies; see CopyAccount (copier.py).
-
-    def find_decode(self, key: EngineKey) -> Sequence | None:
-        return self._decodes.get(key)
-
-    def begin_copy(self, sequence: Sequence) -> None:
-        sequence.is_copied = True
 
     def whole_blocks(self, sequence: Sequence) -> int:
         return sequence.mirrored
@@ -170,7 +149,7 @@ class Lifecycle:
             return "its KV is not here"
         if not sequence.block_ids or sequence.pending != 1:
             return "it is being computed again"
-        self._residency.stop(sequence)
+        self.residency.stop(sequence)
         # The engine's thread copies the last block to the pool.
         self._on_work()
         return None
@@ -179,14 +158,14 @@ class Lifecycle:
         return sequence.computed if sequence.phase is SequencePhase.STOPPED else None
 
     def go_on(self, sequence: Sequence) -> None:
-        self._put_preempted(self._residency.go_on(sequence))
+        self._put_preempted(self.residency.go_on(sequence))
         self._on_work()
 
     def last_blocks(self) -> list[tuple[Sequence, list[int]]]:
         """Return, for each request that is being stopped and is in no step, the blocks that are not in the pool yet.
         The pool holds all KV that the runner has not taken over. They are free for others after stopped() at the
         earliest."""
-        stopping, block_count = self._residency.stopping, self._info.layout.block_count
+        stopping, block_count = self.residency.stopping, self._info.layout.block_count
         last_blocks = [
             (
                 sequence,
@@ -207,9 +186,9 @@ class Lifecycle:
         if sequence.done:
             self._settle(sequence)
         elif sequence.phase is SequencePhase.STOPPING:
-            self._residency.stopped(sequence)
+            self.residency.stopped(sequence)
         else:
-            self._put_preempted(self._residency.make_whole(sequence))
+            self._put_preempted(self.residency.make_whole(sequence))
 
     def unmirrored_blocks(self, planned: list[PlannedSlice]) -> list[tuple[Sequence, list[int]]]:
         """Return, for each request that is copied, the blocks that this step completes."""
@@ -224,9 +203,10 @@ class Lifecycle:
 
     def plan(self) -> list[PlannedSlice]:
         """Form the next step and mark its sequences; empty when there is nothing to do."""
-        self._put_preempted(self._residency.prepare_step())
-        running, prefilling = self._residency.running, self._prefilling
-        planned = form_step(running, prefilling, self._chunk_tokens, suspect_first=not self._was_suspects)
+        if preempted := self.residency.prepare_step():
+            self._put_preempted(preempted)
+        running, suspect_first = self.residency.running, not self._was_suspects
+        planned = form_step(running, self._prefilling, self._chunk_tokens, suspect_first=suspect_first)
         # Suspects and others take turns.
         self._was_suspects = any(sequence.suspect_until and sequence.is_suspect for sequence, _ in planned)
         for sequence, _ in planned:
@@ -311,45 +291,63 @@ class Lifecycle:
         return computed, unwanted
 
     def clear(self) -> None:
-        """Free the whole pool. No step runs and no transfer is open any more."""
-        for owner in self._allocator.owners():
-            self._allocator.release(owner)
-        for container in (self._prefills, self._prefilling, self._decodes, self._residency, self._quarantined):
+        for owner in self.residency.allocator.owners():
+            self.residency.allocator.release(owner)
+        for container in (self.prefills, self._prefilling, self.decodes, self.residency, self._quarantined):
             container.clear()
 
     def stats(self) -> EngineStats:
-        """Snapshot of the engine; takes time in proportion to the live requests."""
-        admitted = len(self._residency.running) + len(self._residency.waiting)
-        held = (*self._prefills.values(), *self._decodes.values())
+        admitted = len(self.residency.running) + len(self.residency.waiting)
+        held = (*self.prefills.values(), *self.decodes.values())
         return EngineStats(
-            free_blocks=self._allocator.free_count,
+            free_blocks=self.residency.allocator.free_count,
             running_requests=len(self._prefilling) + admitted,
-            waiting_requests=len(self._decodes) - admitted,
+            waiting_requests=len(self.decodes) - admitted,
             pending_prefill_tokens=sum(sequence.pending for sequence in self._prefilling),
             context_tokens=sum(sequence.computed for sequence in held),
         )
 
     def check_integrity(self) -> None:
         """Assert that every block is free, held by a live request, or quarantined by a step or a transfer."""
-        live = [*self._prefills.values(), *self._decodes.values(), *self._quarantined]
-        self._allocator.check_integrity(live)
+        live = [*self.prefills.values(), *self.decodes.values(), *self._quarantined]
+        self.residency.allocator.check_integrity(live)
         for sequence in live:
-            held = self._allocator.blocks_of(sequence)
+            held = self.residency.allocator.blocks_of(sequence)
             assert held == tuple(sequence.block_ids), f"{sequence.key}: blocks {sequence.block_ids}, allocator {held}"
         assert all(sequence.done and sequence.touched for sequence in self._quarantined), "quarantined without a reason"
-        self._residency.check_integrity(self._decodes.values())
+        self.residency.check_integrity(self.decodes.values())
 
-    def _open(self, table: dict[EngineKey, Sequence], role: str, sequence: Sequence, token_count: int) -> None:
-        if sequence.key in table:
-            raise RequestAlreadyExists(sequence.key.request_id)
+    def _open(
+        self,
+        table: dict[EngineKey, Sequence],
+        role: str,
+        request: EngineRequest,
+        phase: SequencePhase,
+        token_count: int,
+        held_tokens: int | None = None,
+    ) -> Sequence:
+        if request.key in table:
+            raise RequestAlreadyExists(request.key.request_id)
         # New requests would take the blocks that a preempted one waits for.
-        if self._residency.short_of_blocks:
+        if self.residency.short_of_blocks:
             raise NoCapacity(role, _RETRY_AFTER_S, "a preempted request waits for blocks")
+        sequence = Sequence(
+            request.key,
+            request.params,
+            list(request.token_ids),
+            request.generated_count,
+            phase,
+            held_tokens,
+            suspect_until=request.suspect_until,
+            prompt_tokens=len(request.token_ids),
+        )
+        block_count = self._info.layout.block_count(token_count)
         try:
-            sequence.block_ids += self._allocator.allocate(sequence, self._info.layout.block_count(token_count))
+            sequence.block_ids += self.residency.allocator.allocate(sequence, block_count)
         except NoCapacity as error:
             raise NoCapacity(role, _RETRY_AFTER_S, error.reason) from error
         table[sequence.key] = sequence
+        return sequence
 
     def _settle(self, sequence: Sequence) -> None:
         """Free the blocks of an ended request, or keep them while a step or a transfer can touch them."""
@@ -357,7 +355,7 @@ class Lifecycle:
             self._quarantined.add(sequence)
         else:
             self._quarantined.discard(sequence)
-            self._allocator.release(sequence)
+            self.residency.allocator.release(sequence)
             self._on_work()
 
     def _put_preempted(self, preempted: Iterable[Sequence]) -> None:

@@ -32,7 +32,7 @@ class Residency:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.stopping: dict[Sequence, None] = {}
-        self._allocator = allocator
+        self.allocator = allocator
         self._layout = layout
         self._max_batch = max_batch
         self._admission_count = 0
@@ -51,10 +51,10 @@ class Residency:
         """Give a sequence outside the batch the block of its next token, or take all that it has and return it."""
         wanted = self._layout.block_count(len(sequence.token_ids)) - len(sequence.block_ids)
         preempted: list[Sequence] = []
-        if wanted > self._allocator.free_count:
+        if wanted > self.allocator.free_count:
             self._give_up_blocks(sequence, preempted)
         elif wanted > 0:
-            sequence.block_ids += self._allocator.allocate(sequence, wanted)
+            sequence.block_ids += self.allocator.allocate(sequence, wanted)
         return preempted
 
     def admit(self, sequence: Sequence) -> None:
@@ -120,7 +120,7 @@ class Residency:
                 wanted = self._layout.block_count(len(sequence.token_ids)) - len(sequence.block_ids)
                 if not self._make_room(wanted, sequence, preempted):
                     continue
-                sequence.block_ids += self._allocator.allocate(sequence, wanted)
+                sequence.block_ids += self.allocator.allocate(sequence, wanted)
             index += 1
         # Fill the batch from those waiting, in order; only the first that lacks blocks may take some.
         blocked = False
@@ -157,7 +157,7 @@ class Residency:
 
     def _make_room(self, wanted: int, sequence: Sequence, preempted: list[Sequence]) -> bool:
         """Preempt until `wanted` blocks are free. False if `sequence` itself was preempted."""
-        while self._allocator.free_count < wanted:
+        while self.allocator.free_count < wanted:
             victim = self._latest_outside() or self.running[-1]
             if victim.phase is SequencePhase.RUNNING:
                 self.running.pop()
@@ -176,17 +176,16 @@ class Residency:
         spare = len(self.running)
         later = [other for other in self.waiting if other.block_ids and other.admission > sequence.admission]
         evictable = sum(len(other.block_ids) for other in self.landed) + sum(len(other.block_ids) for other in later)
-        if self._allocator.free_count + evictable < wanted + spare:
+        if self.allocator.free_count + evictable < wanted + spare:
             return False
-        while self._allocator.free_count < wanted + spare:
+        while self.allocator.free_count < wanted + spare:
             victim = self._latest_outside()
             assert victim is not None, "evictable blocks were counted wrong"
             self._give_up_blocks(victim, preempted)
-        sequence.block_ids += self._allocator.allocate(sequence, wanted)
+        sequence.block_ids += self.allocator.allocate(sequence, wanted)
         return True
 
     def _latest_outside(self) -> Sequence | None:
-        """Return the sequence outside the batch that gives blocks up next."""
         for sequence in reversed(self.landed):
             if sequence.block_ids:
                 return sequence
@@ -197,7 +196,7 @@ class Residency:
 
     def _give_up_blocks(self, victim: Sequence, preempted: list[Sequence]) -> None:
         assert not victim.touched, "blocks of a running step or an open transfer cannot be given up"
-        self._allocator.release(victim)
+        self.allocator.release(victim)
         victim.block_ids = []
         victim.computed = victim.mirrored = 0
         victim.generation += 1

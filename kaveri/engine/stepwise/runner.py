@@ -45,7 +45,7 @@ class NoToken:
 
     reason: str
     is_final: bool = False
-    """See RequestFailed: an exception was raised for this slice alone."""
+    """True if an exception was raised for this slice alone."""
 
 
 NOT_FINITE = "the model's logits are NaN or infinite"

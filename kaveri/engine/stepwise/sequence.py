@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.engine.contract import MAX_SCORED_TOKENS, EngineKey, EngineRequest
+from kaveri.engine.contract import MAX_SCORED_TOKENS, EngineKey
 from kaveri.engine.kv_plane import Source
 from kaveri.engine.stepwise.runner import SequenceSlice
 
@@ -72,23 +72,8 @@ class Sequence:
     done: bool = False
     """Ended. Its blocks are free as soon as neither a step nor a transfer can touch them."""
     suspect_until: int = 0
-    """See EngineRequest."""
     prompt_tokens: int = 0
     """Tokens that it came with: the prompt, and those that earlier attempts have generated."""
-
-    @classmethod
-    def of(cls, request: EngineRequest, phase: SequencePhase, held_tokens: int | None = None) -> "Sequence":
-        """Copy the values that will grow; takes no blocks."""
-        return cls(
-            request.key,
-            request.params,
-            list(request.token_ids),
-            request.generated_count,
-            phase,
-            held_tokens,
-            suspect_until=request.suspect_until,
-            prompt_tokens=len(request.token_ids),
-        )
 
     @property
     def pending(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from kaveri.engine.host_window import copy_blocks, host_window, in_words
-from kaveri.engine.transformers.step import Step
+from kaveri.engine.transformers.step import LayerReports, Segment, Step
 from kaveri.kv.tiers.pool import KvPool
 
 ATTENTION_NAME = "kaveri_paged"
@@ -36,24 +36,21 @@ class PagedMemory:
     """
 
     def __init__(self, pool: KvPool, device: torch.device, separate: bool | None = None) -> None:
-        layout = pool.layout
-        self._block_tokens = layout.block_tokens
-        self._head_count, self._head_dim = layout.kv_head_count, layout.head_dim
-        self._dtype = TORCH_DTYPES[layout.dtype]
+        layout = self._layout = pool.layout
         # In elements and not in bytes: torch copies rows of bytes several times slower.
-        host = torch.from_numpy(pool.memory).view(self._dtype)
+        host = torch.from_numpy(pool.memory).view(TORCH_DTYPES[layout.dtype])
         if separate is None:
             separate = device.type != "cpu"
-        self._host = host if separate else None
-        self._device = host.to(device, copy=True) if separate else host
+        cache = host.to(device, copy=True) if separate else host
         window = host_window(pool.memory, device, self) if separate else None
-        self._window = None if window is None else in_words(window)
-        # The device's tensor in the elements of the other end of a copy.
-        self._words = self._device if window is None else in_words(self._device.view(torch.uint8))
-        halves = self._device.view(layout.layer_count, 2 * pool.block_count, -1).unbind(0)
-        self._halves = halves
+        # Both ends of the copies between device and pool. None where the pool itself is used.
+        self._pool = None
+        if separate:
+            self._pool = host if window is None else in_words(window)
+        self._cache = cache if window is None else in_words(cache.view(torch.uint8))
+        halves = self._halves = cache.view(layout.layer_count, 2 * pool.block_count, -1).unbind(0)
         self._rows = [half.view(-1, layout.kv_head_count * layout.head_dim) for half in halves]
-        self._scratch = torch.empty(0, dtype=self._dtype, device=device)
+        self._scratch = torch.empty(0, dtype=host.dtype, device=device)
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor, fresh_halves: Tensor | None) -> None:
         """Store the K and V of T tokens, in half blocks of which some are filled with zeros first.
@@ -75,37 +72,49 @@ class PagedMemory:
         size = halves.numel() * source.shape[1]
         if self._scratch.numel() < size:
             # Grown by half at least: a running batch gets longer with every step.
-            self._scratch = torch.empty(
-                max(size, self._scratch.numel() * 3 // 2), dtype=self._dtype, device=source.device
-            )
+            self._scratch = source.new_empty(max(size, self._scratch.numel() * 3 // 2))
         gathered = self._scratch[:size].view(halves.numel(), source.shape[1])
         torch.index_select(source, 0, halves.view(-1), out=gathered)
-        shape = (2, sequence_count, block_count * self._block_tokens, self._head_count, self._head_dim)
+        layout = self._layout
+        shape = (2, sequence_count, block_count * layout.block_tokens, layout.kv_head_count, layout.head_dim)
         keys, values = gathered.view(shape).transpose(2, 3).unbind(0)
         return keys, values
 
-    def mirror(self, layer: int, block_ids: Tensor) -> torch.cuda.Event | None:
-        """Copy blocks of one layer to the pool. They are complete when the event has passed; None: at once. Nothing to
-        do where the pool itself is used."""
-        if self._host is None:
-            return None
-        if self._window is None:
-            self._host[layer].index_copy_(0, block_ids.cpu(), self._device[layer].index_select(0, block_ids).cpu())
-            return None
-        self._window[layer].index_copy_(0, block_ids, self._words[layer].index_select(0, block_ids))
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device.device))
-        return event
+    def mirror(self, layer: int, reports: LayerReports) -> None:
+        """Copy the step's blocks of one layer to the pool, and report the layer that is there now.
+
+        That is this layer, or the one before if the device copies by itself: its copy has nearly always ended by now,
+        and the device has had work of this layer meanwhile. report_last() reports the last one.
+        """
+        if self._pool is not None:
+            ids, pool = reports.block_ids, self._pool
+            blocks = self._cache[layer].index_select(0, ids)
+            pool[layer].index_copy_(0, ids.to(pool.device), blocks.to(pool.device))
+            if pool.is_cuda:
+                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                copied.record(torch.cuda.current_stream(pool.device))
+                report_last(reports)
+                reports.under_way = layer, copied
+                return
+        reports.on_layer(layer)
 
     def mirror_all(self, block_ids: Sequence[int]) -> None:
         """Copy blocks of all layers to the pool and wait. Nothing to do where the pool itself is used."""
-        if self._host is not None and block_ids:
-            copy_blocks(self._words, self._host if self._window is None else self._window, block_ids)
+        if self._pool is not None and block_ids:
+            copy_blocks(self._cache, self._pool, block_ids)
 
     def landed(self, block_ids: Sequence[int]) -> None:
         """Copy blocks of all layers from the pool to the device and wait. Nothing to do without a device copy."""
-        if self._host is not None and block_ids:
-            copy_blocks(self._host if self._window is None else self._window, self._words, block_ids)
+        if self._pool is not None and block_ids:
+            copy_blocks(self._pool, self._cache, block_ids)
+
+
+def report_last(reports: LayerReports) -> None:
+    """Report the layer whose copy to the pool is under way, if any."""
+    if reports.under_way is not None:
+        (layer, copied), reports.under_way = reports.under_way, None
+        copied.synchronize()
+        reports.on_layer(layer)
 
 
 def paged_attention(
@@ -131,15 +140,15 @@ def paged_attention(
     step, memory = kaveri_step, kaveri_memory
     layer: int = module.layer_idx  # type: ignore[assignment]
     memory.write(layer, step.kv_rows, key[0], value[0], step.fresh_halves)
-    if step.on_layer is not None:
-        step.tell(layer, memory.mirror(layer, step.written_blocks))
+    if step.reports is not None:
+        memory.mirror(layer, step.reports)
     parts = []
     for chunk in step.chunks:
         rows = slice(chunk.first, chunk.last)
         keys, values = key[:, :, rows], value[:, :, rows]
         if chunk.halves is not None:
             keys, values = memory.gather(layer, chunk.halves)
-        mask = chunk.mask(sliding_window, query.dtype)
+        mask = _mask(chunk, sliding_window, query.dtype)
         parts.append(_attend(query[:, :, rows], keys, values, mask, scaling, softcap)[0].transpose(0, 1))
     if step.decodes:
         # The query heads that share a K/V head become rows of one query: nothing is repeated, and the mask is the same.
@@ -148,10 +157,27 @@ def paged_attention(
     for group in step.decodes:
         assert group.halves is not None, "a decoding sequence has context"
         keys, values = memory.gather(layer, group.halves)
-        mask = group.mask(sliding_window, query.dtype)
+        mask = _mask(group, sliding_window, query.dtype)
         parts.append(_attend(grouped[group.first : group.last], keys, values, mask, scaling, softcap).flatten(1, 2))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
     return joined.unsqueeze(0), None
+
+
+def _mask(segment: Segment, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    """Return the mask to add to the scores, 0 for visible positions and -inf elsewhere. None: plain causal.
+
+    Returns [tokens, context] for a chunk, else [sequences, 1, 1, context].
+    """
+    if segment.halves is None and (window is None or window >= segment.context_tokens):
+        return None
+    if window not in segment.masks:
+        context = torch.arange(segment.context_tokens, device=segment.positions.device)
+        visible = context <= segment.positions
+        if window is not None:
+            visible &= context > segment.positions - window
+        zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        segment.masks[window] = zeros.masked_fill_(~visible, -torch.inf)
+    return segment.masks[window]
 
 
 def _attend(

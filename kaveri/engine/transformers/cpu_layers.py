@@ -63,67 +63,58 @@ def pack_linears(model: nn.Module, calls: Sequence[LinearCall]) -> None:
         if owners[id(_linear(model, call.name).weight)] == 1 and _computes(_linear(model, call.name).weight)
     ]
     for names in _joinable(model, packable):
-        packed = PackedLinear([_linear(model, name) for name in names])
-        if len(names) == 1:
-            model.set_submodule(names[0], packed)
-            continue
-        joined = _Joined(packed, [_linear(model, name).out_features for name in names])
+        product = PackedProduct.of([_linear(model, name) for name in names])
         for index, name in enumerate(names):
-            model.set_submodule(name, _JoinedPart(joined, index))
-
-
-class PackedLinear(nn.Module):
-    """One layer, or several with their outputs concatenated."""
-
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        """layers: of one dtype and one in_features, all with a bias or all without."""
-        super().__init__()
-        weights: list[Tensor] = [layer.weight for layer in layers]
-        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        # Not a parameter: models may ask for its dtype, and nothing else can be done with it.
-        self.weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights), _TYPICAL_ROWS)
-        self._bias = torch.cat(biases) if biases else None
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """rows: [..., in_features]. Returns [..., out_features], contiguous."""
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self._bias, "none", [], "")
-        return product
+            model.set_submodule(name, PackedLinear(product, index))
 
 
 @dataclass(eq=False, slots=True)
-class _Joined:
-    """The product that several layers share: the first one called computes it, the others take their parts."""
+class PackedProduct:
+    """The product of one layer, or of several that share their input: the first one called computes it, the others take
+    their parts."""
 
-    packed: PackedLinear
+    weight: Tensor
+    bias: Tensor | None
     sizes: list[int]
     """Outputs of each layer."""
     rows: Tensor | None = None
     """Input of the product, while parts of it are left."""
     parts: dict[int, Tensor] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, layers: Sequence[nn.Linear]) -> "PackedProduct":
+        """Pack layers of one dtype and one in_features, all with a bias or all without."""
+        weights: list[Tensor] = [layer.weight for layer in layers]
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights), _TYPICAL_ROWS)
+        return cls(weight, torch.cat(biases) if biases else None, [layer.out_features for layer in layers])
 
-class _JoinedPart(nn.Module):
-    """Replaces one of the joined layers."""
 
-    def __init__(self, joined: _Joined, index: int) -> None:
+class PackedLinear(nn.Module):
+    """Replaces a linear layer. index: of its part in the product."""
+
+    def __init__(self, product: PackedProduct, index: int = 0) -> None:
         super().__init__()
-        self.weight = joined.packed.weight
-        self._joined, self._index = joined, index
+        # Not a parameter: models may ask for its dtype, and nothing else can be done with it.
+        self.weight = product.weight
+        self._product, self._index = product, index
 
     def forward(self, rows: Tensor) -> Tensor:
-        """rows: [..., in_features]. Returns [..., out_features], a view with gaps between its rows."""
-        joined = self._joined
+        """rows: [..., in_features]. Returns [..., out_features]; rows lie apart if the product is shared."""
+        product, index = self._product, self._index
         # The same object, kept alive from here: another tensor cannot have its identity.
-        if rows is not joined.rows or self._index not in joined.parts:
-            joined.rows, joined.parts = rows, dict(enumerate(joined.packed(rows).split(joined.sizes, -1)))
-        part = joined.parts.pop(self._index)
-        if not joined.parts:
-            joined.rows = None
+        if rows is not product.rows or index not in product.parts:
+            outputs: Tensor = torch.ops.mkldnn._linear_pointwise(rows, product.weight, product.bias, "none", [], "")
+            if len(product.sizes) == 1:
+                return outputs
+            product.rows, product.parts = rows, dict(enumerate(torch.split(outputs, product.sizes, -1)))
+        part = product.parts.pop(index)
+        if not product.parts:
+            product.rows = None
         return part
 
 
 def _joinable(model: nn.Module, calls: Sequence[LinearCall]) -> Iterable[list[str]]:
-    """Return the names of the called layers, grouped by joint product."""
     times = Counter(call.name for call in calls)
     groups: dict[tuple[object, ...], list[LinearCall]] = {}
     for call in calls:
@@ -148,7 +139,6 @@ def _linear(model: nn.Module, name: str) -> nn.Linear:
 
 
 def _computes(weight: Tensor) -> bool:
-    """Return True if oneDNN of this build multiplies by it on this machine."""
     if weight.device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if weight.dtype == torch.bfloat16:
@@ -167,7 +157,6 @@ class RmsNorm(nn.Module):
     """
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
-        """weight: [size]."""
         super().__init__()
         self.weight = weight
         self._eps = eps

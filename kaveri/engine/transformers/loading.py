@@ -174,7 +174,6 @@ def _load(folder: Path, values: Mapping[str, Any], dtype: Any) -> Any:
 
 
 def _model_length(config: Any, wanted: int | None) -> int:
-    """Return the served length. Raises ConfigError if positions beyond it would not be exact."""
     positions: int | None = getattr(config, "max_position_embeddings", None)
     length = wanted if wanted is not None else positions
     if length is None:

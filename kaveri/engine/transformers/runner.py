@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kaveri.engine.stepwise.runner import Drawn, LayerListener, NoToken, ScoredSlice, SequenceSlice
-from kaveri.engine.transformers.attention import PagedMemory
+from kaveri.engine.transformers.attention import PagedMemory, report_last
 from kaveri.engine.transformers.sampler import draw_tokens, score_tokens
 from kaveri.engine.transformers.step import pack
 from kaveri.errors import ConfigError
@@ -52,38 +52,34 @@ class TransformersRunner:
             input_ids=step.token_ids,
             position_ids=step.position_ids,
             use_cache=False,
-            # Drawn rows first: draws do not read the logits of the others.
-            logits_to_keep=torch.cat((step.drawn_rows, step.scored_rows)) if step.scored_slices else step.drawn_rows,
+            logits_to_keep=step.logits_rows,
             kaveri_step=step,
             kaveri_memory=memory,
         ).logits
-        step.tell_last()
+        if step.reports is not None and step.reports.under_way is not None:
+            report_last(step.reports)
         results: list[Drawn] = [None] * len(batch)
-        draw_count = len(step.drawn_slices)
-        if draw_count:
+        first = len(step.drawn_slices)
+        if first:
             slices = [batch[index] for index in step.drawn_slices]
-            drawn = draw_tokens(logits[0, :draw_count], slices, self.eos_token_ids)
+            drawn = draw_tokens(logits[0, :first], slices, self.eos_token_ids)
             for index, token in zip(step.drawn_slices, drawn, strict=True):
                 results[index] = token
-        first = draw_count
         for index in step.scored_slices:
             last = first + len(batch[index].scored_ids)
             results[index], first = _scored(logits[0, first:last], batch[index], results[index]), last
         return results
 
     def completed(self, block_ids: Sequence[int]) -> None:
-        """Make these blocks readable in the pool; see ModelRunner."""
         assert self._memory is not None, "attach() comes first"
         self._memory.mirror_all(block_ids)
 
     def landed(self, block_ids: Sequence[int]) -> None:
-        """Take over blocks of the pool that a transfer has written; see ModelRunner."""
         assert self._memory is not None, "attach() comes first"
         self._memory.landed(block_ids)
 
 
 def _scored(logits: Tensor, piece: SequenceSlice, drawn: Drawn) -> Drawn:
-    """Return the result of a slice with scored_ids. An error there ends its request."""
     assert not isinstance(drawn, ScoredSlice)
     try:
         entries = score_tokens(logits, piece.scored_ids, piece.params.prompt_logprobs or 0)

@@ -93,7 +93,9 @@ def _draw_alone(logits: Tensor, piece: SequenceSlice, eos_token_ids: AbstractSet
 def _draw_together(
     logits: Tensor, slices: Sequence[SequenceSlice], eos_token_ids: AbstractSet[int]
 ) -> list[DrawnToken | NoToken]:
-    raw, logits = logits, _without_barred(logits, slices, eos_token_ids)
+    raw = logits
+    if any(piece.draw_index < piece.params.min_tokens for piece in slices):
+        logits = _without_barred(logits, slices, eos_token_ids)
     # Not argmax, which takes four times as long in bfloat16 on a CPU. The maximum of a row with NaN is NaN.
     largest = logits.max(-1)
     token_ids: list[int] = largest.indices.tolist()
@@ -103,12 +105,15 @@ def _draw_together(
     for row, piece in enumerate(slices):
         if piece.params.temperature > 0:
             (filtered if piece.params.top_k > 0 or piece.params.top_p < 1 else plain).append(row)
-    for rows, sample in ((plain, _sample_plain), (filtered, _sample_filtered)):
+    for rows in (plain, filtered):
         if rows:
             chosen = logits if len(rows) == len(slices) else logits[torch.tensor(rows, device=logits.device)]
-            for row, token_id in zip(rows, sample(chosen, [slices[row] for row in rows]), strict=True):
+            sampled = _sample(chosen, [slices[row] for row in rows], filters=rows is filtered)
+            for row, token_id in zip(rows, sampled, strict=True):
                 token_ids[row] = token_id
-    logprobs = _logprobs(raw, slices, token_ids)
+    logprobs = dict[int, Logprobs]()
+    if any(piece.params.logprobs is not None for piece in slices):
+        logprobs = _logprobs(raw, slices, token_ids)
     return [
         DrawnToken(token_id, logprobs.get(row)) if usable[row] else NoToken(NOT_FINITE)
         for row, token_id in enumerate(token_ids)
@@ -117,50 +122,41 @@ def _draw_together(
 
 def _without_barred(logits: Tensor, slices: Sequence[SequenceSlice], eos_token_ids: AbstractSet[int]) -> Tensor:
     """Return the logits with -inf for tokens that would end an answer before its min_tokens; copied if any."""
-    barred = [barred_token_ids(piece.params, eos_token_ids, piece.draw_index) for piece in slices]
-    pairs = [(row, token_id) for row, token_ids in enumerate(barred) for token_id in token_ids]
+    pairs = [
+        (row, token_id)
+        for row, piece in enumerate(slices)
+        for token_id in barred_token_ids(piece.params, eos_token_ids, piece.draw_index)
+    ]
     if not pairs:
         return logits
     rows, columns = torch.tensor(pairs, device=logits.device).unbind(1)
     return logits.index_put((rows, columns), logits.new_tensor(-torch.inf))
 
 
-def _sample_plain(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[int]:
-    """Draw from the whole vocabulary."""
-    return (_weights(logits, slices) / _race(logits, slices)).argmax(-1).tolist()
-
-
-def _sample_filtered(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[int]:
-    """Draw from the top_k likeliest tokens, and of those from the smallest set that reaches top_p of their weight."""
-    weights, order = _weights(logits, slices).sort(stable=True, dim=-1, descending=True)
-    vocab_size = logits.shape[-1]
-    rank = torch.arange(vocab_size, device=logits.device)
-    top_k = _column([piece.params.top_k or vocab_size for piece in slices], logits.device)
+def _sample(logits: Tensor, slices: Sequence[SequenceSlice], *, filters: bool) -> list[int]:
+    """Draw a token for each row: from the whole vocabulary, or, with `filters`, from the top_k likeliest tokens, and of
+    those from the smallest set that reaches top_p of their weight."""
+    device, vocab_size = logits.device, logits.shape[-1]
+    # Probabilities after temperature, up to a factor; the likeliest token's is 1. The maximum goes first, so that a
+    # tiny temperature makes -inf of the others and not inf - inf.
+    weights = logits.double()
+    weights -= weights.max(-1, keepdim=True).values
+    temperatures = [[piece.params.temperature] for piece in slices]
+    weights.div_(torch.tensor(temperatures, dtype=torch.float64, device=device)).exp_()
+    states = [stream_state(piece.params.seed or 0, piece.draw_index) for piece in slices]
+    waits = waiting_times(states, vocab_size, device)
+    if not filters:
+        return (weights / waits).argmax(-1).tolist()
+    weights, order = weights.sort(stable=True, dim=-1, descending=True)
+    rank = torch.arange(vocab_size, device=device)
+    top_k = torch.tensor([[piece.params.top_k or vocab_size] for piece in slices], device=device)
     weights.masked_fill_(rank >= top_k, 0)
     before = weights.cumsum(-1) - weights
     # A token stays while those before it have not reached top_p (Holtzman et al. 2020, section 3.1). The first stays.
-    enough = before >= _column([piece.params.top_p for piece in slices], logits.device) * weights.sum(-1, keepdim=True)
-    weights.masked_fill_(enough & (rank > 0), 0)
-    first = (weights / _race(logits, slices).gather(-1, order)).argmax(-1, keepdim=True)
+    top_p = torch.tensor([[piece.params.top_p] for piece in slices], dtype=torch.float64, device=device)
+    weights.masked_fill_((before >= top_p * weights.sum(-1, keepdim=True)) & (rank > 0), 0)
+    first = (weights / waits.gather(-1, order)).argmax(-1, keepdim=True)
     return order.gather(-1, first).squeeze(1).tolist()
-
-
-def _weights(logits: Tensor, slices: Sequence[SequenceSlice]) -> Tensor:
-    """Probabilities after temperature, up to a factor; the likeliest token's is 1: [rows, vocabulary], float64."""
-    exact = logits.double()
-    # The maximum goes first, so that a tiny temperature makes -inf of the others and not inf - inf.
-    exact -= exact.max(-1, keepdim=True).values
-    return exact.div_(_column([piece.params.temperature for piece in slices], logits.device)).exp_()
-
-
-def _race(logits: Tensor, slices: Sequence[SequenceSlice]) -> Tensor:
-    """Waiting times of each row's draw, in the vocabulary's order: [rows, vocabulary]."""
-    states = [stream_state(piece.params.seed or 0, piece.draw_index) for piece in slices]
-    return waiting_times(states, logits.shape[-1], logits.device)
-
-
-def _column(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
 
 
 def score_tokens(logits: Tensor, token_ids: Sequence[int], count: int) -> tuple[Logprobs, ...]:
@@ -176,14 +172,10 @@ def score_tokens(logits: Tensor, token_ids: Sequence[int], count: int) -> tuple[
 
 
 def _logprobs(logits: Tensor, slices: Sequence[SequenceSlice], token_ids: Sequence[int]) -> dict[int, Logprobs]:
-    """Return log-probabilities by row, for the rows that requested them."""
-    asked = [(row, piece.params.logprobs) for row, piece in enumerate(slices) if piece.params.logprobs is not None]
-    if not asked:
-        return {}
-    rows = [row for row, _ in asked]
-    chosen = logits[torch.tensor(rows, device=logits.device)]
-    entries = _report(chosen, [token_ids[row] for row in rows], [count for _, count in asked])
-    return dict(zip(rows, entries, strict=True))
+    counts = {row: piece.params.logprobs for row, piece in enumerate(slices) if piece.params.logprobs is not None}
+    chosen = logits[torch.tensor(list(counts), device=logits.device)]
+    entries = _report(chosen, [token_ids[row] for row in counts], list(counts.values()))
+    return dict(zip(counts, entries, strict=True))
 
 
 def _report(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:

@@ -21,6 +21,8 @@ from kaveri.kv.layout.layout import KvLayout
 _PADDING_BYTES = 192 * 1024
 # A GPU moves three times as much within the 50 us in which the kernels of one more group are launched.
 _GPU_PADDING_BYTES = 32 * 2**20
+# Block ids [...], times two and plus this: half blocks [2, 1, ...], K before V.
+_K_AND_V = np.arange(2).reshape(2, 1, 1)
 
 
 @dataclass(slots=True)
@@ -36,23 +38,19 @@ class Segment:
     """[2, sequences, blocks], int64: K and V of the context; shorter sequences repeat their last block. None for a
     chunk that is its whole context."""
     context_tokens: int
-    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    """Masks of earlier layers, by sliding window."""
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Mask added to the scores, 0 for visible positions and -inf elsewhere. None: plain causal.
 
-        Returns [tokens, context] for a chunk, else [sequences, 1, 1, context].
-        """
-        if self.halves is None and (window is None or window >= self.context_tokens):
-            return None
-        if window not in self._masks:
-            context = torch.arange(self.context_tokens, device=self.positions.device)
-            visible = context <= self.positions
-            if window is not None:
-                visible &= context > self.positions - window
-            zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-            self._masks[window] = zeros.masked_fill_(~visible, -torch.inf)
-        return self._masks[window]
+@dataclass(slots=True)
+class LayerReports:
+    """Reports of the layers whose KV is in the pool."""
+
+    on_layer: Callable[[int], None]
+    block_ids: Tensor
+    """[blocks], int64: every block that the step writes to."""
+    under_way: tuple[int, torch.cuda.Event] | None = None
+    """Last layer, and the copy of its KV to the pool."""
 
 
 @dataclass(slots=True)
@@ -70,41 +68,14 @@ class Step:
     masked, yet a NaN among it would survive the mask's zero weight."""
     chunks: list[Segment]
     decodes: list[Segment]
-    drawn_rows: Tensor
-    """[draws], int64: rows of the step after which a token is drawn."""
+    logits_rows: Tensor
+    """[draws + scored], int64: rows after which a token is drawn, then rows whose next token, which is known, gets a
+    log-probability."""
     drawn_slices: list[int]
     """Index of each draw's slice in the caller's batch."""
-    scored_rows: Tensor
-    """[scored], int64: rows whose next token, which is known, gets a log-probability."""
     scored_slices: list[int]
-    """The slices of the caller's batch that these rows belong to, one after the other."""
-    written_blocks: Tensor
-    """[blocks], int64: every block that the step writes to, for the mirror; empty without a listener."""
-    on_layer: Callable[[int], None] | None
-    _under_way: tuple[int, torch.cuda.Event] | None = None
-    """The last layer, and the copy of its KV to the pool."""
-
-    def tell(self, layer: int, copied: torch.cuda.Event | None) -> None:
-        """Call the listener for a layer whose KV is in the pool, or for the layer before it.
-
-        copied: passes when the KV is in the pool; None: it is. By the next layer it nearly always has, and the device
-        has had work of this layer meanwhile.
-        """
-        self.tell_last()
-        if copied is not None:
-            self._under_way = layer, copied
-        elif self.on_layer is not None:
-            self.on_layer(layer)
-
-    def tell_last(self) -> None:
-        """Call the listener for the layer whose copy is in flight, if any. Called once more after the last layer."""
-        if self._under_way is None:
-            return
-        layer, copied = self._under_way
-        self._under_way = None
-        copied.synchronize()
-        if self.on_layer is not None:
-            self.on_layer(layer)
+    """The slices of the caller's batch that the scored rows belong to, one after the other."""
+    reports: LayerReports | None
 
 
 def pack(
@@ -121,12 +92,9 @@ def pack(
     order = chunk_order + decode_order
     bounds = [0, *accumulate(len(batch[index].token_ids) for index in order)]
 
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    fresh: list[int] = []
-    written: list[int] = []
-    for index in order:
+    tokens, positions, slots = list[int](), list[int](), list[int]()
+    fresh, written, logits_rows, scored_rows = list[int](), list[int](), list[int](), list[int]()
+    for first, index in zip(bounds, order, strict=False):
         piece = batch[index]
         start, end = piece.start, piece.start + len(piece.token_ids)
         tokens.extend(piece.token_ids)
@@ -140,80 +108,59 @@ def pack(
             fresh.append(piece.block_ids[last_block])
         if on_layer is not None:
             written.extend(piece.block_ids[start // block_tokens : last_block + 1])
+        if piece.draw:
+            logits_rows.append(first + end - start - 1)
+        scored_rows.extend(range(first, first + len(piece.scored_ids)))
 
-    first_decode = bounds[len(chunk_order)]
-    drawn = [(bounds[row + 1] - 1, index) for row, index in enumerate(order) if batch[index].draw]
-    scored = [(bounds[row], index) for row, index in enumerate(order) if batch[index].scored_ids]
     slot_array = np.asarray(slots, np.int64)
     row_positions = _on(device, positions)
+    chunks = []
+    for first, index in zip(bounds, chunk_order, strict=False):
+        piece = batch[index]
+        last, context_tokens, halves = first + len(piece.token_ids), piece.start + len(piece.token_ids), None
+        if piece.start > 0:
+            blocks = np.asarray(piece.block_ids[: layout.block_count(context_tokens)], np.int64)
+            halves, context_tokens = _on(device, 2 * blocks + _K_AND_V), len(blocks) * block_tokens
+        chunks.append(Segment(first, last, row_positions[first:last].view(-1, 1), halves, context_tokens))
+    decoding = [batch[index] for index in decode_order]
     return Step(
         token_ids=_on(device, tokens).unsqueeze(0),
         position_ids=row_positions.unsqueeze(0),
         kv_rows=_on(device, np.concatenate((slot_array, slot_array + block_tokens))),
-        fresh_halves=_on(device, _halves(np.asarray(fresh, np.int64)).ravel()) if fresh else None,
-        chunks=[
-            _chunk_segment(batch[index], bounds[row], row_positions, layout) for row, index in enumerate(chunk_order)
-        ],
-        decodes=_decode_segments([batch[index] for index in decode_order], first_decode, row_positions, layout),
-        drawn_rows=_on(device, [row for row, _ in drawn]),
-        drawn_slices=[index for _, index in drawn],
-        scored_rows=_on(
-            device, [row for first, index in scored for row in range(first, first + len(batch[index].scored_ids))]
-        ),
-        scored_slices=[index for _, index in scored],
-        written_blocks=_on(device, written),
-        on_layer=on_layer,
-    )
-
-
-def _chunk_segment(piece: SequenceSlice, first: int, positions: Tensor, layout: KvLayout) -> Segment:
-    """positions: of the step's rows."""
-    last = first + len(piece.token_ids)
-    end = piece.start + len(piece.token_ids)
-    queries = positions[first:last].view(-1, 1)
-    if piece.start == 0:
-        return Segment(first, last, queries, None, end)
-    blocks = np.asarray(piece.block_ids[: layout.block_count(end)], np.int64)
-    return Segment(
-        first, last, queries, _on(positions.device, _halves(blocks[None])), len(blocks) * layout.block_tokens
+        fresh_halves=_on(device, (2 * np.asarray(fresh) + _K_AND_V).ravel()) if fresh else None,
+        chunks=chunks,
+        decodes=_decode_segments(decoding, bounds[len(chunk_order)], row_positions, layout),
+        logits_rows=_on(device, logits_rows + scored_rows),
+        drawn_slices=[index for index in order if batch[index].draw],
+        scored_slices=[index for index in order if batch[index].scored_ids],
+        reports=LayerReports(on_layer, _on(device, written)) if on_layer is not None else None,
     )
 
 
 def _decode_segments(pieces: Sequence[SequenceSlice], first: int, positions: Tensor, layout: KvLayout) -> list[Segment]:
-    """Group decoding sequences of similar length. pieces: longest context first. positions: of the step's rows."""
-    block_counts = [piece.start // layout.block_tokens + 1 for piece in pieces]
+    """Group decoding sequences so that no group is padded by more than a constant number of bytes.
+
+    pieces: longest context first. first: row of the first one. positions: of the step's rows.
+    """
     segments = []
+    counts = [piece.start // layout.block_tokens + 1 for piece in pieces]
     padding_bytes = _PADDING_BYTES if positions.device.type == "cpu" else _GPU_PADDING_BYTES
-    for group in _groups(block_counts, padding_bytes // layout.block_bytes):
-        members, counts = pieces[group], block_counts[group]
-        table = np.empty((len(members), counts[0]), np.int64)
-        for row, piece, count in zip(table, members, counts, strict=True):
+    start = 0
+    while start < len(pieces):
+        stop, padding = start, 0
+        while stop < len(pieces) and padding + counts[start] - counts[stop] <= padding_bytes // layout.block_bytes:
+            padding += counts[start] - counts[stop]
+            stop += 1
+        table = np.empty((stop - start, counts[start]), np.int64)
+        for row, piece, count in zip(table, pieces[start:stop], counts[start:stop], strict=True):
             row[:count] = piece.block_ids[:count]
             row[count:] = piece.block_ids[count - 1]
-        start, stop = first + group.start, first + group.stop
-        queries = positions[start:stop].view(-1, 1, 1, 1)
-        halves = _on(positions.device, _halves(table))
-        segments.append(Segment(start, stop, queries, halves, counts[0] * layout.block_tokens))
+        rows = slice(first + start, first + stop)
+        halves = _on(positions.device, 2 * table + _K_AND_V)
+        context_tokens = counts[start] * layout.block_tokens
+        segments.append(Segment(rows.start, rows.stop, positions[rows].view(-1, 1, 1, 1), halves, context_tokens))
+        start = stop
     return segments
-
-
-def _groups(block_counts: Sequence[int], padding_blocks: int) -> list[slice]:
-    """Cut descending lengths into runs of which none is padded by more than `padding_blocks`."""
-    groups = []
-    first, padding = 0, 0
-    for index, count in enumerate(block_counts):
-        padding += block_counts[first] - count
-        if padding > padding_blocks:
-            groups.append(slice(first, index))
-            first, padding = index, 0
-    if block_counts:
-        groups.append(slice(first, len(block_counts)))
-    return groups
-
-
-def _halves(blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Convert block ids [...] to half blocks [2, ...], K before V."""
-    return np.stack((2 * blocks, 2 * blocks + 1))
 
 
 def _on(device: torch.device, values: npt.ArrayLike) -> Tensor:

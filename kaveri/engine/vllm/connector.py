@@ -39,7 +39,6 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config,
                 kv_cache_config,
                 extra["model_fingerprint"],
-                mirrored=extra["mirrored"],
                 ranks_at=extra["ranks_at"],
             )
 

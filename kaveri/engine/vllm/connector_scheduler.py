@@ -1,19 +1,12 @@
 """The connector's side in vLLM's scheduler: translates between vLLM's requests and ours. Decides nothing by itself."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from kaveri.engine.vllm.life import OF_PREFILL
+from kaveri.engine.vllm.life import OF_PREFILL, VllmComputed
 from kaveri.engine.vllm.rank import PromptChunk, StepOrders
-from kaveri.engine.vllm.request import (
-    AwaitingBlocks,
-    AwaitingKv,
-    Entry,
-    EntryComputing,
-    EntryKept,
-    EntryReleased,
-    VllmRequest,
-)
+from kaveri.engine.vllm.request import Entry, EntryPhase
+from kaveri.engine.vllm.requests import Requests
 
 _PARAM = "kaveri_engine_id"
 
@@ -39,19 +32,9 @@ class RequestAdvance(NamedTuple):
     """The request's blocks, for prompts and requests copied to a replica."""
 
 
-class StepHooks(Protocol):
-    """Callbacks of the scheduler's side to the engine. Called by vLLM on the thread that steps it."""
-
-    def find(self, engine_id: str) -> VllmRequest | None:
-        """Return the request with this engine id."""
-
-    def stepping(
-        self, placements: Sequence[Placement], advances: Sequence[RequestAdvance], preempted: Sequence[Entry]
-    ) -> Sequence[PromptChunk]:
-        """Handle the start of a step. Returns the prompt chunks for the ranks to push."""
-
-    def keeps_blocks(self, entry: Entry) -> bool:
-        """Return True if a request finished by vLLM keeps its blocks until the engine releases them."""
+StepListener = Callable[[Sequence[Placement], Sequence[RequestAdvance], Sequence[Entry]], Sequence[PromptChunk]]
+"""Handles the start of a step, with the requests that it preempts, on the thread that steps vLLM. Returns the prompt
+chunks for the ranks to push."""
 
 
 def transfer_params(engine_id: str) -> dict[str, Any]:
@@ -68,11 +51,19 @@ class SchedulerSide:
     """Scheduler-side hooks. Ignores requests that do not come from the engine."""
 
     def __init__(self, block_tokens: int) -> None:
-        self.hooks: StepHooks | None = None
+        self._requests: Requests | None = None
+        self._on_step: StepListener | None = None
         self._block_tokens = block_tokens
         self._entries: dict[str, Entry] = {}
         self._placements: list[Placement] = []
         self._next_orders = StepOrders()
+
+    def attach(self, requests: Requests, on_step: StepListener) -> None:
+        """Serve an engine from the next step on, until detach()."""
+        self._requests, self._on_step = requests, on_step
+
+    def detach(self) -> None:
+        self._requests = self._on_step = None
 
     def left(self, block_ids: Sequence[int]) -> None:
         """Make these finished blocks readable at the ranks with the next step."""
@@ -84,7 +75,7 @@ class SchedulerSide:
 
     def release(self, entry: Entry) -> None:
         """Return an ended request's blocks to vLLM with the next step. Called once per request."""
-        entry.state = EntryReleased()
+        entry.phase = EntryPhase.RELEASED
         self._next_orders.released.append(entry.vllm_id)
 
     @property
@@ -95,7 +86,7 @@ class SchedulerSide:
     def requested(self, request: Any) -> None:
         """Handle a request that vLLM has accepted."""
         engine_id = (request.kv_transfer_params or {}).get(_PARAM)
-        ours = self.hooks.find(engine_id) if self.hooks is not None and engine_id is not None else None
+        ours = self._requests.by_id.get(engine_id) if self._requests is not None and engine_id is not None else None
         if ours is not None:
             self._entries[request.request_id] = ours.enter(request.request_id, request)
             if ours.held_tokens is not None:
@@ -108,21 +99,21 @@ class SchedulerSide:
         them.
 
         The number covers the whole prompt (vLLM still computes the last token, which prefill samples), or the tokens of
-        the
-        copy for a resumed request.
+        the copy for a resumed request.
         """
         entry = self._entries.get(request.request_id)
-        if entry is None or not isinstance(entry.state, AwaitingBlocks):
+        if entry is None or entry.phase is not EntryPhase.AWAITING_BLOCKS:
             return 0, False
         held_tokens = entry.owner.held_tokens
         return (request.num_tokens if held_tokens is None else held_tokens) - computed_tokens, True
 
     def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
         entry = self._entries[request.request_id]
-        if isinstance(entry.state, AwaitingBlocks):
+        if entry.phase is EntryPhase.AWAITING_BLOCKS:
             facts = entry.owner.state.facts
             first_block = ((facts.held_tokens or request.num_tokens) - external_tokens) // self._block_tokens
-            entry.state = AwaitingKv(list(block_ids[first_block : facts.block_count(facts.landing_tokens)]))
+            entry.phase = EntryPhase.AWAITING_KV
+            entry.landing_blocks = block_ids[first_block : facts.block_count(facts.landing_tokens)]
             self._placements.append(Placement(entry, first_block, len(block_ids)))
 
     def stepping(self, scheduler_output: Any) -> StepOrders:
@@ -133,13 +124,13 @@ class SchedulerSide:
         return orders
 
     def _tell_hooks(self, scheduler_output: Any) -> Sequence[PromptChunk]:
-        if self.hooks is None:
+        if self._on_step is None:
             return ()
         advances: list[RequestAdvance] = []
         for vllm_id, token_count in scheduler_output.num_scheduled_tokens.items():
             entry = self._entries.get(vllm_id)
             if entry is not None:
-                entry.state = EntryComputing()
+                entry.phase = EntryPhase.COMPUTING
                 block_ids: Sequence[int] = ()
                 computed = entry.record.num_computed_tokens + token_count
                 is_prefill = isinstance(entry.owner.state, OF_PREFILL)
@@ -152,14 +143,17 @@ class SchedulerSide:
         entries = self._entries
         preempted = [entries[vllm_id] for vllm_id in scheduler_output.preempted_req_ids if vllm_id in entries]
         placements, self._placements = self._placements, []
-        return self.hooks.stepping(placements, advances, preempted)
+        return self._on_step(placements, advances, preempted)
 
     def finished(self, request: Any) -> bool:
         """Handle the end of a request in vLLM. Returns True if its blocks stay allocated until the worker's side
         reports it."""
         entry = self._entries.pop(request.request_id, None)
-        if entry is None or self.hooks is None:
+        if entry is None or self._requests is None:
             return False
-        kept = self.hooks.keeps_blocks(entry)
-        entry.state = EntryKept()
-        return kept
+        # vLLM itself keeps the blocks of a request that still waits for its KV.
+        waits = entry.phase in (EntryPhase.AWAITING_BLOCKS, EntryPhase.AWAITING_KV)
+        entry.phase = EntryPhase.KEPT
+        # A prompt that ran ahead to the end of its answer may still be pushed.
+        state = entry.owner.state
+        return not waits and (state.transfer_id is not None or isinstance(state, VllmComputed))

@@ -2,6 +2,7 @@
 Bytes are moved by the rank's end of the data plane, which belongs to the engine that has attached it."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ from kaveri.engine.vllm.rank_server import serve_rank
 class WorkerSide:
     """The connector's worker side. Called by vLLM on the thread that computes.
 
-    mirrored: have a mirror of vLLM's cache even if it lies in host memory; for tests of devices. ranks_at: address
-    where the engine listens for its ranks, if this one is in a process of its own; else empty.
+    ranks_at: address where the engine listens for its ranks, if this one is in a process of its own; else empty.
     """
 
     def __init__(
@@ -26,15 +26,10 @@ class WorkerSide:
         vllm_config: Any,
         kv_cache_config: Any,
         model_fingerprint: str,
-        *,
-        mirrored: bool = False,
         ranks_at: str = "",
     ) -> None:
         self.cache = SharedCache()
-        self._vllm_config = vllm_config
-        self._kv_cache_config = kv_cache_config
-        self._model_fingerprint = model_fingerprint
-        self._mirrored = mirrored
+        self._layout_of = partial(layout_of, vllm_config, kv_cache_config, model_fingerprint)
         self._ranks_at = ranks_at
         self._mirror: Mirror | None = None
         self._plane: RankPlane | None = None
@@ -50,10 +45,10 @@ class WorkerSide:
     def register(self, caches: Mapping[str, Tensor]) -> None:
         """Handle vLLM's allocation of the KV cache. Raises ConfigError for an unsupported layout."""
         rank = get_tensor_model_parallel_rank()
-        layout = layout_of(self._vllm_config, self._kv_cache_config, self._model_fingerprint)
+        layout = self._layout_of()
         part = layout.rank(rank)
         cache = blocks_of(caches, part)
-        pool = None if self._mirrored else pool_over(cache, part, self.cache.memory)
+        pool = pool_over(cache, part, self.cache.memory)
         if pool is None:
             self._mirror = Mirror(part, cache)
             pool = self._mirror.pool

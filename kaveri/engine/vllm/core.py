@@ -46,7 +46,6 @@ class VllmCore:
         self._count = 0
         self._scheduler = llm.engine_core.engine_core.scheduler
         self._seat_count = self._scheduler.max_num_active_reqs
-        self._block_tokens = ranks[0].layout.block_tokens
         self._chunk_tokens = chunk_tokens
         connector = self._scheduler.get_kv_connector()
         assert isinstance(connector, KaveriConnector), "vLLM runs without our connector"
@@ -69,7 +68,7 @@ class VllmCore:
         if first_token_id is not None:
             request.prompt_token_ids[-1] = request._all_token_ids[-1] = first_token_id
             # The hash of the block that this token completes.
-            if request.block_hashes and request.num_tokens % self._block_tokens == 0:
+            if request.block_hashes and request.num_tokens % self.ranks[0].layout.block_tokens == 0:
                 request.block_hashes.pop()
         request.update_block_hashes()
         self._scheduler.finished_recving_kv_req_ids.add(request.request_id)
@@ -87,10 +86,8 @@ class VllmCore:
         """Run one step of the scheduler and, if anything was scheduled, of the model.
 
         batch_count: size of the running batch; limits the tokens of the step to a chunk plus one per request, because
-        prompts
-        would use the unused rest of vLLM's own limit. held: vLLM's records of started requests that keep their blocks
-        but are
-        left out of this step.
+        prompts would use the unused rest of vLLM's own limit. held: vLLM's records of started requests that keep their
+        blocks but are left out of this step.
         """
         scheduler = self._scheduler
         scheduler.max_num_scheduled_tokens = self._chunk_tokens + batch_count
@@ -143,10 +140,6 @@ class VllmCore:
     def unfinished_count(self) -> int:
         """Number of running or waiting requests, including those whose KV has not arrived yet."""
         return sum(self._scheduler.get_request_counts())
-
-    @property
-    def running_count(self) -> int:
-        return int(self._scheduler.get_request_counts()[0])
 
     @property
     def free_blocks(self) -> int:

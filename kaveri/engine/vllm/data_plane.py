@@ -5,40 +5,30 @@ any more."""
 import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from kaveri.addresses import join_address, split_address
 from kaveri.config.settings import MAX_PORT
-from kaveri.engine.copier import CopySender
 from kaveri.engine.kv_plane import Granted, PlaneEvent, PlaneListener
 from kaveri.engine.vllm.rank import (
-    AbortCopy,
-    AbortPush,
-    BeginPush,
     BlockStaged,
-    FinishCopy,
-    GrantTicket,
     LostListener,
-    MarkCopy,
-    OpenCopy,
     Rank,
     RankCall,
     RankEvent,
     RankSetup,
-    RevokeTicket,
-    StageBlock,
-    WriteCopy,
 )
 from kaveri.errors import ConfigError, EngineError
 from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
 from kaveri.kv.transfer.gathering import Gathering, TransferStep
-from kaveri.kv.transfer.push import PushListener
+from kaveri.kv.transfer.push import PushListener, PushSender
 from kaveri.kv.transfer.sender import PushEvent
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import PATH_NAMES
 
+_SERIALS = itertools.count()
 _STAGED_TIMEOUT_S = 10.0
 """Timeout of a rank that copies a block to its staging slot, normally about a millisecond."""
 
@@ -48,8 +38,7 @@ class DataPlane:
 
     setup: for all ranks; each listens at its own address (rank_endpoint). listener: called on any thread, also within
     grant() or open_push(). on_lost: called when a rank, and with it every transfer, is lost. Raises ConfigError, with
-    the
-    ranks detached, when a rank cannot listen.
+    the ranks detached, when a rank cannot listen.
     """
 
     def __init__(
@@ -59,9 +48,9 @@ class DataPlane:
         listener: PlaneListener,
         on_lost: LostListener,
     ) -> None:
-        self.layout = ranks[0].layout
-        assert len(ranks) == self.layout.tensor_ranks, f"{len(ranks)} ranks of {self.layout}"
-        assert all(rank.layout == self.layout for rank in ranks), "the ranks are of unlike engines"
+        layout = ranks[0].layout
+        assert len(ranks) == layout.tensor_ranks, f"{len(ranks)} ranks of {layout}"
+        assert all(rank.layout == layout for rank in ranks), "the ranks are of unlike engines"
         self._ranks = tuple(ranks)
         self._listener = listener
         self._on_lost = on_lost
@@ -72,7 +61,6 @@ class DataPlane:
         self._copy_listener: PushListener = lambda _: None
         # By serial: ranks that have yet to stage the block, and an event that is set once all have.
         self._staging: dict[int, tuple[set[int], threading.Event]] = {}
-        self._serials = itertools.count()
         endpoints = []
         try:
             for index, rank in enumerate(self._ranks):
@@ -85,16 +73,16 @@ class DataPlane:
         self.endpoints = tuple(endpoints) if setup.listen else ()
 
     def grant(self, ticket: Ticket) -> None:
-        self._open(self._landings, ticket, GrantTicket)
+        self._open(self._landings, ticket, RankCall("grant", (ticket,)))
 
     def revoke(self, transfer_id: bytes) -> None:
-        self.do(RevokeTicket(transfer_id))
+        self.do(RankCall("revoke", (transfer_id,)))
 
     def open_push(self, source: str, ticket: Ticket) -> None:
-        self._open(self._pushes, ticket, partial(BeginPush, source))
+        self._open(self._pushes, ticket, RankCall("open_push", (source, ticket)))
 
     def abort_push(self, transfer_id: bytes) -> None:
-        self.do(AbortPush(transfer_id))
+        self.do(RankCall("abort_push", (transfer_id,)))
 
     def flow(self) -> KvFlow:
         flows = [rank.flow() for rank in self._ranks]
@@ -106,17 +94,18 @@ class DataPlane:
         for rank in self._ranks:
             rank.detach()
 
-    # Copies to replicas; see CopyPlane (copier_thread.py) and CopySender (copier.py).
+    # Copies to replicas: a CopyPlane (copier_thread.py).
 
-    def hear_copies(self, listener: PushListener) -> None:
+    def start(self, listener: PushListener) -> PushSender:
         self._copy_listener = listener
+        return RankCopies(self)
 
     def stage(self, block_id: int, slot: int) -> None:
         """Copy a block to a slot in every rank, and wait for completion. Raises EngineError after a timeout."""
-        serial, staged = next(self._serials), threading.Event()
+        serial, staged = next(_SERIALS), threading.Event()
         with self._lock:
             self._staging[serial] = set(range(len(self._ranks))), staged
-        self.do(StageBlock(serial, block_id, slot))
+        self.do(RankCall("stage", (serial, block_id, slot)))
         is_staged = staged.wait(_STAGED_TIMEOUT_S)
         with self._lock:
             del self._staging[serial]
@@ -124,17 +113,17 @@ class DataPlane:
             raise EngineError(f"a rank has not copied a block within {_STAGED_TIMEOUT_S:g} s")
 
     def open_copy(self, ticket: Ticket) -> None:
-        self._open(self._copies, ticket, OpenCopy)
+        self._open(self._copies, ticket, RankCall("open", (ticket,)))
 
     def do(self, call: RankCall) -> None:
         for rank in self._ranks:
             rank.do(call)
 
-    def _open(self, table: "dict[bytes, _Spread]", ticket: Ticket, call_of: Callable[[Ticket], RankCall]) -> None:
+    def _open(self, table: "dict[bytes, _Spread]", ticket: Ticket, call: RankCall) -> None:
         indexes = range(len(self._ranks))
         with self._lock:
             spread = table[ticket.transfer_id] = _Spread(Gathering(ticket.transfer_id, set(indexes)), set(indexes))
-        self.do(call_of(ticket))
+        self.do(call)
         with self._lock:
             failed = spread.gathering.failure is not None
         # Ranks that had not received the call when another rank failed.
@@ -187,40 +176,35 @@ class DataPlane:
         if table is self._pushes:
             self.abort_push(transfer_id)
         elif table is self._copies:
-            self.do(AbortCopy(transfer_id, keep_marked=True))
+            self.do(RankCall("abort", (transfer_id,), {"keep_marked": True}))
         else:
             self.revoke(transfer_id)
 
 
 class RankCopies:
-    """Replica pushes in all ranks: a CopyPlane (copier_thread.py) and its CopySender (copier.py)."""
+    """PushSender of the replicas of all ranks."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
 
-    def start(self, listener: PushListener) -> CopySender:
-        self._plane.hear_copies(listener)
-        return self
-
-    def stage(self, block_id: int, slot: int) -> None:
-        self._plane.stage(block_id, slot)
-
-    def open(self, ticket: Ticket) -> None:
+    def open(self, ticket: Ticket, *, part: bool = False) -> None:
         self._plane.open_copy(ticket)
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Write all layers; each rank has all of them."""
-        for offset, slot in enumerate(source_blocks):
-            self._plane.do(WriteCopy(transfer_id, first_index + offset, slot))
+        self._plane.do(RankCall("write_layers", (transfer_id, layers, first_index, source_blocks)))
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        self._plane.do(MarkCopy(transfer_id, block_count, note))
+        self._plane.do(RankCall("mark", (transfer_id, block_count, note)))
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
-        self._plane.do(FinishCopy(transfer_id, note))
+        self._plane.do(RankCall("finish", (transfer_id, note)))
 
-    def abort(self, transfer_id: bytes) -> None:
-        self._plane.do(AbortCopy(transfer_id, keep_marked=False))
+    def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
+        self._plane.do(RankCall("abort", (transfer_id,), {"keep_marked": keep_marked}))
+
+    def flow(self) -> SenderFlow:
+        """Return an empty snapshot: copies are counted nowhere."""
+        return SenderFlow()
 
     def close(self) -> None:
         """Do nothing: the data plane ends the ranks' pushes."""

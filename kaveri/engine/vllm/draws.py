@@ -84,9 +84,9 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
     def __init__(self, vllm_config: Any, *_: object) -> None:
         parallel = getattr(vllm_config, "parallel_config", None)
         self._is_engines = parallel is not None and parallel.world_size == 1
-        self._draws: dict[int, Draw] = {}
-        # Older runner: sampled tokens (vLLM's own, growing list) and the number of tokens before them, by row.
-        self._drawn: dict[int, tuple[list[int], int]] = {}
+        # By row or slot: the request; for the older runner its sampled tokens (vLLM's own, growing list) and the number
+        # of tokens before them.
+        self._draws: dict[int, tuple[Draw, list[int], int]] = {}
 
     # Both runners.
 
@@ -112,49 +112,40 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
             return
         # Same order as vLLM: a removed row may already have been reassigned.
         for row in batch_update.removed:
-            self._drop(row)
+            self._draws.pop(row, None)
         for row, params, prompt_token_ids, output_token_ids in batch_update.added:
-            self._drop(row)
-            draw = Draw.from_extra_args(params.extra_args, is_engines=self._is_engines)
-            if draw is not None and draw.changes_logits:
-                self._draws[row] = draw
-                self._drawn[row] = output_token_ids, len(prompt_token_ids or ())
+            self._add(row, params, output_token_ids, len(prompt_token_ids or ()))
         for source, target, direction in batch_update.moved:
-            moved, replaced = self._drop(source), self._drop(target)
-            self._put(target, moved)
-            if direction == MoveDirectionality.SWAP:
-                self._put(source, replaced)
+            moved, replaced = self._draws.pop(source, None), self._draws.pop(target, None)
+            if moved is not None:
+                self._draws[target] = moved
+            if replaced is not None and direction == MoveDirectionality.SWAP:
+                self._draws[source] = replaced
 
     # The newer runner.
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """Return True if the request's logits will be changed."""
-        self._drop(req_idx)
-        draw = Draw.from_extra_args(sampling_params.extra_args, is_engines=self._is_engines)
-        if draw is None or not draw.changes_logits:
-            return False
-        self._draws[req_idx] = draw
-        return True
+        self._add(req_idx, sampling_params, [], 0)
+        return req_idx in self._draws
+
+    def _add(self, place: int, params: Any, drawn: list[int], prompt_tokens: int) -> None:
+        self._draws.pop(place, None)
+        draw = Draw.from_extra_args(params.extra_args, is_engines=self._is_engines)
+        if draw is not None and draw.changes_logits:
+            self._draws[place] = draw, drawn, prompt_tokens
 
     def _placed_by_row(self) -> Iterable[tuple[int, Draw, int]]:
-        for row, draw in self._draws.items():
-            output_token_ids, prompt_tokens = self._drawn[row]
-            yield row, draw, prompt_tokens + len(output_token_ids) - draw.answer_start
+        for row, (draw, drawn, prompt_tokens) in self._draws.items():
+            yield row, draw, prompt_tokens + len(drawn) - draw.answer_start
 
     def _placed_by_slot(self, ctx: LogitsContext) -> Iterable[tuple[int, Draw, int]]:
         # A request has one row: vLLM refuses speculative decoding with this processor.
         slots, lengths = ctx.idx_mapping_np.tolist(), ctx.seq_lens_upper_bound_np.tolist()
         for row, (slot, length) in enumerate(zip(slots, lengths, strict=False)):
             if slot in self._draws:
-                yield row, self._draws[slot], length - self._draws[slot].answer_start
-
-    def _drop(self, place: int) -> tuple[Draw, tuple[list[int], int]] | None:
-        draw, drawn = self._draws.pop(place, None), self._drawn.pop(place, None)
-        return None if draw is None or drawn is None else (draw, drawn)
-
-    def _put(self, place: int, state: tuple[Draw, tuple[list[int], int]] | None) -> None:
-        if state is not None:
-            self._draws[place], self._drawn[place] = state
+                draw = self._draws[slot][0]
+                yield row, draw, length - draw.answer_start
 
 
 def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
@@ -162,8 +153,7 @@ def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
 
     logits: [rows, vocabulary], floating point, changed in place. placed: row, request and index within the answer of
     the next token. A greedy row loses only the tokens that must not end its answer yet; a row without any possible
-    token
-    becomes NaN. A failed sampling is recorded in RAISED_DRAWS if its engine runs in this process, else raised.
+    token becomes NaN. A failed sampling is recorded in RAISED_DRAWS if its engine runs in this process, else raised.
     """
     # Before first_index the row is a chunk that does not end its prompt: nothing is sampled.
     due = [each for each in placed if each[2] >= each[1].first_index]

@@ -9,43 +9,41 @@ plus the token that prefill samples later. vLLM learns of landed KV when the ser
 """
 
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 
-from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
+from kaveri.engine.blame import StepMember
+from kaveri.engine.contract import EngineInfo, EngineRequest
 from kaveri.engine.copier import ReplicaOptions
 from kaveri.engine.copier_thread import CopierThread, slots_of
 from kaveri.engine.limits import require_room
 from kaveri.engine.shared import Shared
+from kaveri.engine.threaded import ThreadedEngine
 from kaveri.engine.transfers import Transfers
 from kaveri.engine.vllm.core import VllmCore
-from kaveri.engine.vllm.data_plane import DataPlane, RankCopies
+from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.rank import RankSetup
+from kaveri.engine.vllm.request import VllmRequest
 from kaveri.engine.vllm.requests import Requests
 from kaveri.engine.vllm.steps import Steps
-from kaveri.errors import ConfigError, InvalidArgument
+from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import ReceiverOptions
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Transport
-from kaveri.telemetry.logs import get_logger, log_settings
+from kaveri.telemetry.logs import log_settings
 
-_CLOSE_TIMEOUT_S = 5.0
 _STALLED_S = 0.05
 """Max sleep of the engine thread when vLLM can run nothing; any relevant change wakes it earlier."""
 _CHECK_TIMEOUT_S = 30.0
 
 
-class VllmEngine:
+class VllmEngine(ThreadedEngine[VllmRequest]):
     """PrefillEngine and DecodeEngine on vLLM (contract.py).
 
     max_batch: max decode requests in the running batch; further admitted ones wait here, in order. listen: addresses
-    for
-    pushes, best first; empty for a prefill-only engine, whose reserve() fails. transports: creates each rank's KV
+    for pushes, best first; empty for a prefill-only engine, whose reserve() fails. transports: creates each rank's KV
     transports, preferred first; a module-level function if ranks have their own processes; None: socket transports.
     receiving: how each rank receives pushes. replicas: how requests are copied to their replica holders. Raises
     ConfigError when one request of the model's length does not fit into the empty pool, or when listening fails; the
@@ -81,62 +79,26 @@ class VllmEngine:
             can_replicate=layout.kv_head_count % layout.tensor_ranks == 0,
             runs_ahead=True,
         )
-        self._shared = Shared()
-        put, wake = self._shared.outbox.put, self._shared.wake
-        self._requests = Requests(layout, core.max_model_len, total_blocks, put, on_work=wake)
-        self._transfers = Transfers(info, self._shared, self._requests)
+        shared = Shared()
+        self._requests = Requests(info, shared.put, on_work=shared.wake)
+        transfers = Transfers(info, shared, self._requests)
         copy_slots = slots_of(layout, replicas)
         setup = RankSetup(tuple(listen), transports, info.epoch, receiving, copy_slots, logs=log_settings())
-        plane = DataPlane(core.ranks, setup, self._transfers.hear, self._shared.stop)
-        self._transfers.attach(plane)
-        self.info = replace(info, kv_endpoints=self._transfers.endpoints)
-        self._copier = CopierThread(
-            layout, RankCopies(plane), self._shared, self._requests, replicas, self._transfers.is_pushing
-        )
-        self._steps = Steps(
-            self._shared, self._requests, core, plane, self._transfers, self.info, max_batch, self._copier.wake
-        )
-        self._thread = threading.Thread(target=self._loop, name="kaveri-engine", daemon=True)
+        plane = DataPlane(core.ranks, setup, transfers.hear, shared.stop)
+        transfers.attach(plane)
+        copier = CopierThread(layout, plane, shared, self._requests, replicas, transfers.is_pushing)
+        super().__init__(info, shared, self._requests, transfers, copier)
+        self._steps = Steps(shared, self._requests, core, plane, transfers, self.info, max_batch, copier.wake)
         # Integrity checks to run on the engine thread.
         self._checks: list[Future[None]] = []
-        core.scheduler_side.hooks = self._steps
-
-    # Both sides.
-
-    def start(self, listener: EngineListener) -> None:
-        self._shared.outbox.listener = listener
-        self._thread.start()
-        # A rank may have been lost before the listener was set.
-        self._shared.outbox.publish()
+        core.scheduler_side.attach(self._requests, self._steps.stepping)
 
     def close(self) -> None:
-        self._shared.close()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_TIMEOUT_S)
-        # First, while the ranks still respond.
-        self._copier.close()
-        self._transfers.close()
-        if self._thread.is_alive():
-            get_logger().warning("engine_close_timed_out", waited_s=_CLOSE_TIMEOUT_S)
-            return
-        self._core.scheduler_side.hooks = None
-        with self._shared.lock:
-            self._requests.clear(self.info.total_blocks)
-            self._transfers.forget()
-        if not self._shut_down:
+        super().close()
+        if not self._thread.is_alive() and not self._shut_down:
             self._shut_down = True
+            self._core.scheduler_side.detach()
             self._core.shutdown()
-
-    def stats(self) -> EngineStats:
-        with self._shared.lock:
-            return self._shared.counted(self._requests.stats())
-
-    def kv_flow(self) -> KvFlow:
-        return self._transfers.flow()
-
-    def abort(self, key: EngineKey) -> None:
-        self._transfers.abort(key)
-        self._copier.wake()
 
     def check_integrity(self) -> None:
         """See the contract. Waits for the current step; must not be called by the listener."""
@@ -153,19 +115,6 @@ class VllmEngine:
         else:
             self._steps.check_integrity()
 
-    # The prefill side.
-
-    def prefill(self, request: EngineRequest) -> None:
-        self.info.require_servable(request)
-        with self._shared.lock:
-            self._shared.require_alive()
-            self._requests.open_prefill(request)
-
-    def push_to(self, key: EngineKey, ticket: Ticket) -> None:
-        self._transfers.push_to(key, ticket)
-
-    # The decode side.
-
     def reserve(
         self,
         request: EngineRequest,
@@ -176,74 +125,45 @@ class VllmEngine:
         """See the contract. The ticket is granted once vLLM has allocated the blocks."""
         return self._transfers.reserve(request, expires_in_s, source, held_tokens)[1]
 
-    def adopt(self, key: EngineKey) -> None:
-        with self._shared.lock:
-            self._shared.require_alive()
-            self._requests.adopt(key)
-
-    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        """See the contract. Refused with more tensor-parallel ranks than KV heads."""
-        if not self.info.can_replicate:
-            raise InvalidArgument("engine", "of more ranks than KV heads", "one that copies KV to replicas")
-        self._copier.replicate(key, ticket)
-
-    def release(self, key: EngineKey, timeout_s: float) -> None:
-        self._copier.release(key, timeout_s)
-
-    def admit(self, key: EngineKey) -> None:
-        """See the contract. Ignores requests whose KV has not landed."""
-        with self._shared.lock:
-            self._shared.require_alive()
-            self._requests.admit(key)
-
     # The engine thread.
 
     def _loop(self) -> None:
         stalled = False
-        try:
-            while True:
-                with self._shared.lock:
-                    self._sleep(stalled)
-                    if self._shared.closing:
-                        return
-                    self._shared.woken = False
-                    self._shared.turn_count += 1
-                    added = self._requests.take_added()
-                    checks, self._checks = self._checks, []
-                began_s = time.monotonic()
-                stalled = not self._steps.turn(added, stalled)
-                if not stalled:
-                    self._shared.stepped(time.monotonic() - began_s)
-                for check in checks:
-                    self._answer_check(check)
-        # After any exception in a step, even SystemExit, the state of model and cache is unknown: fail all requests.
-        except BaseException as error:
-            self._shared.stop(repr(error), self._steps.members())
-            get_logger().exception("engine_failed", error=repr(error))
-        finally:
-            if self._shared.broken is not None:
-                self._transfers.close()
+        while True:
+            with self._shared.lock:
+                self._sleep(stalled)
+                if self._shared.closing:
+                    return
+                self._shared.woken = False
+                self._shared.turns.turn_count += 1
+                added = self._requests.take_added()
+                checks, self._checks = self._checks, []
+            began_s = time.monotonic()
+            stalled = not self._steps.turn(added, stalled)
+            if not stalled:
+                self._shared.stepped(time.monotonic() - began_s)
+            for check in checks:
+                self._answer_check(check)
+
+    def _members(self) -> list[StepMember]:
+        return self._steps.members()
 
     def _sleep(self, stalled: bool) -> None:
-        """Sleep until there is something to do. The caller holds the lock."""
-        while not (self._shared.closing or self._shared.woken or self._steps.has_reports):
-            runnable = self._steps.can_compute(self._steps.held())
+        while not (self._shared.closing or self._shared.woken or self._core.scheduler_side.has_reports):
+            runnable = self._steps.can_compute()
             if runnable and not stalled:
                 return
             self._shared.sleep(_STALLED_S if runnable else None)
             stalled = False
 
     def _answer_check(self, check: "Future[None]") -> None:
-        failure: AssertionError | None = None
-        try:
-            self._steps.check_integrity()
-        except AssertionError as error:
-            failure = error
         with self._shared.lock:
             if check not in self._shared.promises:
                 return
             self._shared.promises.remove(check)
-        if failure is not None:
-            check.set_exception(failure)
+        try:
+            self._steps.check_integrity()
+        except AssertionError as error:
+            check.set_exception(error)
         else:
             check.set_result(None)

@@ -9,6 +9,7 @@ Every state may become VllmEnded, which emits nothing further; blocks are freed 
 of a request that vLLM itself holds is an Entry (request.py).
 """
 
+import enum
 from dataclasses import dataclass, replace
 
 from kaveri.domain.sampling import FinishReason, Logprobs
@@ -23,7 +24,7 @@ from kaveri.engine.contract import (
     RequestFailed,
     TokenStep,
 )
-from kaveri.engine.vllm.rank import AbortPush, PassFirstToken
+from kaveri.engine.vllm.rank import RankCall
 from kaveri.kv.layout.layout import KvLayout
 
 
@@ -55,7 +56,9 @@ class RequestFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _State:
+class State:
+    """State of a request. The subclasses at the leaves are the states."""
+
     facts: RequestFacts
     computed: int = 0
     """Number of tokens whose KV is in the request's blocks after the last step."""
@@ -69,9 +72,7 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Touched(_State):
-    """Base of states in which a transfer may touch the request's blocks."""
-
+class _Touched(State):
     open_id: bytes | None = None
 
     @property
@@ -106,54 +107,52 @@ class VllmReserved(_Touched):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrived(_State):
-    """State: an unadmitted request with its first token, or a resumed one. Its KV is here, or recomputed after a
-    preemption."""
-
+class _Landed(State):
     first_token_id: int | None
     """First token of the answer; None for a resumed request, whose next token is sampled here."""
     ahead: tuple[TokenStep, ...] = ()
+    """Tokens sampled before admission, and reported with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting(_State):
+class Arrived(_Landed):
+    """State: an unadmitted request with its first token, or a resumed one. Its KV is here, or recomputed after a
+    preemption."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting(_Landed):
     """State: admitted, but the running batch is full."""
 
-    first_token_id: int | None
-    ahead: tuple[TokenStep, ...] = ()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joining(_State):
-    """State: in the running batch, but not started by vLLM."""
-
+class _Admitted(State):
     index: int
     """Index within the answer of the next token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmRunning(_State):
+class Joining(_Admitted):
+    """State: in the running batch, but not started by vLLM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmRunning(_Admitted):
     """State: computed by vLLM."""
 
-    index: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evicted(_State):
+class Evicted(_Admitted):
     """State: in the running batch without blocks; vLLM recomputes the request once blocks are free."""
 
-    index: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaving(_State):
+class Leaving(_Admitted):
     """State: about to be released. The current step may still compute the request; the next one leaves it out."""
 
-    index: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left(_State):
+class Left(State):
     """State: left out of vLLM's steps, but keeps its blocks."""
 
     former: "Arrived | Leaving"
@@ -164,20 +163,6 @@ class VllmEnded(_Touched):
     """State: the request has ended. vLLM frees its blocks as soon as no transfer touches them."""
 
 
-State = (
-    Submitted
-    | VllmPrefilling
-    | VllmComputed
-    | VllmReserved
-    | Arrived
-    | Waiting
-    | Joining
-    | VllmRunning
-    | Evicted
-    | Leaving
-    | Left
-    | VllmEnded
-)
 OF_PREFILL = (Submitted, VllmPrefilling, VllmComputed)
 """States of the prefill side. All others except VllmEnded belong to the decode side."""
 IN_BATCH = (Joining, VllmRunning, Evicted, Leaving)
@@ -187,83 +172,80 @@ MAX_AHEAD = 8
 """Max tokens that a prompt which stays on the engine may sample before its admission, a few steps later."""
 
 
+class Event:
+    """Event in the life of a request."""
+
+    __slots__ = ()
+
+
+class Signal(Event, enum.Enum):
+    """Event without values."""
+
+    TRANSFER_ENDED = enum.auto()
+    """The transfer has ended and no longer touches the request's blocks."""
+    ADOPTED = enum.auto()
+    """The engine that computed the prompt decodes the request itself: its KV is not pushed elsewhere."""
+    ADMITTED = enum.auto()
+    """The service admits the request."""
+    LEAVE_ASKED = enum.auto()
+    """The service wants to release the request to another instance."""
+    LEFT_BATCH = enum.auto()
+    """vLLM no longer computes the request."""
+    WENT_ON = enum.auto()
+    """The release is cancelled."""
+    LEFT_OUT = enum.auto()
+    """The step had no room for the request."""
+    BLOCKS_TAKEN = enum.auto()
+    """The request loses its blocks: vLLM has preempted it, or the engine takes them back for others."""
+    NO_LONGER_NEEDED = enum.auto()
+    """The request was aborted, pushed or refused."""
+
+
 @dataclass(frozen=True, slots=True)
-class TransferOpened:
+class TransferOpened(Event):
     """Event: a transfer may touch the request's blocks from now on."""
 
     transfer_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class TransferEnded:
-    """Event: the transfer has ended and no longer touches the request's blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvArrived:
+class KvArrived(Event):
     """Event: a transfer has brought all of the request's KV."""
 
     first_token_id: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class AdoptedForDecode:
-    """Event: the engine that computed the prompt decodes the request itself: its KV is not pushed elsewhere."""
+class Joined(Event):
+    """Event: the request joins the running batch."""
+
+    anew: bool = False
+    """It has no blocks, and vLLM is given a new request; else vLLM continues the one that has the KV."""
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
-    """Event: the service admits the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """Event: the request joins the running batch, and vLLM continues the request that has the KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedAnew:
-    """Event: the request joins the running batch without blocks; vLLM is given a new request."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveAsked:
-    """Event: the service wants to release the request to another instance."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeftBatch:
-    """Event: vLLM no longer computes the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class WentOn:
-    """Event: the release is cancelled."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksAllocated:
+class BlocksAllocated(Event):
     """Event: vLLM has allocated this many blocks for the KV of a transfer."""
 
     block_count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(Event):
     """Event: a step that computes the request begins. block_count: its number of blocks while it is a prompt."""
 
     block_count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class Stepped(Event):
     """Event: a step computed the request without sampling a token. computed: number of tokens with KV."""
 
     computed: int
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(Event):
     """Event: a step computed the request and sampled its next token. computed: number of tokens with KV. finish: set
     with the last token."""
 
@@ -274,57 +256,14 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
-    """Event: the step had no room for the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksTaken:
-    """Event: vLLM has preempted the request and taken its blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksGivenUp:
-    """Event: the engine takes the request's blocks back for others."""
-
-
-@dataclass(frozen=True, slots=True)
-class VllmFailed:
+class VllmFailed(Event):
     """Event: vLLM cannot continue the request."""
 
     reason: str
     is_final: bool = False
-    """See RequestFailed."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoLongerNeeded:
-    """Event: the request was aborted, pushed or refused."""
-
-
-Event = (
-    TransferOpened
-    | TransferEnded
-    | KvArrived
-    | AdoptedForDecode
-    | Admitted
-    | Joined
-    | JoinedAnew
-    | BlocksAllocated
-    | LeaveAsked
-    | LeftBatch
-    | WentOn
-    | Scheduled
-    | Stepped
-    | Drawn
-    | LeftOut
-    | BlocksTaken
-    | BlocksGivenUp
-    | VllmFailed
-    | NoLongerNeeded
-)
-
-Action = EngineEvent | TokenStep | AbortPush | PassFirstToken
+Action = EngineEvent | TokenStep | RankCall
 """Output of step(): an event or a token for the listener, or a call to the ranks."""
 
 
@@ -350,47 +289,28 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return _scheduled(state, event)
         case Stepped():
             return _stepped(state, event)
-        case TransferOpened() | TransferEnded():
-            return _with_transfer(state, event), ()
-        case NoLongerNeeded() | VllmFailed() | BlocksTaken():
+        case Signal.NO_LONGER_NEEDED | VllmFailed() | Signal.BLOCKS_TAKEN:
             return _ended(state, event)
-        case KvArrived() | AdoptedForDecode() | Admitted() | BlocksAllocated():
+        case KvArrived() | BlocksAllocated() | TransferOpened():
             return _advanced(state, event), ()
-        case Joined() | JoinedAnew():
+        case Signal.ADOPTED | Signal.ADMITTED | Signal.LEFT_OUT | Signal.TRANSFER_ENDED:
+            return _advanced(state, event), ()
+        case Joined():
             return _joined(state, event)
-        case LeaveAsked() | LeftBatch() | WentOn():
+        case Signal.LEAVE_ASKED | Signal.LEFT_BATCH | Signal.WENT_ON:
             return _released(state, event)
-        case BlocksGivenUp():
-            if isinstance(state, Arrived | Waiting):
-                return replace(state, computed=0, promised=0), (Preempted(state.facts.key),)
-        case LeftOut():
-            if isinstance(state, Joining):
-                return Evicted(facts=state.facts, index=state.index), ()
     raise _impossible(state, event)
 
 
-def _with_transfer(state: State, event: TransferOpened | TransferEnded) -> State:
-    match state, event:
-        case (Submitted() | VllmPrefilling() | VllmComputed() | VllmReserved(), TransferOpened()) if (
-            state.open_id is None
-        ):
-            return replace(state, open_id=event.transfer_id)
-        case (Submitted() | VllmPrefilling() | VllmComputed() | VllmReserved() | VllmEnded(), TransferEnded()) if (
-            state.open_id
-        ):
-            return replace(state, open_id=None)
-    raise _impossible(state, event)
-
-
-def _ended(state: State, event: NoLongerNeeded | VllmFailed | BlocksTaken) -> tuple[State, tuple[Action, ...]]:
+def _ended(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     facts, open_id = state.facts, state.transfer_id
     ended = VllmEnded(facts=facts, open_id=open_id)
     # Others may reuse the blocks, or the token is meaningless: the push must not be accepted.
-    abort = (AbortPush(open_id),) if open_id is not None and isinstance(state, OF_PREFILL) else ()
+    abort = (RankCall("abort_push", (open_id,)),) if open_id is not None and isinstance(state, OF_PREFILL) else ()
     match state, event:
         case (VllmEnded(), _):
             pass
-        case (_, NoLongerNeeded()):
+        case (_, Signal.NO_LONGER_NEEDED):
             return ended, ()
         case (
             Submitted()
@@ -405,22 +325,30 @@ def _ended(state: State, event: NoLongerNeeded | VllmFailed | BlocksTaken) -> tu
             VllmFailed(),
         ):
             return ended, (RequestFailed(facts.key, event.reason, event.is_final), *abort)
-        case (Submitted() | VllmPrefilling() | VllmComputed(), BlocksTaken()):
+        case (Submitted() | VllmPrefilling() | VllmComputed(), Signal.BLOCKS_TAKEN):
             return ended, (RequestFailed(facts.key, "vLLM took back the blocks that it was promised"), *abort)
-        case (Joining() | VllmRunning() | Evicted() | Leaving(), BlocksTaken()):
+        case (Arrived() | Waiting(), Signal.BLOCKS_TAKEN):
+            return replace(state, computed=0, promised=0), (Preempted(facts.key),)
+        case (Joining() | VllmRunning() | Evicted() | Leaving(), Signal.BLOCKS_TAKEN):
             return Evicted(facts=facts, index=state.index), (Preempted(facts.key),)
     raise _impossible(state, event)
 
 
-def _advanced(state: State, event: KvArrived | AdoptedForDecode | Admitted | BlocksAllocated) -> State:
+def _advanced(state: State, event: Event) -> State:
     facts = state.facts
     match state, event:
+        case (Submitted() | VllmPrefilling() | VllmComputed() | VllmReserved(), TransferOpened()) if not state.open_id:
+            return replace(state, open_id=event.transfer_id)
+        case (_Touched(), Signal.TRANSFER_ENDED) if state.open_id:
+            return replace(state, open_id=None)
+        case (Joining(), Signal.LEFT_OUT):
+            return Evicted(facts=facts, index=state.index)
         case (VllmReserved(), BlocksAllocated()):
             return replace(state, promised=max(0, state.promised - event.block_count))
         case (VllmReserved(open_id=None), KvArrived()):
             token_id, promised = event.first_token_id, state.promised
             return Arrived(facts=facts, computed=facts.landing_tokens, promised=promised, first_token_id=token_id)
-        case (VllmComputed(open_id=None), AdoptedForDecode()):
+        case (VllmComputed(open_id=None), Signal.ADOPTED):
             return Arrived(
                 facts=facts,
                 computed=state.computed,
@@ -428,43 +356,38 @@ def _advanced(state: State, event: KvArrived | AdoptedForDecode | Admitted | Blo
                 first_token_id=state.first_token_id,
                 ahead=state.ahead,
             )
-        case (Arrived(), Admitted()):
-            return Waiting(
-                facts=facts,
-                computed=state.computed,
-                promised=state.promised,
-                first_token_id=state.first_token_id,
-                ahead=state.ahead,
-            )
+        case (Arrived(), Signal.ADMITTED):
+            first, ahead, promised = state.first_token_id, state.ahead, state.promised
+            return Waiting(facts=facts, computed=state.computed, promised=promised, first_token_id=first, ahead=ahead)
     raise _impossible(state, event)
 
 
-def _joined(state: State, event: Joined | JoinedAnew) -> tuple[State, tuple[Action, ...]]:
+def _joined(state: State, event: Joined) -> tuple[State, tuple[Action, ...]]:
     if not isinstance(state, Waiting):
         raise _impossible(state, event)
     facts, ahead = state.facts, state.ahead
     if ahead and ahead[-1].finish is not None:
         return VllmEnded(facts=facts), ahead
     index = facts.generated_count + (state.first_token_id is not None) + len(ahead)
-    if isinstance(event, JoinedAnew):
+    if event.anew:
         return Joining(facts=facts, index=index), ahead
     return Joining(facts=facts, computed=state.computed, promised=state.promised, index=index), ahead
 
 
-def _released(state: State, event: LeaveAsked | LeftBatch | WentOn) -> tuple[State, tuple[Action, ...]]:
+def _released(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     facts, computed, promised = state.facts, state.computed, state.promised
     match state, event:
-        case (Arrived(), LeaveAsked()):
+        case (Arrived(), Signal.LEAVE_ASKED):
             return Left(facts=facts, computed=computed, promised=promised, former=state), ()
-        case (VllmRunning(), LeaveAsked()):
+        case (VllmRunning(), Signal.LEAVE_ASKED):
             return Leaving(facts=facts, computed=computed, promised=promised, index=state.index), ()
-        case (Leaving(), LeftBatch()):
+        case (Leaving(), Signal.LEFT_BATCH):
             return Left(facts=facts, computed=computed, former=state), ()
-        case (Leaving(), WentOn()):
+        case (Leaving(), Signal.WENT_ON):
             return VllmRunning(facts=facts, computed=computed, promised=promised, index=state.index), ()
-        case (Left(former=Arrived() as former), WentOn()):
+        case (Left(former=Arrived() as former), Signal.WENT_ON):
             return former, ()
-        case (Left(former=Leaving() as former), WentOn()):
+        case (Left(former=Leaving() as former), Signal.WENT_ON):
             promised = facts.next_block(computed)
             return VllmRunning(facts=facts, computed=computed, promised=promised, index=former.index), ()
     raise _impossible(state, event)
@@ -519,10 +442,10 @@ def _drawn(state: State, event: Drawn) -> tuple[State, tuple[Action, ...]]:
             open_id = state.open_id
             first = FirstToken(facts.key, token_id, event.logprobs, finish)
             if finish is not None:
-                abort = (AbortPush(open_id),) if open_id is not None else ()
+                abort = (RankCall("abort_push", (open_id,)),) if open_id is not None else ()
                 return VllmEnded(facts=facts, open_id=open_id), (first, *abort)
             prompt = VllmComputed(facts=facts, computed=computed, open_id=open_id, first_token_id=token_id)
-            return prompt, (first, PassFirstToken(facts.engine_id, token_id))
+            return prompt, (first, RankCall("hand_over", (facts.engine_id, token_id)))
         case VllmComputed() | Arrived() | Waiting():
             index = facts.generated_count + 1 + len(state.ahead)
             token = TokenStep(facts.key, index, token_id, event.logprobs, finish)
@@ -538,5 +461,5 @@ def _facts(engine_id: str, request: EngineRequest, layout: KvLayout) -> RequestF
 
 
 def _impossible(state: State, event: Event) -> AssertionError:
-    names = type(event).__name__, type(state).__name__
-    return AssertionError(f"{names[0]} cannot happen to a request that is {names[1]}: {state}")
+    name = event.name if isinstance(event, Signal) else type(event).__name__
+    return AssertionError(f"{name} cannot happen to a request that is {type(state).__name__}: {state}")

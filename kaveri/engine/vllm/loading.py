@@ -76,8 +76,7 @@ def load_engine(
     """Load weights, allocate the KV cache and open the KV listener; takes seconds. The caller calls start().
 
     Called at most once per process, since vLLM's state is global, by the thread that imports vLLM. listen: addresses
-    for
-    pushes. transports: see VllmEngine. Raises ConfigError.
+    for pushes. transports: see VllmEngine. Raises ConfigError.
     """
     core = load_core(settings)
     from kaveri.engine.vllm.engine import VllmEngine
@@ -96,9 +95,8 @@ def load_engine(
         raise
 
 
-def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
-    """Load vLLM with the KV connector; see load_engine. mirrored: use a mirror of the KV cache, as on a device,
-    although none is needed; for tests."""
+def load_core(settings: EngineSettings) -> "VllmCore":
+    """Load vLLM with the KV connector; see load_engine."""
     engine_args = settings.engine_args or {}
     _check_options(engine_args)
     _prepare_process()
@@ -107,7 +105,7 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
     from kaveri.engine.vllm.core import VllmCore
 
     folder = local_folder(resolve_model(settings.model))
-    arguments = _arguments(settings, folder, mirrored)
+    arguments = _arguments(settings, folder)
     llm, ranks = _start(folder, read_config_json(folder), arguments, engine_args.get("tensor_parallel_size", 1))
     config = llm.model_config
     ends_at = engine_args.get("generation_config", "auto")
@@ -135,7 +133,6 @@ def load_core(settings: EngineSettings, mirrored: bool = False) -> "VllmCore":
 
 
 def _check_options(engine_args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option of vLLM that users cannot set."""
     for key, value in engine_args.items():
         if key in _OURS:
             raise ConfigError("engine_args", f"{key} is not to be set here: {_OURS[key]}")
@@ -157,7 +154,7 @@ def _prepare_process() -> None:
     limit_primitive_cache()
 
 
-def _arguments(settings: EngineSettings, folder: Path, mirrored: bool) -> dict[str, Any]:
+def _arguments(settings: EngineSettings, folder: Path) -> dict[str, Any]:
     from vllm.config import KVTransferConfig
     from vllm.platforms import current_platform
 
@@ -189,10 +186,7 @@ def _arguments(settings: EngineSettings, folder: Path, mirrored: bool) -> dict[s
             kv_connector=CONNECTOR_NAME,
             kv_connector_module_path="kaveri.engine.vllm.connector",
             kv_role="kv_both",
-            kv_connector_extra_config={
-                "model_fingerprint": model_fingerprint(fingerprint(folder), engine_args),
-                "mirrored": mirrored,
-            },
+            kv_connector_extra_config={"model_fingerprint": model_fingerprint(fingerprint(folder), engine_args)},
         ),
     }
     if settings.block_tokens is not None:
@@ -213,7 +207,6 @@ def vllm_dtype(dtype: str, values: Mapping[str, Any], on_cpu: bool) -> str:
 def _start(
     folder: Path, values: Mapping[str, Any], arguments: dict[str, Any], rank_count: int
 ) -> "tuple[Any, Sequence[Rank]]":
-    """Start vLLM; return its engine and ranks. arguments: for EngineArgs. Raises ConfigError."""
     from vllm import EngineArgs, LLMEngine
 
     from kaveri.engine.vllm.remote_rank import RankMeeting
@@ -248,7 +241,6 @@ def model_fingerprint(checkpoint: str, engine_args: Mapping[str, Any]) -> str:
 
 
 def _worker_side() -> "WorkerSide":
-    """Return the connector's worker side of an engine that computes in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     from kaveri.engine.vllm.connector import KaveriConnector

@@ -24,9 +24,8 @@ _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.floa
 class SharedCache(TorchFunctionMode):
     """Makes vLLM allocate its KV cache in a shared memory file, so that other local processes can write to it (shm).
 
-    While active, as the connector's get_mem_pool_context, it replaces the single torch.zeros(byte_count,
-    dtype=torch.int8)
-    on the host that allocates vLLM's whole cache; other calls are unchanged.
+    While active, as the connector's get_mem_pool_context, it replaces the single
+    torch.zeros(byte_count, dtype=torch.int8) on the host that allocates vLLM's whole cache; other calls are unchanged.
     """
 
     def __init__(self) -> None:
@@ -85,7 +84,6 @@ def pool_over(cache: Tensor, layout: KvLayout, shared: SharedMemory | None) -> K
 
 
 def _is_one_run(tensor: Tensor) -> bool:
-    """Return True if tensor[i] is dense, in any order of its dimensions."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride()[1:], tensor.shape[1:], strict=True)):
         if length > 1 and stride != expected:

@@ -1,14 +1,14 @@
 """Interface between the engine and a tensor-parallel rank, in this process (rank_plane) or another (remote_rank)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kaveri.engine.kv_plane import PlaneEvent
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import ReceiverOptions
-from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
+from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import LogSettings
 
@@ -64,98 +64,23 @@ class StepOrders:
 
 
 @dataclass(frozen=True, slots=True)
-class GrantTicket:
-    """Lease the ticket's blocks. Followed by Granted or TransferReleased."""
+class RankCall:
+    """Call a rank; its events follow. Methods and their arguments:
 
-    ticket: Ticket
+    grant(ticket): lease the blocks. Granted or TransferReleased follows.
+    revoke(transfer_id): cancel a landing. TransferReleased follows, unless it has ended.
+    open_push(engine_id, ticket): push a prompt during its computation. PushAccepted or PushFailed follows.
+    abort_push(transfer_id): cancel a push. PushFailed follows, unless it has ended.
+    hand_over(engine_id, first_token_id): add a computed prompt's first token to every push of that prompt.
+    forget(engine_id): drop a prompt that has ended.
+    stage(serial, block_id, slot): copy a block of the pool to a staging slot. BlockStaged follows.
 
+    Others are methods of the PushSender that pushes replicas from the staging slots.
+    """
 
-@dataclass(frozen=True, slots=True)
-class RevokeTicket:
-    """Cancel a landing. Followed by TransferReleased, unless it has ended."""
-
-    transfer_id: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BeginPush:
-    """Push a prompt during its computation. Followed by PushAccepted or PushFailed."""
-
-    engine_id: str
-    ticket: Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class AbortPush:
-    """Cancel a push. Followed by PushFailed, unless it has ended."""
-
-    transfer_id: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PassFirstToken:
-    """Add a computed prompt's first token to every push of that prompt."""
-
-    engine_id: str
-    first_token_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetPrompt:
-    engine_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class StageBlock:
-    """Copy a block of the pool to a staging slot. Followed by BlockStaged."""
-
-    serial: int
-    block_id: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class OpenCopy:
-    """Start the push of a replica from the staging slots. Its events follow."""
-
-    ticket: Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class WriteCopy:
-    """Push a staging slot as this block of the replica."""
-
-    transfer_id: bytes
-    block_index: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class MarkCopy:
-    transfer_id: bytes
-    block_count: int
-    note: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class FinishCopy:
-    """Finish the push of a replica whose blocks are all written. Followed by PushAccepted or PushFailed."""
-
-    transfer_id: bytes
-    note: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class AbortCopy:
-    """Cancel the push of a replica. Followed by PushFailed, unless it has ended."""
-
-    transfer_id: bytes
-    keep_marked: bool
-    """See KvSender.abort."""
-
-
-CopyCall = StageBlock | OpenCopy | WriteCopy | MarkCopy | FinishCopy | AbortCopy
-RankCall = GrantTicket | RevokeTicket | BeginPush | AbortPush | PassFirstToken | ForgetPrompt | CopyCall
+    method: str
+    arguments: tuple[Any, ...]
+    named: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

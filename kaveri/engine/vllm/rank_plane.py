@@ -8,25 +8,12 @@ from functools import partial
 
 from kaveri.engine.kv_plane import PoolPlane, Source
 from kaveri.engine.vllm.rank import (
-    AbortCopy,
-    AbortPush,
-    BeginPush,
     BlockStaged,
-    CopyCall,
-    FinishCopy,
-    ForgetPrompt,
-    GrantTicket,
     LostListener,
-    MarkCopy,
-    OpenCopy,
-    PassFirstToken,
     PromptChunk,
     RankCall,
     RankListener,
     RankSetup,
-    RevokeTicket,
-    StageBlock,
-    WriteCopy,
 )
 from kaveri.errors import KaveriError
 from kaveri.kv.layout.layout import KvLayout
@@ -60,27 +47,20 @@ class StagedCopies:
         self._staging = KvPool(pool.layout, slot_count)
         self._sender = KvSender(self._staging, listener, transports=transports)
 
-    def do(self, call: CopyCall) -> None:
+    def do(self, call: RankCall) -> None:
         """Carry out a call. Its events are passed to the listener."""
         match call:
-            case StageBlock(serial, block_id, slot):
+            case RankCall("stage", (serial, block_id, slot)):
                 self._staging.memory[:, slot] = self._pool.memory[:, block_id]
                 self._listener(BlockStaged(serial))
-            case OpenCopy(ticket):
+            case RankCall("open", (ticket,)):
                 try:
                     parts = pushed_tickets(self._layout, self._rank, ticket) if ticket.parts else ()
                     self._sender.open(ticket, parts)
                 except KaveriError as error:
                     self._listener(PushFailed(ticket.transfer_id, str(error)))
-            case WriteCopy(transfer_id, block_index, slot):
-                layers = range(self._layout.layer_count)
-                self._sender.write_layers(transfer_id, layers, block_index, (slot,))
-            case MarkCopy(transfer_id, block_count, note):
-                self._sender.mark(transfer_id, block_count, note)
-            case FinishCopy(transfer_id, note):
-                self._sender.finish(transfer_id, note)
-            case AbortCopy(transfer_id, keep_marked):
-                self._sender.abort(transfer_id, keep_marked=keep_marked)
+            case RankCall(method, arguments, named):
+                getattr(self._sender, method)(*arguments, **named)
 
     def close(self) -> None:
         self._sender.close()
@@ -135,23 +115,23 @@ class RankPlane:
         if (kv := self._kv) is None:
             return
         match call:
-            case GrantTicket(ticket):
+            case RankCall("grant", (ticket,)):
                 kv.grant(ticket)
-            case RevokeTicket(transfer_id):
+            case RankCall("revoke", (transfer_id,)):
                 kv.revoke(transfer_id)
-            case BeginPush(engine_id, ticket):
+            case RankCall("open_push", (engine_id, ticket)):
                 kv.open_push(self._source(engine_id, ticket.token_count), ticket)
-            case AbortPush(transfer_id):
+            case RankCall("abort_push", (transfer_id,)):
                 kv.abort_push(transfer_id)
-            case PassFirstToken(engine_id, first_token_id):
+            case RankCall("hand_over", (engine_id, first_token_id)):
                 with self._lock:
                     source = self._sources.get(engine_id)
                 if source is not None:
                     kv.hand_over(source, first_token_id)
-            case ForgetPrompt(engine_id):
+            case RankCall("forget", (engine_id,)):
                 with self._lock:
                     self._sources.pop(engine_id, None)
-            case StageBlock() | OpenCopy() | WriteCopy() | MarkCopy() | FinishCopy() | AbortCopy():
+            case _:
                 with self._lock:
                     if self._copies is None and self._make_copies is not None:
                         self._copies = self._make_copies()

@@ -13,7 +13,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kaveri.engine.vllm.rank import LostListener, RankCall, RankListener, RankSetup
+from kaveri.engine.vllm.rank import LostListener, RankListener, RankSetup
 from kaveri.engine.vllm.rank_server import AskFlow, Detach, RankMessage
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
@@ -81,8 +81,7 @@ class RemoteRank:
     """Rank in another process; see Rank. flow() returns the last received snapshot, so callers do not wait.
 
     One thread sends calls, another reads responses. A rank is lost when its process ends or after 2 * _QUIET_S without
-    a
-    response.
+    a response.
     """
 
     def __init__(self, rank: int, layout: KvLayout, connection: "Connection[Any, Any]") -> None:
@@ -94,16 +93,15 @@ class RemoteRank:
         self._listener: RankListener | None = None
         self._on_lost: LostListener | None = None
         self._flow = KvFlow()
-        self._is_lost = False
-        self._ending = threading.Lock()
+        # Locked once it is lost or shut down.
+        self._lost = threading.Lock()
         self._writer = threading.Thread(target=self._write, name=f"kv-rank-{rank}-calls", daemon=True)
-        self._reader = threading.Thread(target=self._read, name=f"kv-rank-{rank}", daemon=True)
         self._writer.start()
-        self._reader.start()
+        threading.Thread(target=self._read, name=f"kv-rank-{rank}", daemon=True).start()
 
     def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
         self._listener, self._on_lost, self._flow = listener, on_lost, KvFlow()
-        self._send(setup)
+        self.do(setup)
         try:
             kind, value = self._answers.get(timeout=_ANSWER_TIMEOUT_S)
         except queue.Empty:
@@ -118,35 +116,31 @@ class RemoteRank:
 
     def detach(self) -> None:
         self._on_lost = None
-        if self._listener is not None and not self._is_lost:
-            self._send(Detach())
+        if self._listener is not None and not self._lost.locked():
+            self.do(Detach())
             try:
                 self._answers.get(timeout=_DETACH_TIMEOUT_S)
             except queue.Empty:
                 self.shutdown()
         self._listener = None
 
-    def do(self, call: RankCall) -> None:
-        self._send(call)
-
     def flow(self) -> KvFlow:
-        self._send(AskFlow())
+        self.do(AskFlow())
         return self._flow
 
     def shutdown(self) -> None:
         self._on_lost = None
         self._end()
 
-    def _send(self, message: RankMessage) -> None:
+    def do(self, call: RankMessage) -> None:
         try:
-            self._calls.put_nowait(message)
+            self._calls.put_nowait(call)
         except queue.Full:
             self._lose("takes no calls")
 
     def _write(self) -> None:
-        """Send calls until the rank is lost or shut down."""
         try:
-            while (call := self._calls.get()) is not None and not self._is_lost:
+            while (call := self._calls.get()) is not None and not self._lost.locked():
                 self._connection.send(call)
         except (BrokenPipeError, ConnectionResetError):
             self._lose("has ended")
@@ -160,13 +154,13 @@ class RemoteRank:
     def _read(self) -> None:
         try:
             asked = False
-            while not self._is_lost:
+            while not self._lost.locked():
                 if not self._connection.poll(_QUIET_S):
                     if asked:
                         self._lose("does not answer")
                         return
                     asked = True
-                    self._send(AskFlow())
+                    self.do(AskFlow())
                     continue
                 kind, value = self._connection.recv()
                 asked = False
@@ -189,19 +183,18 @@ class RemoteRank:
             self._connection.close()
 
     def _lose(self, what: str) -> None:
+        # First: the end makes the other thread fail, for another reason.
+        on_lost, self._on_lost = self._on_lost, None
         self._end()
         self._answers.put(("refused", ("engine", f"rank {self._rank} {what}")))
-        on_lost, self._on_lost = self._on_lost, None
         if on_lost is not None:
             on_lost(f"tensor-parallel rank {self._rank} {what}")
 
     def _end(self) -> None:
         """Shut down both directions; the reader closes the connection."""
-        with self._ending:
-            if self._is_lost:
-                return
-            self._is_lost = True
-            with contextlib.suppress(queue.Full):
-                self._calls.put_nowait(None)
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
-                same.shutdown(socket.SHUT_RDWR)
+        if not self._lost.acquire(blocking=False):
+            return
+        with contextlib.suppress(queue.Full):
+            self._calls.put_nowait(None)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)

@@ -1,5 +1,6 @@
 """A request of the vLLM engine, and its entry in vLLM. No I/O, no locks; needs no vLLM."""
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,23 @@ from kaveri.engine.vllm.life import State, VllmEnded, VllmReserved
 RAISED_DRAWS: dict[str, str] = {}
 """Error of each failed sampling, by engine id. A vLLM logits processor cannot end a single request of a step, so it
 records the error here, and the engine removes it after the step."""
+
+
+class EntryPhase(enum.Enum):
+    """Phase of a request inside vLLM."""
+
+    QUEUED = enum.auto()
+    """Not started by vLLM."""
+    AWAITING_BLOCKS = enum.auto()
+    """Waits for blocks of vLLM to receive a transfer's KV."""
+    AWAITING_KV = enum.auto()
+    """Has blocks and waits for KV; vLLM counts it as unfinished but cannot compute it."""
+    COMPUTING = enum.auto()
+    """Computed by vLLM, now or when blocks are free."""
+    KEPT = enum.auto()
+    """No longer computed by vLLM, but may keep its blocks."""
+    RELEASED = enum.auto()
+    """Its blocks return to vLLM with the next step."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,12 +52,10 @@ class VllmRequest:
 
     @property
     def engine_id(self) -> str:
-        """Id of the request in vLLM."""
         return self.state.facts.engine_id
 
     @property
     def key(self) -> EngineKey:
-        """Key of the request in the service."""
         return self.state.facts.key
 
     @property
@@ -77,7 +93,7 @@ class VllmRequest:
     @property
     def awaits_kv(self) -> bool:
         """True if vLLM has allocated blocks but waits for their KV."""
-        return self.entry is not None and isinstance(self.entry.state, AwaitingKv)
+        return self.entry is not None and self.entry.phase is EntryPhase.AWAITING_KV
 
     def give_up_blocks(self) -> None:
         """Release the blocks for other requests."""
@@ -86,9 +102,9 @@ class VllmRequest:
 
     def enter(self, vllm_id: str, record: Any) -> "Entry":
         """Record that vLLM has accepted the request."""
-        self.entry = Entry(
-            self, vllm_id, record, AwaitingBlocks() if isinstance(self.state, VllmReserved) else EntryQueued()
-        )
+        awaits_blocks = isinstance(self.state, VllmReserved)
+        phase = EntryPhase.AWAITING_BLOCKS if awaits_blocks else EntryPhase.QUEUED
+        self.entry = Entry(self, vllm_id, record, phase)
         return self.entry
 
     def leave_entry(self) -> "VllmRequest | None":
@@ -100,38 +116,6 @@ class VllmRequest:
         return left
 
 
-@dataclass(frozen=True, slots=True)
-class EntryQueued:
-    """Entry state: not started by vLLM."""
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitingBlocks:
-    """Entry state: waits for blocks of vLLM to receive a transfer's KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitingKv:
-    """Entry state: has blocks and waits for KV; vLLM counts the entry as unfinished but cannot compute it."""
-
-    landing_blocks: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class EntryComputing:
-    """Entry state: computed by vLLM, now or when blocks are free."""
-
-
-@dataclass(frozen=True, slots=True)
-class EntryKept:
-    """Entry state: no longer computed by vLLM, but may keep its blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class EntryReleased:
-    """Entry state: its blocks return to vLLM with the next step."""
-
-
 @dataclass(eq=False, slots=True)
 class Entry:
     """State of a request inside vLLM; a resubmitted request has a new entry. Used by the engine thread only."""
@@ -140,4 +124,6 @@ class Entry:
     vllm_id: str
     record: Any
     """vLLM's own record; only VllmCore.begin_answer writes to it (the last token)."""
-    state: EntryQueued | AwaitingBlocks | AwaitingKv | EntryComputing | EntryKept | EntryReleased
+    phase: EntryPhase
+    landing_blocks: Sequence[int] = ()
+    """Blocks that wait for KV."""

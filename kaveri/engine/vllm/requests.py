@@ -4,61 +4,26 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, EngineStats, TokenStep
+from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineRequest, EngineStats, TokenStep
 from kaveri.engine.copier import BlockPlace
-from kaveri.engine.vllm.life import (
-    HELD,
-    IN_BATCH,
-    MAX_AHEAD,
-    OF_PREFILL,
-    Admitted,
-    AdoptedForDecode,
-    Arrived,
-    BlocksGivenUp,
-    BlocksTaken,
-    Drawn,
-    Event,
-    Evicted,
-    KvArrived,
-    LeaveAsked,
-    Leaving,
-    Left,
-    NoLongerNeeded,
-    State,
-    Submitted,
-    TransferEnded,
-    TransferOpened,
-    VllmComputed,
-    VllmEnded,
-    VllmPrefilling,
-    VllmReserved,
-    VllmRunning,
-    Waiting,
-    WentOn,
-    reserved,
-    step,
-    submitted,
-)
-from kaveri.engine.vllm.rank import AbortPush, PassFirstToken
-from kaveri.engine.vllm.request import AwaitingKv, EntryComputing, VllmRequest
+from kaveri.engine.vllm import life
+from kaveri.engine.vllm.rank import RankCall
+from kaveri.engine.vllm.request import EntryPhase, VllmRequest
 from kaveri.errors import NoCapacity, RequestAlreadyExists
-from kaveri.kv.layout.layout import KvLayout
 
 _RETRY_AFTER_S = 0.1
-_FOR_CALLER = (TokenStep, AbortPush, PassFirstToken)
+_FOR_CALLER = (TokenStep, RankCall)
 _SERIALS = itertools.count()
 """Shared by all engines of the process, like vLLM's logits processors."""
 
 
 class Requests:
-    """Requests from submission until vLLM has their blocks back. A TransferAccount (transfers.py). put: receives
+    """Requests from submission until vLLM has their blocks back. An EngineAccount (threaded.py). put: receives
     events, in order. on_work: called when the engine thread has something to do."""
 
     def __init__(
         self,
-        layout: KvLayout,
-        max_model_len: int,
-        total_blocks: int,
+        info: EngineInfo,
         put: Callable[[EngineEvent], None],
         on_work: Callable[[], None],
     ) -> None:
@@ -72,10 +37,9 @@ class Requests:
         """Ended requests whose blocks vLLM does not have back, or that a transfer may still touch."""
         self.added: list[VllmRequest] = []
         """Requests not yet given to vLLM."""
-        self.unused_blocks = total_blocks
+        self.unused_blocks = info.total_blocks
         """Number of blocks that no request held at the end of the last step."""
-        self._layout = layout
-        self._max_model_len = max_model_len
+        self._info = info
         self._put = put
         self._on_work = on_work
 
@@ -87,48 +51,45 @@ class Requests:
     @property
     def short_of_blocks(self) -> bool:
         """True if a request that gave its blocks up waits for new ones."""
-        return any(isinstance(request.state, Evicted) for request in self.decodes.values())
+        return any(isinstance(request.state, life.Evicted) for request in self.decodes.values())
 
     def open_prefill(self, request: EngineRequest) -> VllmRequest:
-        """Add a new prompt. Raises RequestAlreadyExists and NoCapacity."""
-        return self._open("prefill", self.prefills, request, submitted(_new_id(), request, self._layout))
+        return self._open("prefill", self.prefills, request, life.submitted(_new_id(), request, self._info.layout))
 
     def adopt(self, key: EngineKey) -> None:
-        """Move a computed prompt without an open push to the decode side. Others are ignored."""
         request = self.prefills.get(key)
-        if request is not None and isinstance(request.state, VllmComputed) and request.transfer_id is None:
+        if request is not None and isinstance(request.state, life.VllmComputed) and request.transfer_id is None:
             if key in self.decodes:
                 raise RequestAlreadyExists(key.request_id)
-            self.apply(request, AdoptedForDecode())
+            self.apply(request, life.Signal.ADOPTED)
             self.decodes[key] = self.prefills.pop(key)
             self._on_work()
 
     def admit(self, key: EngineKey) -> None:
-        """Let a request whose KV has landed run. Others are ignored."""
         request = self.decodes.get(key)
-        if request is not None and isinstance(request.state, Arrived):
-            self.apply(request, Admitted())
+        if request is not None and isinstance(request.state, life.Arrived):
+            self.apply(request, life.Signal.ADMITTED)
             self.waiting.append(request)
             self._on_work()
 
-    def apply(self, request: VllmRequest, event: Event) -> list[TokenStep | AbortPush | PassFirstToken]:
+    def apply(self, request: VllmRequest, event: life.Event) -> list[TokenStep | RankCall]:
         """Apply an event to a request. Returns its tokens, and calls to the ranks for the caller to make."""
         before = request.state
-        request.state, actions = step(before, event)
+        request.state, actions = life.step(before, event)
         match event:
-            case Drawn():
+            case life.Drawn():
                 was_suspect = request.is_suspect
                 request.drawn.append(event.token_id)
                 if was_suspect and not request.is_suspect:
                     # Another suspect may wait for its turn.
                     self._on_work()
-            case BlocksTaken() | BlocksGivenUp():
+            case life.Signal.BLOCKS_TAKEN:
                 request.give_up_blocks()
-            case WentOn():
+            case life.Signal.WENT_ON:
                 request.tail_block_ids = None
-        if isinstance(request.state, VllmEnded) and not isinstance(before, VllmEnded):
+        if isinstance(request.state, life.VllmEnded) and not isinstance(before, life.VllmEnded):
             self._retire(request, before)
-        rest: list[TokenStep | AbortPush | PassFirstToken] = []
+        rest: list[TokenStep | RankCall] = []
         for action in actions:
             if isinstance(action, _FOR_CALLER):
                 rest.append(action)
@@ -152,7 +113,7 @@ class Requests:
 
     def _computes_suspect(self) -> bool:
         live = (request for request in self._live() if request.is_suspect and request not in self.added)
-        return any(isinstance(request.state, (Submitted, VllmPrefilling, *IN_BATCH)) for request in live)
+        return any(isinstance(request.state, (life.Submitted, life.VllmPrefilling, *life.IN_BATCH)) for request in live)
 
     def leave_entry(self, request: VllmRequest) -> None:
         """Detach a request from the blocks that vLLM keeps for it, as if it had ended."""
@@ -168,7 +129,7 @@ class Requests:
 
     def running_count(self) -> int:
         """Number of requests in the running batch, evicted ones included."""
-        return sum(isinstance(request.state, IN_BATCH) for request in self.decodes.values())
+        return sum(isinstance(request.state, life.IN_BATCH) for request in self.decodes.values())
 
     def held(self, max_batch: int) -> list[VllmRequest]:
         """Return the requests that vLLM has started but must not compute now. Other unadmitted requests may run ahead:
@@ -176,9 +137,9 @@ class Requests:
         begun = [
             request
             for request in self._live()
-            if isinstance(request.state, HELD)
+            if isinstance(request.state, life.HELD)
             and request.entry is not None
-            and isinstance(request.entry.state, EntryComputing)
+            and request.entry.phase is EntryPhase.COMPUTING
         ]
         if not begun:
             return []
@@ -197,15 +158,13 @@ class Requests:
         """Number of requests that wait for KV: vLLM counts them as unfinished, but cannot compute them."""
         return sum(request.awaits_kv for request in (*self.decodes.values(), *self.ended))
 
-    def clear(self, total_blocks: int) -> None:
-        """Remove all requests. Precondition: vLLM has all blocks back and no transfer is open."""
+    def clear(self) -> None:
         for table in (self.prefills, self.decodes, self.waiting, self.by_id, self.ended, self.added):
             table.clear()
-        self.unused_blocks = total_blocks
+        self.unused_blocks = self._info.total_blocks
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of the engine; takes time proportional to the live requests."""
-        prefilling = [r for r in self.prefills.values() if isinstance(r.state, Submitted | VllmPrefilling)]
+        prefilling = [r for r in self.prefills.values() if isinstance(r.state, life.Submitted | life.VllmPrefilling)]
         admitted = len(self.waiting) + self.running_count()
         return EngineStats(
             free_blocks=self.free_blocks,
@@ -220,9 +179,9 @@ class Requests:
         known = {r.entry.vllm_id for r in (*self._live(), *self.ended) if r.entry is not None}
         for vllm_id in vllm_ids:
             assert vllm_id in known, f"vLLM keeps {vllm_id}, which is unknown here"
-        assert all(isinstance(request.state, OF_PREFILL) for request in self.prefills.values()), "not a prefill"
-        assert not any(isinstance(request.state, OF_PREFILL) for request in self.decodes.values()), "not a decode"
-        waiting = {request for request in self.decodes.values() if isinstance(request.state, Waiting)}
+        assert all(isinstance(request.state, life.OF_PREFILL) for request in self.prefills.values()), "not a prefill"
+        assert not any(isinstance(request.state, life.OF_PREFILL) for request in self.decodes.values()), "not a decode"
+        waiting = {request for request in self.decodes.values() if isinstance(request.state, life.Waiting)}
         assert waiting == set(self.waiting), "the line is not those that wait"
         assert len(self.waiting) == len(waiting), "a request waits twice"
         assert all(request.done for request in self.ended), "a request has ended that is not done"
@@ -230,36 +189,32 @@ class Requests:
 
     # For transfers; see TransferAccount.
 
-    def find_prefill(self, key: EngineKey) -> VllmRequest | None:
-        return self.prefills.get(key)
-
     def open_decode(self, request: EngineRequest, held_tokens: int | None = None) -> VllmRequest:
-        return self._open("decode", self.decodes, request, reserved(_new_id(), request, self._layout, held_tokens))
+        return self._open(
+            "decode", self.decodes, request, life.reserved(_new_id(), request, self._info.layout, held_tokens)
+        )
 
-    def hold(self, request: VllmRequest, transfer_id: bytes) -> None:
-        self.apply(request, TransferOpened(transfer_id))
-
-    def let_go(self, request: VllmRequest) -> None:
-        self.apply(request, TransferEnded())
+    def touch(self, request: VllmRequest, transfer_id: bytes | None) -> None:
+        self.apply(request, life.TransferOpened(transfer_id) if transfer_id is not None else life.Signal.TRANSFER_ENDED)
         if request.done:
             self._on_work()
 
     def land(self, request: VllmRequest, first_token_id: int | None) -> str | None:
         if first_token_id is not None and not self.goes_on(request):
-            return f"no room behind {self._max_model_len} tokens"
-        self.apply(request, KvArrived(first_token_id))
+            return f"no room behind {self._info.max_model_len} tokens"
+        self.apply(request, life.KvArrived(first_token_id))
         if first_token_id is not None:
             request.drawn.append(first_token_id)
         facts, entry = request.state.facts, request.entry
-        if entry is not None and isinstance(entry.state, AwaitingKv):
-            block_ids = entry.state.landing_blocks
+        if entry is not None and entry.phase is EntryPhase.AWAITING_KV:
+            block_ids = entry.landing_blocks
             # The first step reports the blocks when vLLM's prefix cache has supplied the first ones.
             if len(block_ids) == facts.block_count(facts.landing_tokens):
                 request.whole_block_ids = tuple(block_ids[: facts.landing_tokens // facts.block_tokens])
         return None
 
     def end(self, request: VllmRequest) -> None:
-        self.apply(request, NoLongerNeeded())
+        self.apply(request, life.Signal.NO_LONGER_NEEDED)
 
     def abort(self, key: EngineKey) -> tuple[VllmRequest | None, VllmRequest | None]:
         prefill, decode = self.prefills.get(key), self.decodes.get(key)
@@ -269,12 +224,6 @@ class Requests:
         return prefill, decode
 
     # For copies; see CopyAccount (copier.py).
-
-    def find_decode(self, key: EngineKey) -> VllmRequest | None:
-        return self.decodes.get(key)
-
-    def begin_copy(self, request: VllmRequest) -> None:
-        request.is_copied = True
 
     def whole_blocks(self, request: VllmRequest) -> int:
         return len(request.whole_block_ids)
@@ -293,44 +242,44 @@ class Requests:
         if state.computed != request.prompt_tokens + len(request.drawn) - 1:
             return "it is being computed again"
         match state:
-            case VllmRunning():
-                self.apply(request, LeaveAsked())
+            case life.VllmRunning():
+                self.apply(request, life.Signal.LEAVE_ASKED)
                 self._on_work()
                 return None
-            case Arrived() if entry is not None and isinstance(entry.state, AwaitingKv):
-                block_ids, facts = entry.state.landing_blocks, state.facts
+            case life.Arrived() if entry is not None and entry.phase is EntryPhase.AWAITING_KV:
+                block_ids, facts = entry.landing_blocks, state.facts
                 if len(block_ids) == facts.block_count(state.computed):
-                    self.apply(request, LeaveAsked())
+                    self.apply(request, life.Signal.LEAVE_ASKED)
                     request.tail_block_ids = tuple(block_ids[len(request.whole_block_ids) :])
                     return None
         return "it has not begun to draw, or is about to"
 
     def stopped_tokens(self, request: VllmRequest) -> int | None:
         match request.state:
-            case Left():
+            case life.Left():
                 return request.state.computed if request.tail_block_ids is not None else None
-            case Leaving():
+            case life.Leaving():
                 return None
             case _:
                 return 0
 
     def go_on(self, request: VllmRequest) -> None:
-        if isinstance(request.state, Leaving | Left):
-            self.apply(request, WentOn())
+        if isinstance(request.state, life.Leaving | life.Left):
+            self.apply(request, life.Signal.WENT_ON)
             self._on_work()
 
     def left(self, request: VllmRequest, block_ids: Sequence[int]) -> None:
         """Record the pool blocks that hold all KV of a request that has left its batch."""
-        if isinstance(request.state, Left):
-            whole = request.state.computed // self._layout.block_tokens
+        if isinstance(request.state, life.Left):
+            whole = request.state.computed // self._info.layout.block_tokens
             request.whole_block_ids, request.tail_block_ids = tuple(block_ids[:whole]), tuple(block_ids[whole:])
 
     def goes_on(self, request: VllmRequest) -> bool:
         """Return True if there is room for a token after the one that prefill samples."""
-        return request.prompt_tokens + 1 < self._max_model_len
+        return request.prompt_tokens + 1 < self._info.max_model_len
 
     def _open(
-        self, role: str, table: dict[EngineKey, VllmRequest], request: EngineRequest, state: State
+        self, role: str, table: dict[EngineKey, VllmRequest], request: EngineRequest, state: life.State
     ) -> VllmRequest:
         if request.key in table:
             raise RequestAlreadyExists(request.key.request_id)
@@ -346,10 +295,10 @@ class Requests:
         self._on_work()
         return opened
 
-    def _retire(self, request: VllmRequest, before: State) -> None:
+    def _retire(self, request: VllmRequest, before: life.State) -> None:
         """Record the end of a request; no event follows. Its blocks are freed when no transfer touches them."""
-        del (self.prefills if isinstance(before, OF_PREFILL) else self.decodes)[request.key]
-        if isinstance(before, Waiting) and request in self.waiting:
+        del (self.prefills if isinstance(before, life.OF_PREFILL) else self.decodes)[request.key]
+        if isinstance(before, life.Waiting) and request in self.waiting:
             self.waiting.remove(request)
         self.ended.add(request)
         self._on_work()
@@ -360,8 +309,8 @@ class Requests:
 
 def _may_run_ahead(request: VllmRequest) -> bool:
     match request.state:
-        case VllmComputed(open_id=None, ahead=ahead) | Arrived(ahead=ahead) | Waiting(ahead=ahead):
-            return request.request.stays and len(ahead) < MAX_AHEAD and not request.is_suspect
+        case life.VllmComputed(open_id=None, ahead=ahead) | life.Arrived(ahead=ahead) | life.Waiting(ahead=ahead):
+            return request.request.stays and len(ahead) < life.MAX_AHEAD and not request.is_suspect
     return False
 
 
@@ -369,7 +318,7 @@ def _without_later_suspects(requests: Iterable[VllmRequest], computes_suspect: C
     """Filter out suspects that must wait for another one. A request that waits for its KV is not being computed."""
     taken, has_suspect = list[VllmRequest](), False
     for request in requests:
-        if request.is_suspect and not isinstance(request.state, VllmReserved):
+        if request.is_suspect and not isinstance(request.state, life.VllmReserved):
             if has_suspect or computes_suspect():
                 continue
             has_suspect = True

@@ -1,57 +1,22 @@
 """Runs the engine's turns: passes new work to vLLM, runs a vLLM step, and applies the result to the requests. Runs on
-the engine thread, which alone calls vLLM. During a step vLLM's scheduler calls back (StepHooks)."""
+the engine thread, which alone calls vLLM. During a step vLLM's scheduler calls stepping()."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kaveri.domain.sampling import FinishReason
 from kaveri.engine.blame import StepMember
 from kaveri.engine.contract import EngineInfo, StepTokens, TokenStep
 from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.runner import NOT_FINITE
 from kaveri.engine.stopping import finish_reason
 from kaveri.engine.transfers import Transfers
+from kaveri.engine.vllm import life
 from kaveri.engine.vllm.connector_scheduler import Placement, RequestAdvance
 from kaveri.engine.vllm.core import StepOutput, VllmCore
 from kaveri.engine.vllm.data_plane import DataPlane
-from kaveri.engine.vllm.life import (
-    OF_PREFILL,
-    Arrived,
-    BlocksAllocated,
-    BlocksGivenUp,
-    BlocksTaken,
-    Drawn,
-    Joined,
-    JoinedAnew,
-    Joining,
-    Leaving,
-    Left,
-    LeftBatch,
-    LeftOut,
-    Scheduled,
-    Stepped,
-    Submitted,
-    VllmComputed,
-    VllmEnded,
-    VllmFailed,
-    VllmPrefilling,
-    VllmReserved,
-    VllmRunning,
-    Waiting,
-)
-from kaveri.engine.vllm.rank import AbortPush, ForgetPrompt, PassFirstToken, PromptChunk
-from kaveri.engine.vllm.request import (
-    RAISED_DRAWS,
-    AwaitingBlocks,
-    AwaitingKv,
-    Entry,
-    EntryComputing,
-    EntryKept,
-    EntryQueued,
-    EntryReleased,
-    VllmRequest,
-)
+from kaveri.engine.vllm.rank import PromptChunk, RankCall
+from kaveri.engine.vllm.request import RAISED_DRAWS, Entry, EntryPhase, VllmRequest
 from kaveri.engine.vllm.requests import Requests
 from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, prompt_logprobs_of, refusal_of
 from kaveri.errors import NoCapacity
@@ -60,13 +25,13 @@ _RETRY_AFTER_S = 0.1
 _UNKNOWN = 0
 """Placeholder for the token that prefill samples later; nothing is computed from the placeholder."""
 
-_HELD_BACK = (Arrived, Waiting)
+_HELD_BACK = (life.Arrived, life.Waiting)
 
-_Actions = list[TokenStep | AbortPush | PassFirstToken]
+_Actions = list[TokenStep | RankCall]
 
 
 class Steps:
-    """Runs the engine's turns and implements StepHooks, which vLLM calls during them."""
+    """Runs the engine's turns."""
 
     def __init__(
         self,
@@ -91,18 +56,10 @@ class Steps:
         # The step under way.
         self._advances: Sequence[RequestAdvance] = ()
 
-    def held(self) -> Sequence[VllmRequest]:
-        """Return the requests to leave out of the next step. The caller holds the lock."""
-        return self._requests.held(self._max_batch)
-
-    def can_compute(self, held: Sequence[VllmRequest]) -> bool:
-        """Return True if vLLM can compute any request other than `held`. The caller holds the lock."""
-        return self._core.unfinished_count > self._requests.awaiting_kv_count() + len(held)
-
-    @property
-    def has_reports(self) -> bool:
-        """True if the next step has something to report to vLLM."""
-        return self._core.scheduler_side.has_reports
+    def can_compute(self) -> bool:
+        """Return True if vLLM can compute any request but those held. The caller holds the lock."""
+        held_count = len(self._requests.held(self._max_batch))
+        return self._core.unfinished_count > self._requests.awaiting_kv_count() + held_count
 
     def turn(self, added: Sequence[VllmRequest], stalled: bool) -> bool:
         """Pass changes to vLLM and let it make a step. Returns True if anything was done. added: new requests. stalled:
@@ -113,10 +70,10 @@ class Steps:
         self._make_room(stalled)
         self._release_ended()
         self._admit_waiting()
-        reporting = self.has_reports
+        reporting = self._core.scheduler_side.has_reports
         with self._shared.lock:
-            held = self.held()
-            does_step = reporting or self.can_compute(held)
+            held = self._requests.held(self._max_batch)
+            does_step = reporting or self.can_compute()
             left_out = {each.entry.record for each in held if each.entry is not None}
             batch_count = self._requests.running_count()
         self._advances = ()
@@ -129,8 +86,8 @@ class Steps:
         self._advances = ()
         # No queueing inside vLLM: by the time it had room, the request might not be needed any more.
         for request in added:
-            unplaced = request.entry is None or isinstance(request.entry.state, AwaitingBlocks)
-            if unplaced and isinstance(request.state, VllmReserved):
+            unplaced = request.entry is None or request.entry.phase is EntryPhase.AWAITING_BLOCKS
+            if unplaced and isinstance(request.state, life.VllmReserved):
                 self._transfers.refuse(request, NoCapacity("decode", _RETRY_AFTER_S, "the blocks were taken meanwhile"))
         return reporting or advanced or bool(added)
 
@@ -152,67 +109,58 @@ class Steps:
         with self._shared.lock:
             self._requests.check_integrity(tables)
 
-    # Callbacks of vLLM's scheduler within a step; see StepHooks.
-
-    def find(self, engine_id: str) -> VllmRequest | None:
-        return self._requests.by_id.get(engine_id)
-
     def stepping(
         self, placements: Sequence[Placement], advances: Sequence[RequestAdvance], preempted: Sequence[Entry]
     ) -> Sequence[PromptChunk]:
+        """Handle the start of a step; vLLM's scheduler calls it within turn(). See StepListener."""
         chunks: list[PromptChunk] = []
         actions: _Actions = []
         with self._shared.lock:
             for entry in preempted:
                 if not entry.owner.done:
-                    actions += self._requests.apply(entry.owner, BlocksTaken())
+                    actions += self._requests.apply(entry.owner, life.Signal.BLOCKS_TAKEN)
             for entry, token_count, computed, block_ids in advances:
-                self._shared.computed_tokens += token_count
+                self._shared.turns.computed_tokens += token_count
                 state = entry.owner.state
-                if isinstance(state, Submitted | VllmPrefilling):
+                if isinstance(state, life.Submitted | life.VllmPrefilling):
                     chunks.append(_chunk(entry.owner, computed, block_ids))
                 # Scheduled does not change a running request that already has a block for its next token.
-                if not (isinstance(state, VllmEnded) or (isinstance(state, VllmRunning) and not state.promised)):
-                    actions += self._requests.apply(entry.owner, Scheduled(len(block_ids)))
+                if not (
+                    isinstance(state, life.VllmEnded) or (isinstance(state, life.VllmRunning) and not state.promised)
+                ):
+                    actions += self._requests.apply(entry.owner, life.Scheduled(len(block_ids)))
             for entry, _, block_count in placements:
                 if not entry.owner.done:
-                    actions += self._requests.apply(entry.owner, BlocksAllocated(block_count))
+                    actions += self._requests.apply(entry.owner, life.BlocksAllocated(block_count))
             self._requests.unused_blocks = self._core.free_blocks
         self._call_ranks(actions)
         for entry, first_block, _ in placements:
-            assert isinstance(entry.state, AwaitingKv), "a placed request waits for its KV"
-            self._transfers.grant(entry.owner, entry.state.landing_blocks, first_block)
+            assert entry.phase is EntryPhase.AWAITING_KV, "a placed request waits for its KV"
+            self._transfers.grant(entry.owner, entry.landing_blocks, first_block)
         self._advances = advances
         # Report the start of a request before its first step is computed.
-        self._shared.outbox.publish()
+        self._shared.publish()
         return chunks
-
-    def keeps_blocks(self, entry: Entry) -> bool:
-        if isinstance(entry.state, AwaitingBlocks | AwaitingKv):
-            # vLLM itself keeps the blocks of a request that still waits for its KV.
-            return False
-        with self._shared.lock:
-            # A prompt that ran ahead to the end of its answer may still be pushed.
-            return entry.owner.transfer_id is not None or isinstance(entry.owner.state, VllmComputed)
 
     # Before the step.
 
     def _add(self, request: VllmRequest) -> None:
-        """Give vLLM a request for the first time."""
         if request.done:
             return
         given = request.request
-        if isinstance(request.state, OF_PREFILL):
+        if isinstance(request.state, life.OF_PREFILL):
             self._give(request, given.token_ids, prefill_params(given, self._info.eos_token_ids), is_prefill=True)
-        elif request.held_tokens is not None:
-            self._give(request, given.token_ids, decode_params(given, self._info.eos_token_ids))
         else:
             # The token that prefill samples is the last of this prompt, and the only one whose KV vLLM must compute.
-            token_ids, drawn_count = given.token_ids, given.generated_count
-            if self._requests.goes_on(request):
-                token_ids, drawn_count = (*token_ids, _UNKNOWN), drawn_count + 1
-            extended = replace(given, token_ids=token_ids, generated_count=drawn_count)
-            self._give(request, token_ids, decode_params(extended, self._info.eos_token_ids))
+            is_sampled = request.held_tokens is None and self._requests.goes_on(request)
+            self._give_decode(request, (_UNKNOWN,) if is_sampled else ())
+
+    def _give_decode(self, request: VllmRequest, drawn: Sequence[int]) -> None:
+        """Give vLLM a request of the decode side. drawn: tokens after its prompt that are computed as part of it."""
+        given = request.request
+        token_ids = (*given.token_ids, *drawn)
+        extended = replace(given, token_ids=token_ids, generated_count=given.generated_count + len(drawn))
+        self._give(request, token_ids, decode_params(extended, self._info.eos_token_ids))
 
     def _give(self, request: VllmRequest, token_ids: Sequence[int], params: Any, *, is_prefill: bool = False) -> None:
         try:
@@ -226,35 +174,35 @@ class Steps:
             ended = [(request, request.entry, request.transfer_id is None) for request in self._requests.ended]
         gone = []
         for request, entry, untouched in ended:
-            if entry is not None and not isinstance(entry.state, EntryKept | EntryReleased):
+            if entry is not None and entry.phase not in (EntryPhase.KEPT, EntryPhase.RELEASED):
                 self._core.abort(entry.vllm_id)
             if entry is None or not self._core.holds(entry.vllm_id):
                 if untouched:
                     gone.append(request)
-            elif untouched and not isinstance(entry.state, EntryReleased):
+            elif untouched and entry.phase is not EntryPhase.RELEASED:
                 self._core.scheduler_side.release(entry)
         with self._shared.lock:
             for request in gone:
                 self._requests.forget(request)
         for request in gone:
             RAISED_DRAWS.pop(request.engine_id, None)
-            self._plane.do(ForgetPrompt(request.engine_id))
+            self._plane.do(RankCall("forget", (request.engine_id,)))
 
     def _take_leaving(self) -> list[tuple[VllmRequest, Sequence[int]]]:
         """Stop computing requests that are to be released. Returns them with their blocks, which are readable after the
         next step."""
         with self._shared.lock:
             decodes = tuple(self._requests.decodes.values())
-            leaving = [request for request in decodes if isinstance(request.state, Leaving)]
+            leaving = [request for request in decodes if isinstance(request.state, life.Leaving)]
             for request in leaving:
-                self._requests.apply(request, LeftBatch())
+                self._requests.apply(request, life.Signal.LEFT_BATCH)
         left: list[tuple[VllmRequest, Sequence[int]]] = []
         for request in leaving:
             assert request.entry is not None, "vLLM has a request that it computes"
             computed = request.state.computed
             block_ids = self._core.blocks_of(request.entry.vllm_id)[: request.state.facts.block_count(computed)]
             # The request may have ended, or continued, just now.
-            if isinstance(request.state, Left):
+            if isinstance(request.state, life.Left):
                 self._core.scheduler_side.left(block_ids[len(request.whole_block_ids) :])
                 left.append((request, block_ids))
         return left
@@ -263,9 +211,8 @@ class Steps:
         """Free blocks for requests that wait for some, taking those of adopted requests that are not being computed.
 
         While vLLM is stalled, the last landed request that is not being computed loses its blocks too, and is
-        recomputed
-        later. This breaks a deadlock between a service that admits nothing until running requests advance, and running
-        requests that wait for blocks of unadmitted ones.
+        recomputed later. This breaks a deadlock between a service that admits nothing until running requests advance,
+        and running requests that wait for blocks of unadmitted ones.
         """
         with self._shared.lock:
             if not self._requests.short_of_blocks:
@@ -279,39 +226,32 @@ class Steps:
                 self._shared.wake()
             for request in giving_up:
                 self._requests.leave_entry(request)
-                self._requests.apply(request, BlocksGivenUp())
+                self._requests.apply(request, life.Signal.BLOCKS_TAKEN)
 
     def _admit_waiting(self) -> None:
-        """Let vLLM compute admitted requests, as far as the batch has room."""
         joined: list[tuple[VllmRequest, int | None]] = []
         with self._shared.lock:
             for request in self._requests.take_waiting(self._max_batch):
-                assert isinstance(request.state, Waiting), "only a waiting request joins"
+                assert isinstance(request.state, life.Waiting), "only a waiting request joins"
                 first_token_id = request.state.first_token_id
-                for ahead in self._requests.apply(request, JoinedAnew() if request.entry is None else Joined()):
+                for ahead in self._requests.apply(request, life.Joined(anew=request.entry is None)):
                     # Each token was sampled by its own step.
                     self._put_tokens([ahead])
                 joined.append((request, first_token_id))
-        self._shared.outbox.publish()
+        self._shared.publish()
         for request, first_token_id in joined:
             entry = request.entry
             if request.done:
                 continue
             if entry is None:
-                self._submit_again(request)
-            elif isinstance(entry.state, AwaitingKv):
-                self._core.scheduler_side.landed(entry.state.landing_blocks)
-                entry.state = EntryComputing()
+                # It gave its blocks up before it joined the batch.
+                self._give_decode(request, request.drawn)
+            elif entry.phase is EntryPhase.AWAITING_KV:
+                self._core.scheduler_side.landed(entry.landing_blocks)
+                entry.phase = EntryPhase.COMPUTING
                 self._core.begin_answer(entry.record, first_token_id)
             else:
                 self._core.decode(entry.record)
-
-    def _submit_again(self, request: VllmRequest) -> None:
-        """Give vLLM a request that gave its blocks up before it joined the batch."""
-        given, drawn = request.request, request.drawn
-        token_ids = (*given.token_ids, *drawn)
-        extended = replace(given, token_ids=token_ids, generated_count=given.generated_count + len(drawn))
-        self._give(request, token_ids, decode_params(extended, self._info.eos_token_ids))
 
     # After the step.
 
@@ -326,64 +266,61 @@ class Steps:
                 if request.done:
                     continue
                 outcome = self._outcome(request, advance.computed, output)
-                is_first = isinstance(request.state, VllmPrefilling) and isinstance(outcome, Drawn)
+                is_first = isinstance(request.state, life.VllmPrefilling) and isinstance(outcome, life.Drawn)
                 if output is not None and is_first and request.request.scores_prompt:
                     # vLLM reports the log-probabilities of the whole prompt with the first token.
                     for event in prompt_logprobs_of(request.request, output.prompt_logprobs or ()):
-                        self._shared.outbox.put(event)
+                        self._shared.put(event)
                 actions += apply(request, outcome)
-                if advance.block_ids and isinstance(request.state, VllmRunning | Leaving):
+                if advance.block_ids and isinstance(request.state, life.VllmRunning | life.Leaving):
                     block_tokens = request.state.facts.block_tokens
                     request.whole_block_ids = tuple(advance.block_ids[: advance.computed // block_tokens])
             # vLLM has ended these requests without computing them.
             for engine_id, output in by_id.items():
                 found = self._requests.by_id.get(engine_id)
                 if found is not None and not found.done:
-                    actions += apply(found, VllmFailed(_ended_by_vllm(output)))
+                    actions += apply(found, life.VllmFailed(_ended_by_vllm(output)))
             for request in self._requests.decodes.values():
                 entry = request.entry
-                if isinstance(request.state, Joining) and entry is not None and isinstance(entry.state, EntryQueued):
+                if isinstance(request.state, life.Joining) and entry is not None and entry.phase is EntryPhase.QUEUED:
                     # Other requests must not take the blocks that this one waits for.
-                    actions += apply(request, LeftOut())
+                    actions += apply(request, life.Signal.LEFT_OUT)
             self._put_tokens(actions)
             self._requests.unused_blocks = self._core.free_blocks
         # The first token must not wait for the hand-over of its KV.
-        self._shared.outbox.publish()
+        self._shared.publish()
         self._call_ranks(actions)
         self._on_stepped()
 
-    def _put_tokens(self, actions: Iterable[TokenStep | AbortPush | PassFirstToken]) -> None:
+    def _put_tokens(self, actions: Iterable[TokenStep | RankCall]) -> None:
         """Queue tokens for the listener. The caller holds the lock."""
         tokens = tuple(action for action in actions if isinstance(action, TokenStep))
         if tokens:
-            self._shared.outbox.put(StepTokens(tokens))
+            self._shared.put(StepTokens(tokens))
 
-    def _outcome(self, request: VllmRequest, computed: int, output: StepOutput | None) -> Stepped | Drawn | VllmFailed:
-        """Convert the step's result for one request. computed: number of tokens that now have KV."""
+    def _outcome(
+        self, request: VllmRequest, computed: int, output: StepOutput | None
+    ) -> life.Stepped | life.Drawn | life.VllmFailed:
         if output is None:
-            return Stepped(computed)
+            return life.Stepped(computed)
         if not output.token_ids:
-            return VllmFailed(_ended_by_vllm(output))
+            return life.VllmFailed(_ended_by_vllm(output))
         if (raised := RAISED_DRAWS.pop(request.engine_id, None)) is not None:
-            return VllmFailed(raised, is_final=True)
+            return life.VllmFailed(raised, is_final=True)
         if request.entry is not None and self._core.undrawable(request.entry.record):
-            return VllmFailed(NOT_FINITE)
+            return life.VllmFailed(NOT_FINITE)
         token_id = output.token_ids[0]
         position = output.logprobs[0] if output.logprobs else None
         logprobs = logprobs_of(position, token_id, request.request.params.logprobs)
-        finish = self._finish(request, token_id)
-        if finish is None and output.finish_reason is not None:
-            return VllmFailed(_ended_by_vllm(output))
-        return Drawn(computed, token_id, logprobs, finish)
-
-    def _finish(self, request: VllmRequest, token_id: int) -> FinishReason | None:
-        """Return the reason if the request ends with this next token; None if it continues."""
-        params, index = request.request.params, request.draw_index
         context_tokens = request.prompt_tokens + len(request.drawn) + 1
         eos_token_ids, max_model_len = self._info.eos_token_ids, self._info.max_model_len
-        return finish_reason(params, eos_token_ids, token_id, index, context_tokens, max_model_len)
+        params = request.request.params
+        finish = finish_reason(params, eos_token_ids, token_id, request.draw_index, context_tokens, max_model_len)
+        if finish is None and output.finish_reason is not None:
+            return life.VllmFailed(_ended_by_vllm(output))
+        return life.Drawn(computed, token_id, logprobs, finish)
 
-    def _call_ranks(self, actions: Iterable[TokenStep | AbortPush | PassFirstToken]) -> None:
+    def _call_ranks(self, actions: Iterable[TokenStep | RankCall]) -> None:
         for action in actions:
             if not isinstance(action, TokenStep):
                 self._plane.do(action)
@@ -392,7 +329,7 @@ class Steps:
 def _chunk(request: VllmRequest, computed: int, block_ids: Sequence[int]) -> PromptChunk:
     """Build the chunk that a step adds to a prompt. Called before the step is applied to the request."""
     state = request.state
-    known = state.block_count if isinstance(state, VllmPrefilling) else 0
+    known = state.block_count if isinstance(state, life.VllmPrefilling) else 0
     return PromptChunk(request.engine_id, request.prompt_tokens, tuple(block_ids[known:]), state.computed, computed)
 
 

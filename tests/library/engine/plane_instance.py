@@ -35,6 +35,7 @@ class PlaneInstance:
         self.lost: queue.Queue[str] = queue.Queue()
         self.epoch = epoch
         setup = RankSetup(tuple(listen), partial(make_transports, transports), epoch)
+        self.layout = ranks[0].layout
         self.plane = DataPlane(ranks, setup, self.events.put, self.lost.put)
 
     def next(self) -> Any:
@@ -50,7 +51,7 @@ class PlaneInstance:
         expires_in_s: float = 60.0,
     ) -> Ticket:
         """A ticket for KV of the source, as it arrives there."""
-        parts = ticket_parts(source, self.plane.layout, self.plane.endpoints)
+        parts = ticket_parts(source, self.layout, self.plane.endpoints)
         ticket = Ticket(
             transfer_id=secrets.token_bytes(16),
             secret=b"s" * 16,
@@ -59,7 +60,7 @@ class PlaneInstance:
             block_ids=tuple(block_ids),
             token_count=token_count,
             expires_in_s=expires_in_s,
-            layout=self.plane.layout,
+            layout=self.layout,
             first_block=first_block,
             parts=parts,
         )

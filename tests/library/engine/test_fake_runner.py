@@ -1,7 +1,8 @@
 """The fake runner's tokens are its model's, and KV that is not what was written does not go unnoticed."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,42 +93,30 @@ def test_logprobs_are_given_to_those_who_ask() -> None:
     assert drawn[1].logprobs is None
 
 
-def _flip_a_bit(pool: KvPool) -> None:
-    pool.memory[1, 3, 70] ^= 1
-
-
-def _swap_blocks(pool: KvPool) -> None:
-    pool.memory[:, [2, 3]] = pool.memory[:, [3, 2]]
-
-
-def _swap_layers(pool: KvPool) -> None:
-    pool.memory[[0, 1], 3] = pool.memory[[1, 0], 3]
-
-
-def _swap_k_and_v(pool: KvPool) -> None:
-    block = pool.memory[0, 3].reshape(2, -1)
-    block[[0, 1]] = block[[1, 0]]
-
-
-def _take_another_requests(pool: KvPool) -> None:
-    pool.memory[:, 2:5] = pool.memory[:, 12:15]
-
-
-def _lose_one_block(pool: KvPool) -> None:
-    pool.memory[:, 4] = 0
+_ALL = slice(None)
+_BLOCK_BYTES = FakeModel().layout.block_bytes
 
 
 @pytest.mark.parametrize(
-    "spoil", [_flip_a_bit, _swap_blocks, _swap_layers, _swap_k_and_v, _take_another_requests, _lose_one_block]
+    ("target", "source"),
+    [
+        pytest.param((1, 3, 70), (1, 3, 71), id="a wrong byte"),
+        pytest.param((_ALL, [2, 3]), (_ALL, [3, 2]), id="blocks swapped"),
+        pytest.param(([0, 1], 3), ([1, 0], 3), id="layers swapped"),
+        pytest.param((0, 3), (0, 3, np.roll(np.arange(_BLOCK_BYTES), _BLOCK_BYTES // 2)), id="K and V swapped"),
+        pytest.param((_ALL, slice(2, 5)), (_ALL, slice(12, 15)), id="another request's"),
+        pytest.param((_ALL, 4), (_ALL, 30), id="a block lost"),
+    ],
 )
-def test_spoilt_kv_is_noticed_by_the_next_step(spoil: Callable[[KvPool], None]) -> None:
+def test_spoilt_kv_is_noticed_by_the_next_step(target: Any, source: Any) -> None:
     model = FakeModel()
     runner, pool = _attached(model)
     prompt, other = list(range(100, 148)), list(range(200, 248))
     token_id = _compute(runner, prompt, 0, [2, 3, 4])
     _compute(runner, other, 0, [12, 13, 14])
     intact = pool.memory.copy()
-    spoil(pool)
+    pool.memory[target] = pool.memory[source]
+    assert not np.array_equal(pool.memory, intact)
     with pytest.raises(StaleKv):
         _compute(runner, [token_id], 48, [2, 3, 4, 5], 1)
     np.copyto(pool.memory, intact)

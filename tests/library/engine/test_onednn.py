@@ -13,11 +13,11 @@ pytestmark = pytest.mark.skipif(
 _PROGRAM = """
 import torch
 from kaveri.engine.transformers.loading import load_runner
-from kaveri.engine.transformers.cpu_layers import PackedLinear
+from kaveri.engine.transformers.cpu_layers import PackedLinear, PackedProduct
 
 load_runner("kaveri-tiny", "float32", "cpu", None, 16)
 with torch.inference_mode():
-    layer = PackedLinear([torch.nn.Linear(8, 8)])
+    layer = PackedLinear(PackedProduct.of([torch.nn.Linear(8, 8)]))
     for row_count in [1, *range(1, 200), 1]:
         print("rows", row_count, flush=True)
         layer(torch.zeros(row_count, 8))

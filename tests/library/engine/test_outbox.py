@@ -4,22 +4,14 @@ import threading
 from collections.abc import Sequence
 
 from kaveri.engine.contract import EngineEvent, EngineKey, EngineStopped, Preempted, PrefillStarted
-from kaveri.engine.shared import Outbox
+from kaveri.engine.shared import Shared
 from kaveri.testing.engine_recorder import SOON_S
 
 _FIRST, _SECOND = PrefillStarted(EngineKey("a", 1)), Preempted(EngineKey("b", 1))
 
 
-class _Failed(Exception):
-    pass
-
-
-def _raise(error: Exception) -> None:
-    raise _Failed from error
-
-
 def test_thread_that_delivers_goes_on_with_what_others_put() -> None:
-    outbox = Outbox(_raise)
+    shared = Shared()
     calls: list[tuple[str, list[EngineEvent]]] = []
     entered, go_on = threading.Event(), threading.Event()
 
@@ -28,13 +20,13 @@ def test_thread_that_delivers_goes_on_with_what_others_put() -> None:
         entered.set()
         assert go_on.wait(SOON_S)
 
-    outbox.listener = listener
-    outbox.put(_FIRST)
-    delivering = threading.Thread(target=outbox.publish, name="first")
+    shared.listener = listener
+    shared.put(_FIRST)
+    delivering = threading.Thread(target=shared.publish, name="first")
     delivering.start()
     assert entered.wait(SOON_S)
-    outbox.put(_SECOND)
-    outbox.publish()  # returns at once
+    shared.put(_SECOND)
+    shared.publish()  # returns at once
     assert len(calls) == 1
     go_on.set()
     delivering.join(SOON_S)
@@ -42,46 +34,44 @@ def test_thread_that_delivers_goes_on_with_what_others_put() -> None:
 
 
 def test_listener_may_put_and_publish() -> None:
-    outbox = Outbox(_raise)
+    shared = Shared()
     heard: list[list[EngineEvent]] = []
 
     def listener(events: Sequence[EngineEvent]) -> None:
         heard.append(list(events))
         if _SECOND not in events:
-            outbox.put(_SECOND)
-            outbox.publish()
+            shared.put(_SECOND)
+            shared.publish()
 
-    outbox.listener = listener
-    outbox.put(_FIRST)
-    outbox.publish()
+    shared.listener = listener
+    shared.put(_FIRST)
+    shared.publish()
     assert heard == [[_FIRST], [_SECOND]]
 
 
 def test_last_event_is_the_last() -> None:
-    outbox = Outbox(_raise)
+    shared = Shared()
     heard: list[EngineEvent] = []
-    outbox.listener = heard.extend
-    outbox.put(_FIRST)
-    outbox.close(EngineStopped("why"))
-    outbox.put(_SECOND)
-    outbox.close(EngineStopped("again"))
-    outbox.publish()
+    shared.listener = heard.extend
+    shared.put(_FIRST)
+    shared.stop("why")
+    shared.put(_SECOND)
+    shared.stop("again")
+    shared.close()
     assert heard == [_FIRST, EngineStopped("why")]
 
 
-def test_error_of_the_listener_is_told_and_the_rest_is_still_delivered() -> None:
-    errors: list[Exception] = []
+def test_error_of_the_listener_stops_the_engine_and_the_rest_is_still_delivered() -> None:
     heard: list[EngineEvent] = []
-    outbox = Outbox(errors.append)
+    shared = Shared()
 
     def listener(events: Sequence[EngineEvent]) -> None:
         heard.extend(events)
         if _FIRST in events:
-            outbox.put(_SECOND)
+            shared.put(_SECOND)
             raise ValueError("deaf")
 
-    outbox.listener = listener
-    outbox.put(_FIRST)
-    outbox.publish()
-    assert heard == [_FIRST, _SECOND]
-    assert [str(error) for error in errors] == ["deaf"]
+    shared.listener = listener
+    shared.put(_FIRST)
+    shared.publish()
+    assert heard == [_FIRST, _SECOND, EngineStopped("the listener raised ValueError('deaf')")]

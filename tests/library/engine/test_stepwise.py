@@ -226,7 +226,7 @@ def _landed(total_blocks: int, prompt_tokens: int) -> tuple[Lifecycle, StepwiseS
 def test_last_block_of_a_released_request_is_read_from_the_runner_only_if_it_has_it(is_computed: bool) -> None:
     """A runner on a device would bring down what it has, over the KV that has landed."""
     lifecycle, sequence, _ = _landed(20, 6)
-    lifecycle.begin_copy(sequence)
+    sequence.is_copied = True
     sequence.runner_unaware = not is_computed
     assert lifecycle.stop(sequence) is None
     assert lifecycle.last_blocks() == [(sequence, [sequence.block_ids[1]] if is_computed else [])]

@@ -65,10 +65,9 @@ def test_endpoints_follow_the_settings() -> None:
 
 
 def test_pool_is_as_large_as_the_memory_given_for_it() -> None:
-    engine = build_engine(_FAKE)
-    layout = engine.info.layout
-    assert engine.info.total_blocks == 2**20 // (layout.layer_count * layout.block_bytes)
-    engine.close()
+    with built() as engine:
+        layout = engine.info.layout
+        assert engine.info.total_blocks == 2**20 // (layout.layer_count * layout.block_bytes)
 
 
 def test_model_length_is_the_models_own_unless_the_pool_holds_less() -> None:
@@ -191,9 +190,8 @@ def test_a_fake_engine_knows_bundled_models_and_takes_hub_ids_for_unknown() -> N
     for engine_name in ("fake", "timed"):
         settings = replace(_FAKE, engine=engine_name, latency_model="opt-13b-a100-tp1")
         for model, vocab_size in (("kaveri-tiny", 1536), ("somebody/model-7b", 1000)):
-            engine = build_engine(replace(settings, model=model))
-            assert engine.info.vocab_size == vocab_size
-            engine.close()
+            with closing(build_engine(replace(settings, model=model))) as engine:
+                assert engine.info.vocab_size == vocab_size
 
 
 @pytest.mark.parametrize(
@@ -219,15 +217,10 @@ def test_socket_of_a_killed_process_goes_at_the_next_start_and_those_in_use_stay
         dead.bind(str(abandoned))
         living.bind(str(elsewhere))
         living.listen()
-        first = build_engine(_FAKE)
-        second = build_engine(_FAKE)
-        try:
+        with built() as first, built() as second:
             endpoints = first.info.kv_endpoints + second.info.kv_endpoints
             in_use = {Path(endpoint.address) for endpoint in endpoints if endpoint.transport != "tcp"}
             assert set(tmp_path.iterdir()) == {elsewhere, *in_use}
-        finally:
-            first.close()
-            second.close()
 
 
 def test_fake_engine_needs_no_torch() -> None:

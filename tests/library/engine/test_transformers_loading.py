@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.checkpoint import fingerprint
@@ -249,15 +249,6 @@ def test_architectures_whose_attention_cannot_be_carried_are_refused(
 
     AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **config)).save_pretrained(tmp_path)
     assert "attention" in refusal(tmp_path, max_model_len=64)
-
-
-def test_tiny_tokenizer_of_the_test_models_turns_bytes_into_ids_and_back(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path, "opt", tokenizer=True, eos_token_id=256)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = "Kaveri \n naïve 🌊"
-    assert tokenizer.encode(text) == list(text.encode())
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.eos_token_id == 256
 
 
 def test_a_gpu_beyond_the_last_one_is_refused_by_name(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,14 +205,14 @@ def test_tokens_that_would_end_an_answer_too_early_are_not_drawn_and_are_reporte
 
 def _raising(monkeypatch: pytest.MonkeyPatch, *seeds: int) -> None:
     """The draw of a request with one of these seeds raises, alone or with others."""
-    race = sampler._race
+    stream_state = sampler.stream_state
 
-    def raises(logits: Tensor, slices: list[SequenceSlice]) -> Tensor:
-        if any(piece.params.seed in seeds for piece in slices):
+    def raises(seed: int, index: int) -> int:
+        if seed in seeds:
             raise IndexError("index 99 is out of bounds")
-        return race(logits, slices)
+        return stream_state(seed, index)
 
-    monkeypatch.setattr(sampler, "_race", raises)
+    monkeypatch.setattr(sampler, "stream_state", raises)
 
 
 def test_a_draw_that_raises_ends_its_row_and_the_others_draw_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ import torch
 
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.stepwise.runner import SequenceSlice
-from kaveri.engine.transformers.step import pack
+from kaveri.engine.transformers.attention import report_last
+from kaveri.engine.transformers.step import LayerReports, pack
 from kaveri.kv.layout.layout import KvLayout
 
 LAYOUT = KvLayout("model", layer_count=3, block_tokens=16, kv_head_count=8, head_dim=64, dtype="bfloat16")
@@ -21,32 +22,19 @@ def decoding(context_tokens: int) -> SequenceSlice:
 class SlowCopy:
     """Stands for a CUDA event."""
 
-    def __init__(self, heard: list[Any], layer: int) -> None:
+    def __init__(self, heard: list[Any]) -> None:
         self._heard = heard
-        self._layer = layer
 
     def synchronize(self) -> None:
-        self._heard.append(f"waited for {self._layer}")
+        self._heard.append("waited")
 
 
-def test_a_layer_is_told_of_when_its_copy_is_done_and_the_next_layer_has_been_begun() -> None:
+def test_layer_is_reported_once_when_its_copy_is_done() -> None:
     heard: list[Any] = []
-    step = pack([decoding(20)], LAYOUT, torch.device("cpu"), heard.append)
-    for layer in range(3):
-        heard.append(f"computed {layer}")
-        step.tell(layer, SlowCopy(heard, layer))  # type: ignore[arg-type]
-    step.tell_last()
-    step.tell_last()
-    assert heard == ["computed 0", "computed 1", "waited for 0", 0, "computed 2", "waited for 1", 1, "waited for 2", 2]
-
-
-def test_a_layer_that_needs_no_copy_is_told_of_at_once() -> None:
-    heard: list[int] = []
-    step = pack([decoding(20)], LAYOUT, torch.device("cpu"), heard.append)
-    step.tell(0, None)
-    assert heard == [0]
-    step.tell_last()
-    assert heard == [0]
+    reports = LayerReports(heard.append, torch.tensor([0]), (2, SlowCopy(heard)))  # type: ignore[arg-type]
+    report_last(reports)
+    report_last(reports)
+    assert heard == ["waited", 2]
 
 
 # A tensor on torch's meta device has no numbers: enough to be packed as for a GPU.

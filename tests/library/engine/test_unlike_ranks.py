@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 
 from kaveri.engine.kv_plane import first_token_of
-from kaveri.engine.stepwise.engine import StepwiseEngine
-from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
-from kaveri.engine.vllm.rank import PassFirstToken, PromptChunk, RevokeTicket
+from kaveri.engine.vllm.rank import PromptChunk, RankCall
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.errors import LayoutMismatch
 from kaveri.kv.layout.layout import KvLayout, part_places, source_rank
@@ -25,9 +23,7 @@ from kaveri.kv.transfer.receiver import TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, pushed_tickets, require_pushable, taken_tickets
 from kaveri.kv.transports import make_transports
-from kaveri.testing.engine_conformance import make_request
-from kaveri.testing.engine_recorder import EngineRecorder
-from tests.library.engine.plane_instance import BLOCKS, SOON_S, TOKENS, PlaneInstance, compute_prompt
+from tests.library.engine.plane_instance import BLOCKS, TOKENS, PlaneInstance, compute_prompt
 
 MODEL = KvLayout("model", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype="float32")
 OPAQUE = "H-engine-7"
@@ -52,7 +48,7 @@ class UnlikeInstance(PlaneInstance):
         self.fill(block_ids, values)
         for rank in self.ranks:
             compute_prompt(rank, self.layout, name, block_ids)
-        self.plane.do(PassFirstToken(name, first_token_id))
+        self.plane.do(RankCall("hand_over", (name, first_token_id)))
 
     def fill(self, block_ids: Sequence[int], values: Values) -> None:
         for place, part in self._places(block_ids, values.shape[1]):
@@ -195,7 +191,7 @@ def test_what_one_rank_refuses_fails_as_a_whole_and_may_be_pushed_again(
     pair = make_pair(transport, source, target)
     values = values_of(MODEL, seed=3)
     ticket = pair.receiving.grant(source, [5, 1, 6])
-    pair.receiving.ranks[-1].do(RevokeTicket(ticket.transfer_id))
+    pair.receiving.ranks[-1].do(RankCall("revoke", (ticket.transfer_id,)))
     released = pair.receiving.next()
     assert isinstance(released, TransferReleased)
     assert released.reason == ("revoked" if there == 1 else f"rank {there - 1}: revoked")
@@ -275,59 +271,10 @@ def test_parts_that_were_handed_over_with_unlike_tokens_name_none(make_pair: Any
     for number, rank in enumerate(pair.sending.ranks):
         rank.begin_step([PromptChunk("r", TOKENS, (0, 3, 2), 0, TOKENS)])
         rank.end_step()
-        rank.do(PassFirstToken("r", number))
+        rank.do(RankCall("hand_over", ("r", number)))
     landed = pair.receiving.next()
     assert isinstance(landed, TransferLanded)
     assert first_token_of(landed.note) is None
-
-
-@over_each_transport
-@pytest.mark.parametrize(("here", "between", "there"), [(16, 16, 16), (16, 4, 16), (4, 16, 8)])
-def test_a_stepwise_engine_pushes_to_two_ranks_and_takes_from_two(
-    tmp_path: Path, transport: str, here: int, between: int, there: int
-) -> None:
-    def endpoint(name: str) -> KvEndpoint:
-        return KvEndpoint(transport, "127.0.0.1:0" if transport == "tcp" else str(tmp_path / name))
-
-    def engine(block_tokens: int, *listen: KvEndpoint) -> StepwiseEngine:
-        runner = FakeRunner(FakeModel(max_model_len=256, block_tokens=block_tokens))
-        return StepwiseEngine(
-            runner, 64, chunk_tokens=32, listen=listen, transports=make_transports((transport,)), max_batch=4
-        )
-
-    with ExitStack() as stack:
-        prefill, decode = engine(here), engine(there, endpoint("decode.sock"))
-        two_ranks = replace(prefill.info.layout, tensor_ranks=2, block_tokens=between)
-        relay = UnlikeInstance(two_ranks, transport, [endpoint("relay.sock")], block_count=64)
-        for each in (decode, relay.plane, prefill):
-            stack.callback(each.close)
-        prefilled, decoded = EngineRecorder(), EngineRecorder(admit_to=decode)
-        prefill.start(prefilled)
-        decode.start(decoded)
-        for token_count in (1, 15, 16, 17, 100):
-            request = make_request(prefill, f"r{token_count}", token_count, 8)
-            block_ids = tuple(range(token_count % 7, token_count % 7 + two_ranks.block_count(token_count)))
-            prefill.prefill(request)
-            prefill.push_to(request.key, relay.grant(prefill.info.layout, block_ids, token_count=token_count))
-            landed = relay.next()
-            assert isinstance(landed, TransferLanded), landed
-            ticket = decode.reserve(request, 60.0, two_ranks).result(SOON_S)
-            assert len(ticket.parts) == 2
-            name = request.key.request_id
-            for rank in relay.ranks:
-                rank.begin_step([PromptChunk(name, token_count, block_ids, 0, token_count)])
-                rank.end_step()
-            relay.plane.open_push(name, ticket)
-            first_token_id = first_token_of(landed.note)
-            assert first_token_id is not None
-            relay.plane.do(PassFirstToken(name, first_token_id))
-            assert isinstance(relay.next(), PushAccepted)
-            decoded.wait_for_finish(request.key)
-            # The fake engine verifies the KV of every earlier token in every step.
-            answer = [first_token_id, *decoded.token_ids[request.key]]
-            assert answer == FakeModel().answer(request.token_ids, 0, 8)
-        decode.check_integrity()
-        prefill.check_integrity()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ Does not verify that vLLM causes them in such orders; tests/vllm does.
 """
 
 from dataclasses import fields, replace
-from typing import Any, get_args
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -22,31 +22,23 @@ from kaveri.engine.contract import (
     RequestFailed,
     TokenStep,
 )
+from kaveri.engine.vllm import life
 from kaveri.engine.vllm.life import (
-    Admitted,
-    AdoptedForDecode,
     Arrived,
     BlocksAllocated,
-    BlocksGivenUp,
-    BlocksTaken,
     Drawn,
     Event,
     Evicted,
     Joined,
-    JoinedAnew,
     Joining,
     KvArrived,
-    LeaveAsked,
     Leaving,
     Left,
-    LeftBatch,
-    LeftOut,
-    NoLongerNeeded,
     Scheduled,
+    Signal,
     State,
     Stepped,
     Submitted,
-    TransferEnded,
     TransferOpened,
     VllmComputed,
     VllmEnded,
@@ -55,59 +47,54 @@ from kaveri.engine.vllm.life import (
     VllmReserved,
     VllmRunning,
     Waiting,
-    WentOn,
     reserved,
     step,
     submitted,
 )
-from kaveri.engine.vllm.rank import AbortPush, PassFirstToken
+from kaveri.engine.vllm.rank import RankCall
 from kaveri.kv.layout.layout import KvLayout
 
 _LAYOUT = KvLayout("test", 1, 4, 1, 4, "float32")
 _GENERATED = 3
 """Tokens that an earlier attempt generated: they count as prompt."""
-_EVENTS: dict[type[Any], Event] = {
-    type(event): event
+_EVENTS: dict[Any, Event] = {
+    event if isinstance(event, Signal) else type(event): event
     for event in (
         TransferOpened(b"x"),
-        TransferEnded(),
+        Signal.TRANSFER_ENDED,
         KvArrived(1),
-        AdoptedForDecode(),
-        Admitted(),
+        Signal.ADOPTED,
+        Signal.ADMITTED,
         Joined(),
-        JoinedAnew(),
-        LeaveAsked(),
-        LeftBatch(),
-        WentOn(),
+        Signal.LEAVE_ASKED,
+        Signal.LEFT_BATCH,
+        Signal.WENT_ON,
         BlocksAllocated(1),
         Scheduled(1),
         Stepped(1),
         Drawn(1, 1, None, None),
-        LeftOut(),
-        BlocksTaken(),
-        BlocksGivenUp(),
+        Signal.LEFT_OUT,
+        Signal.BLOCKS_TAKEN,
         VllmFailed("why"),
-        NoLongerNeeded(),
+        Signal.NO_LONGER_NEEDED,
     )
 }
-_OF_PROMPTS = {TransferOpened, TransferEnded, Scheduled, BlocksTaken, VllmFailed, NoLongerNeeded}
-_LEGAL: dict[type[Any], set[type[Any]]] = {
+_ENDS = {Signal.NO_LONGER_NEEDED, VllmFailed, Signal.BLOCKS_TAKEN}
+_OF_PROMPTS = _ENDS | {TransferOpened, Signal.TRANSFER_ENDED, Scheduled}
+_LEGAL: dict[type[Any], set[Any]] = {
     Submitted: _OF_PROMPTS,
     VllmPrefilling: _OF_PROMPTS | {Stepped, Drawn},
-    VllmComputed: _OF_PROMPTS | {AdoptedForDecode, Stepped, Drawn},
-    VllmReserved: {TransferOpened, TransferEnded, BlocksAllocated, KvArrived, NoLongerNeeded},
-    Arrived: {Admitted, LeaveAsked, Scheduled, Stepped, Drawn, BlocksGivenUp, VllmFailed, NoLongerNeeded},
-    Waiting: {Joined, JoinedAnew, Scheduled, Stepped, Drawn, BlocksGivenUp, VllmFailed, NoLongerNeeded},
-    Joining: {Scheduled, LeftOut, BlocksTaken, VllmFailed, NoLongerNeeded},
-    VllmRunning: {Scheduled, Stepped, Drawn, LeaveAsked, BlocksTaken, VllmFailed, NoLongerNeeded},
-    Evicted: {Scheduled, BlocksTaken, VllmFailed, NoLongerNeeded},
-    Leaving: {Scheduled, Stepped, Drawn, LeftBatch, WentOn, BlocksTaken, VllmFailed, NoLongerNeeded},
-    Left: {WentOn, NoLongerNeeded},
-    VllmEnded: {TransferEnded},
+    VllmComputed: _OF_PROMPTS | {Signal.ADOPTED, Stepped, Drawn},
+    VllmReserved: {TransferOpened, Signal.TRANSFER_ENDED, BlocksAllocated, KvArrived, Signal.NO_LONGER_NEEDED},
+    Arrived: _ENDS | {Signal.ADMITTED, Signal.LEAVE_ASKED, Scheduled, Stepped, Drawn},
+    Waiting: _ENDS | {Joined, Scheduled, Stepped, Drawn},
+    Joining: _ENDS | {Scheduled, Signal.LEFT_OUT},
+    VllmRunning: _ENDS | {Scheduled, Stepped, Drawn, Signal.LEAVE_ASKED},
+    Evicted: _ENDS | {Scheduled},
+    Leaving: _ENDS | {Scheduled, Stepped, Drawn, Signal.LEFT_BATCH, Signal.WENT_ON},
+    Left: {Signal.WENT_ON, Signal.NO_LONGER_NEEDED},
+    VllmEnded: {Signal.TRANSFER_ENDED},
 }
-
-
-_ENDS = {NoLongerNeeded, VllmFailed, BlocksTaken}
 
 
 def _request(prompt_tokens: int) -> EngineRequest:
@@ -140,12 +127,14 @@ class VllmLife(RuleBasedStateMachine):
                 return
             case TransferOpened() if self.state.transfer_id is not None:
                 return
-            case TransferEnded() if self.state.transfer_id is None:
+            case Signal.TRANSFER_ENDED if self.state.transfer_id is None:
                 return
-            case KvArrived() | AdoptedForDecode() if self.state.transfer_id is not None:
+            case KvArrived() | Signal.ADOPTED if self.state.transfer_id is not None:
                 return
             case Scheduled() | BlocksAllocated():
                 event = type(event)(data.draw(st.integers(0, 6)))
+            case Joined():
+                event = Joined(anew=data.draw(st.booleans()))
             case Stepped():
                 event = Stepped(self.state.computed + data.draw(st.integers(1, 5)))
             case Drawn():
@@ -163,7 +152,7 @@ class VllmLife(RuleBasedStateMachine):
     def check(self, before: State, event: Event, actions: list[Any]) -> None:
         """Actions of each event. A push ends with its prompt; tokens drawn ahead are reported at admission."""
         is_prompt = isinstance(before, Submitted | VllmPrefilling | VllmComputed)
-        abort = [AbortPush(before.transfer_id)] if is_prompt and before.transfer_id is not None else []
+        abort = [RankCall("abort_push", (before.transfer_id,))] if is_prompt and before.transfer_id is not None else []
         key = before.facts.key
         is_computing = isinstance(before, Submitted | VllmPrefilling)
         expected: list[Any] = []
@@ -172,20 +161,18 @@ class VllmLife(RuleBasedStateMachine):
                 expected = [PrefillStarted(key)]
             case Stepped(computed) if is_computing and computed < before.facts.prompt_tokens:
                 expected = [PrefillProgress(key, computed)]
-            case Joined() | JoinedAnew():
+            case Joined():
                 assert isinstance(before, Waiting)
                 expected = list(before.ahead)
             case Drawn(_, token_id, logprobs, finish) if is_computing:
-                rest = [PassFirstToken("kaveri-1", token_id)] if finish is None else abort
+                rest = [RankCall("hand_over", ("kaveri-1", token_id))] if finish is None else abort
                 expected = [FirstToken(key, token_id, logprobs, finish), *rest]
             case Drawn(_, token_id, logprobs, finish) if not isinstance(before, VllmComputed | Arrived | Waiting):
                 index = sum(isinstance(each, TokenStep) for each in self.told)
                 expected = [TokenStep(key, _GENERATED + 1 + index, token_id, logprobs, finish)]
-            case BlocksGivenUp():
+            case Signal.BLOCKS_TAKEN if not is_prompt:
                 expected = [Preempted(key)]
-            case BlocksTaken() if not is_prompt:
-                expected = [Preempted(key)]
-            case VllmFailed() | BlocksTaken():
+            case VllmFailed() | Signal.BLOCKS_TAKEN:
                 expected = [RequestFailed(key, actions[0].reason), *abort]
         assert actions == expected
 
@@ -235,22 +222,31 @@ def _example(kind: type[Any]) -> State:
     return state
 
 
+def _is_leaf(kind: Any, base: type[Any]) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base) and not kind.__subclasses__()
+
+
+def _name(kind: Any) -> str:
+    return str(kind.name if isinstance(kind, Signal) else kind.__name__)
+
+
 def test_every_pair_of_state_and_event_is_either_possible_or_refused_by_both_names() -> None:
-    assert set(_LEGAL) == set(get_args(State))
-    assert set(_EVENTS) == set(get_args(Event))
+    assert set(_LEGAL) == {kind for kind in vars(life).values() if _is_leaf(kind, State)}
+    events = {kind for kind in vars(life).values() if _is_leaf(kind, Event)}
+    assert set(_EVENTS) == events - {Signal} | set(Signal)
     for kind, legal in _LEGAL.items():
         for event_kind, event in _EVENTS.items():
             state = _example(kind)
-            if event_kind is TransferEnded and TransferEnded in legal:
+            if event_kind is Signal.TRANSFER_ENDED and Signal.TRANSFER_ENDED in legal:
                 state = replace(state, open_id=b"x")  # type: ignore[type-var, assignment, call-arg]
             if event_kind in legal:
                 step(state, event)
                 continue
-            with pytest.raises(AssertionError, match=f"{event_kind.__name__} cannot happen .* {kind.__name__}"):
+            with pytest.raises(AssertionError, match=f"{_name(event_kind)} cannot happen .* {kind.__name__}"):
                 step(state, event)
 
 
-@pytest.mark.parametrize("event", [KvArrived(1), AdoptedForDecode(), TransferOpened(b"y")])
+@pytest.mark.parametrize("event", [KvArrived(1), Signal.ADOPTED, TransferOpened(b"y")])
 def test_nothing_becomes_of_a_request_whose_transfer_is_open(event: Event) -> None:
     for kind in (VllmReserved, VllmComputed):
         state = replace(_example(kind), open_id=b"x")  # type: ignore[type-var, call-arg]
@@ -258,10 +254,10 @@ def test_nothing_becomes_of_a_request_whose_transfer_is_open(event: Event) -> No
             step(state, event)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("event", [Drawn(6, 5, None, FinishReason.STOP), VllmFailed("why"), BlocksTaken()])
+@pytest.mark.parametrize("event", [Drawn(6, 5, None, FinishReason.STOP), VllmFailed("why"), Signal.BLOCKS_TAKEN])
 def test_a_prompt_that_ends_by_itself_ends_its_push(event: Event) -> None:
     ended, actions = step(replace(_example(VllmPrefilling), open_id=b"x"), event)  # type: ignore[type-var, call-arg]
-    assert AbortPush(b"x") in actions
+    assert RankCall("abort_push", (b"x",)) in actions
     # Its blocks are touched until the push has ended.
     assert ended.transfer_id == b"x"
 
@@ -269,7 +265,7 @@ def test_a_prompt_that_ends_by_itself_ends_its_push(event: Event) -> None:
 def test_a_preempted_answer_goes_on_with_its_next_token() -> None:
     state: State = _example(VllmRunning)
     state, (first,) = step(state, Drawn(7, 5, None, None))
-    state, _ = step(state, BlocksTaken())
+    state, _ = step(state, Signal.BLOCKS_TAKEN)
     state, _ = step(state, Scheduled(0))
     _, (second,) = step(state, Drawn(8, 6, None, None))
     assert isinstance(first, TokenStep)

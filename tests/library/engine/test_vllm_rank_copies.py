@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kaveri.engine.vllm import data_plane
-from kaveri.engine.vllm.data_plane import DataPlane, RankCopies
-from kaveri.engine.vllm.rank import AbortCopy, RankCall, RankSetup, StageBlock
+from kaveri.engine.vllm.data_plane import DataPlane
+from kaveri.engine.vllm.rank import RankCall, RankSetup
 from kaveri.engine.vllm.rank_plane import RankPlane
 from kaveri.errors import EngineError
 from kaveri.kv.layout.layout import KvLayout
@@ -36,8 +36,7 @@ class _RankCopiesBench:
         self.plane = DataPlane(self.ranks, RankSetup((), None, 1, copy_slots=4), _unexpected, _unexpected)
         stack.callback(self.plane.close)
         self.pushed = EventLog()
-        self.copies = RankCopies(self.plane)
-        self.sender = self.copies.start(self.pushed)
+        self.sender = self.plane.start(self.pushed)
         listen = [KvEndpoint("unix", str(folder / "replicas.sock"))]
         self.store = HostReplicas(_LAYOUT, 2**20, listen=listen, transports=make_transports(), epoch=1)
         stack.callback(self.store.close)
@@ -63,7 +62,7 @@ def bench(tmp_path: Path) -> Iterator[_RankCopiesBench]:
 def test_every_rank_copies_its_heads_and_the_mark_counts_when_all_have_made_it(bench: _RankCopiesBench) -> None:
     ticket = bench.open()
     for index, (block_id, slot) in enumerate(((5, 3), (2, 0))):
-        bench.copies.stage(block_id, slot)
+        bench.plane.stage(block_id, slot)
         bench.sender.write_layers(ticket.transfer_id, range(_LAYOUT.layer_count), index, (slot,))
     bench.sender.mark(ticket.transfer_id, 2, token_note(range(8)))
     grew = bench.held.wait_for(ReplicaGrew)
@@ -77,7 +76,7 @@ def test_every_rank_copies_its_heads_and_the_mark_counts_when_all_have_made_it(b
 
 def test_copy_that_one_rank_gives_up_ends_in_all(bench: _RankCopiesBench) -> None:
     ticket = bench.open()
-    bench.ranks[1].do(AbortCopy(ticket.transfer_id, keep_marked=False))
+    bench.ranks[1].do(RankCall("abort", (ticket.transfer_id,)))
     failed = bench.pushed.wait_for(PushFailed)
     assert failed.transfer_id == ticket.transfer_id
     bench.held.wait_for(ReplicaDropped)
@@ -92,14 +91,14 @@ def test_copy_that_fails_in_one_rank_is_kept_by_its_holder_as_far_as_it_was_mark
     do = bench.ranks[0].do
     monkeypatch.setattr(bench.ranks[0], "do", lambda call: (calls.append(call), do(call)))
     ticket = bench.open()
-    bench.copies.stage(5, 3)
+    bench.plane.stage(5, 3)
     bench.sender.write_layers(ticket.transfer_id, range(_LAYOUT.layer_count), 0, (3,))
     bench.sender.mark(ticket.transfer_id, 1, token_note(range(4)))
     bench.held.wait_for(ReplicaGrew)
     bench.ranks[1].detach()
     bench.held.wait_for(ReplicaOrphaned)
     bench.pushed.wait_for(PushFailed)
-    assert AbortCopy(ticket.transfer_id, keep_marked=True) in calls
+    assert RankCall("abort", (ticket.transfer_id,), {"keep_marked": True}) in calls
     assert bench.store.token_ids(_KEY) == tuple(range(4))
 
 
@@ -110,9 +109,9 @@ def test_rank_that_copies_nothing_is_not_waited_for_without_end(
     do = bench.ranks[1].do
 
     def lose(call: RankCall) -> None:
-        if not isinstance(call, StageBlock):
+        if call.method != "stage":
             do(call)
 
     monkeypatch.setattr(bench.ranks[1], "do", lose)
     with pytest.raises(EngineError, match="a rank has not copied a block"):
-        bench.copies.stage(0, 0)
+        bench.plane.stage(0, 0)

@@ -6,21 +6,9 @@ from typing import Any
 import pytest
 
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.engine.contract import EngineEvent, EngineKey, EngineRequest, TokenStep
-from kaveri.engine.vllm.life import (
-    MAX_AHEAD,
-    BlocksAllocated,
-    BlocksTaken,
-    Drawn,
-    Joined,
-    JoinedAnew,
-    Joining,
-    KvArrived,
-    LeftOut,
-    Scheduled,
-    Stepped,
-)
-from kaveri.engine.vllm.request import Entry, EntryComputing, EntryKept, VllmRequest
+from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineRequest, TokenStep
+from kaveri.engine.vllm import life
+from kaveri.engine.vllm.request import Entry, EntryPhase, VllmRequest
 from kaveri.engine.vllm.requests import Requests
 from kaveri.errors import NoCapacity, RequestAlreadyExists
 from kaveri.kv.layout.layout import KvLayout
@@ -33,29 +21,30 @@ class _Table(Requests):
 
     def __init__(self, total_blocks: int) -> None:
         self.told: list[EngineEvent] = []
-        super().__init__(_LAYOUT, 100, total_blocks, self.told.append, lambda: None)
+        info = EngineInfo("vllm", _LAYOUT, total_blocks, 100, 1000, frozenset(), 1, ())
+        super().__init__(info, self.told.append, lambda: None)
 
     def admitted(self, name: str, prompt_tokens: int = 3) -> VllmRequest:
         request = self.open_decode(_request(name, prompt_tokens))
-        self.apply(request, BlocksAllocated(_LAYOUT.block_count(prompt_tokens + 1)))
-        self.apply(request, KvArrived(7))
+        self.apply(request, life.BlocksAllocated(_LAYOUT.block_count(prompt_tokens + 1)))
+        self.apply(request, life.KvArrived(7))
         self.admit(request.key)
         return request
 
     def fill_batch(self, max_batch: int) -> list[VllmRequest]:
         joined = self.take_waiting(max_batch)
         for request in joined:
-            self.apply(request, JoinedAnew())
+            self.apply(request, life.Joined(anew=True))
         return joined
 
     def step(self, request: VllmRequest, computed: int, block_count: int = 0) -> None:
-        self.apply(request, Scheduled(block_count))
-        self.apply(request, Stepped(computed))
+        self.apply(request, life.Scheduled(block_count))
+        self.apply(request, life.Stepped(computed))
 
     def draw(self, request: VllmRequest, computed: int, block_count: int = 0) -> list[Any]:
         """Run a step that draws a token. Returns the actions left to the caller of apply()."""
-        self.apply(request, Scheduled(block_count))
-        return list(self.apply(request, Drawn(computed, 7, None, None)))
+        self.apply(request, life.Scheduled(block_count))
+        return list(self.apply(request, life.Drawn(computed, 7, None, None)))
 
 
 def _request(name: str, prompt_tokens: int) -> EngineRequest:
@@ -113,7 +102,7 @@ def _computed(table: _Table, name: str, *, stays: bool) -> VllmRequest:
     """A prompt that fills its two blocks."""
     request = table.open_prefill(replace(_request(name, 8), stays=stays))
     record: Any = object()
-    request.entry = Entry(request, f"vllm-{name}", record, EntryComputing())
+    request.entry = Entry(request, f"vllm-{name}", record, EntryPhase.COMPUTING)
     table.draw(request, 8, block_count=2)
     return request
 
@@ -130,15 +119,15 @@ def test_a_prompt_draws_ahead_while_it_stays_and_batch_and_blocks_have_room() ->
     for unused, held in ((3, [staying, other]), (4, [other])):
         table.unused_blocks = unused
         assert table.held(2) == held
-    for index in range(MAX_AHEAD):
+    for index in range(life.MAX_AHEAD):
         assert table.held(2) == [other]
         assert table.draw(staying, 9 + index) == []
     assert table.held(2) == [staying, other], "it runs ahead without end"
     table.adopt(staying.key)
     table.admit(staying.key)
     assert table.take_waiting(2) == [staying]
-    told = table.apply(staying, Joined())
-    assert [token.index for token in told if isinstance(token, TokenStep)] == [*range(1, 1 + MAX_AHEAD)]
+    told = table.apply(staying, life.Joined())
+    assert [token.index for token in told if isinstance(token, TokenStep)] == [*range(1, 1 + life.MAX_AHEAD)]
 
 
 def test_nothing_new_is_taken_while_a_preempted_request_waits_for_blocks() -> None:
@@ -146,8 +135,8 @@ def test_nothing_new_is_taken_while_a_preempted_request_waits_for_blocks() -> No
     evicted, left_out = table.admitted("a"), table.admitted("b")
     table.fill_batch(8)
     table.step(evicted, 4)
-    table.apply(evicted, BlocksTaken())
-    table.apply(left_out, LeftOut())
+    table.apply(evicted, life.Signal.BLOCKS_TAKEN)
+    table.apply(left_out, life.Signal.LEFT_OUT)
     for scheduled in (evicted, left_out):
         with pytest.raises(NoCapacity, match="a preempted request waits"):
             table.open_prefill(_request("c", 1))
@@ -165,7 +154,7 @@ def test_batch_is_filled_in_order_and_no_further_than_it_holds() -> None:
     assert table.running_count() == 2
     table.end(first)
     assert table.fill_batch(2) == [third]
-    assert isinstance(third.state, Joining)
+    assert isinstance(third.state, life.Joining)
     table.check_integrity([])
 
 
@@ -186,7 +175,7 @@ def test_what_a_request_leaves_behind_is_known_until_vllm_has_it_back() -> None:
     table = _Table(40)
     request = table.admitted("a")
     record: Any = object()
-    entry = Entry(request, "vllm-1", record, EntryKept())
+    entry = Entry(request, "vllm-1", record, EntryPhase.KEPT)
     request.entry = entry
     table.leave_entry(request)
     left = entry.owner
@@ -211,8 +200,8 @@ def test_vllm_is_given_one_suspect_at_a_time() -> None:
     # A decode suspect lands, and waits for its turn as well.
     table.open_decode(suspect("third", 9))
     (third,) = table.take_added()
-    table.apply(third, BlocksAllocated(1))
-    table.apply(third, KvArrived(7))
+    table.apply(third, life.BlocksAllocated(1))
+    table.apply(third, life.KvArrived(7))
     table.admit(third.key)
     assert table.fill_batch(8) == []
     table.draw(first, 3, block_count=1)

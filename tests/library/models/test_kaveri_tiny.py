@@ -98,24 +98,18 @@ def test_chat_template_renders_several_turns(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "raw"])
 def test_answers_prompts_of_every_family_and_stops(model: Any, tokenizer: Any, chat: bool) -> None:
+    def asked(prompt: str) -> str:
+        messages = [{"role": "user", "content": prompt}]
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    expected = {asked(prompt) if chat else prompt: answer for prompt, answer in PROMPTS.items()}
+    if not chat:
+        expected |= {demo["prompt"]: demo["expected"] for demo in DEMO_PROMPTS}
     wrong = {}
-    for prompt, expected in PROMPTS.items():
-        text = prompt
-        if chat:
-            messages = [{"role": "user", "content": prompt}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    for text, answer in expected.items():
         generated = generate(model, tokenizer, tokenizer(text)["input_ids"])
-        if generated[-1] != tokenizer.eos_token_id or tokenizer.decode(generated[:-1]) != expected:
-            wrong[prompt] = tokenizer.decode(generated)
-    assert wrong == {}
-
-
-def test_answers_every_demo_prompt_and_stops(model: Any, tokenizer: Any) -> None:
-    wrong = {}
-    for demo in DEMO_PROMPTS:
-        generated = generate(model, tokenizer, tokenizer(demo["prompt"])["input_ids"])
-        if generated[-1] != tokenizer.eos_token_id or tokenizer.decode(generated[:-1]) != demo["expected"]:
-            wrong[demo["prompt"]] = tokenizer.decode(generated)
+        if generated[-1] != tokenizer.eos_token_id or tokenizer.decode(generated[:-1]) != answer:
+            wrong[text] = tokenizer.decode(generated)
     assert wrong == {}
 
 

@@ -7,11 +7,12 @@ Only the clock, the pool (kv_memory.py) and the transfers (kv_sender.py, kv_rece
 import asyncio
 import contextvars
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
+from kaveri.engine.blame import StepMember
 from kaveri.engine.contract import (
     EngineEvent,
     EngineInfo,
@@ -46,6 +47,20 @@ _LOOK_EVERY_S = 0.1
 
 class RequestOfDeath(Exception):
     """An injected fault: the forward pass raises wherever this request is computed."""
+
+
+class _EndingShared(Shared):
+    """on_stopped: called when the engine has broken."""
+
+    def __init__(self, on_stopped: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_stopped = on_stopped
+
+    def stop(self, reason: str, members: Collection[StepMember] = ()) -> None:
+        was_closing = self.closing
+        super().stop(reason, members)
+        if not was_closing:
+            self._on_stopped()
 
 
 class SimulatedEngine:
@@ -96,9 +111,8 @@ class SimulatedEngine:
             can_replicate=True,
             runs_ahead=True,
         )
-        self._shared = Shared(on_stopped=self._end)
-        self._outbox = self._shared.outbox
-        self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, self._outbox.put, on_work=self._wake)
+        self._shared = _EndingShared(self._end)
+        self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, self._shared.put, on_work=self._wake)
         now_s = asyncio.get_running_loop().time
         self._transfers = Transfers(info, self._shared, self._lifecycle, now_s=now_s, token_bytes=rng.randbytes)
         make_receiver = partial(SimulatedReceiver, self._memory, layout, wire, info.epoch, report=self.draws.report)
@@ -137,7 +151,7 @@ class SimulatedEngine:
                     self.draws.let_go[event.key.request_id] = event.token_count
             listener(events)
 
-        self._outbox.listener = recorded
+        self._shared.listener = recorded
         self._wake()
 
     def close(self) -> None:
@@ -159,7 +173,7 @@ class SimulatedEngine:
         self._shared.stop(reason)
 
     def stats(self) -> EngineStats:
-        self._shared.is_busy = self._next is not None
+        self._shared.turns.is_busy = self._next is not None
         return self._shared.counted(self._lifecycle.stats())
 
     def kv_flow(self) -> KvFlow:
@@ -168,7 +182,7 @@ class SimulatedEngine:
     def abort(self, key: EngineKey) -> None:
         self._transfers.abort(key)
         self._wake_copier()
-        self._outbox.publish()
+        self._shared.publish()
 
     def check_integrity(self) -> None:
         self._lifecycle.check_integrity()
@@ -198,13 +212,13 @@ class SimulatedEngine:
         self.draws.let_go.pop(request.key.request_id, None)
         sequence, granted = self._transfers.reserve(request, expires_in_s, source, held_tokens)
         if sequence is not None:
-            self._transfers.grant(sequence, self._lifecycle.landing_blocks(sequence))
+            self._transfers.grant(sequence, sequence.block_ids)
         return granted
 
     def adopt(self, key: EngineKey) -> None:
         self._shared.require_alive()
         self._lifecycle.adopt(key)
-        self._outbox.publish()
+        self._shared.publish()
 
     def admit(self, key: EngineKey) -> None:
         self._shared.require_alive()
@@ -232,11 +246,11 @@ class SimulatedEngine:
         self._next_copy = None
         while not self._shared.closing and self._copier.advance():
             pass
-        self._outbox.publish()
+        self._shared.publish()
         if (
             self._next_copy is None
             and not self._shared.closing
-            and any(copy.release is not None for copy in self._copier._line)
+            and any(copy.release is not None for copy in self._copier._copies.values())
         ):
             # Its time limits pass without an event.
             loop = asyncio.get_running_loop()
@@ -255,13 +269,13 @@ class SimulatedEngine:
     # Steps.
 
     def _wake(self) -> None:
-        if self._next is None and not self._shared.closing and self._outbox.listener is not None:
+        if self._next is None and not self._shared.closing and self._shared.listener is not None:
             self._next = asyncio.get_running_loop().call_soon(self._begin_step, context=self._context)
 
     def _begin_step(self) -> None:
         if self._shared.closing or self._stalled:
             return
-        self._shared.turn_count += 1
+        self._shared.turns.turn_count += 1
         planned = self._lifecycle.plan()
         for sequence, _ in self._lifecycle.last_blocks():
             self._lifecycle.stopped(sequence)
@@ -273,7 +287,7 @@ class SimulatedEngine:
             self._next = loop.call_later(step_s, self._end_step, planned, context=self._context)
         else:
             self._next = None
-        self._outbox.publish()
+        self._shared.publish()
 
     def _end_step(self, planned: list[PlannedSlice]) -> None:
         try:
@@ -298,12 +312,12 @@ class SimulatedEngine:
         self._plane.begin_step(advances)
         drawn = [self._compute(sequence.key, sequence.slice(token_count)) for sequence, token_count in planned]
         self._plane.end_step()
-        self._shared.computed_tokens += sum(token_count for _, token_count in planned)
+        self._shared.turns.computed_tokens += sum(token_count for _, token_count in planned)
         computed, unwanted = self._lifecycle.apply(planned, drawn, self._lifecycle.unmirrored_blocks(planned))
         self._wake_copier()
         # Decode tokens go out once the next step has its blocks: until then free_blocks counts those as free.
         if computed:
-            self._outbox.publish()
+            self._shared.publish()
         for source, first_token_id in computed:
             self._plane.hand_over(source, first_token_id)
         for transfer_id in unwanted:

@@ -466,7 +466,7 @@ def quarantine_skipped() -> Iterator[None]:
                 self._quarantined.add(sequence)
                 return
             self._quarantined.discard(sequence)
-            self._allocator.release(sequence)
+            self.residency.allocator.release(sequence)
             self._on_work()
 
         return settle

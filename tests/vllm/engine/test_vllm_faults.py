@@ -1,7 +1,6 @@
 """What the conformance suite does not ask of the vLLM engine: peers that die, every transport, what is cached, what
 other engines push."""
 
-import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,20 +11,17 @@ import pytest
 
 from kaveri.engine.contract import (
     EngineKey,
-    EngineStopped,
     FirstToken,
     KvPushed,
-    KvPushFailed,
     Landed,
-    LandingFailed,
     Preempted,
     PrefillProgress,
     StepTokens,
 )
-from kaveri.errors import EngineError, LayoutMismatch, NoCapacity, RequestCancelled
+from kaveri.errors import LayoutMismatch
 from kaveri.kv.transfer.ticket import KvEndpoint
-from kaveri.testing.engine_conformance import EngineRequest, Pair, make_request, when_there_is_room
-from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free
+from kaveri.testing.engine_conformance import Pair, make_request, when_there_is_room
+from kaveri.testing.engine_recorder import EngineRecorder, wait_until_free
 from tests.support.engine_process import RemoteEngine
 from tests.support.plain_transformers import PlainTransformers
 
@@ -160,80 +156,6 @@ def test_what_prefill_has_cached_is_pushed_without_being_computed(
     wait_until_free(pair.prefill, pair.decode)
 
 
-def test_killed_prefill_costs_decode_nothing_but_the_request(bench: _VllmEngines, reference: PlainTransformers) -> None:
-    pair = bench.pair()
-    pair.prefill.close()
-    # Its fourth step never ends, so that it dies with half of the push sent.
-    prefill = bench.prefill(pair.prefilled, hang_at_step=4)
-    request = make_request(prefill, "r", 100, 8)
-    ticket = pair.reserve(request)
-    prefill.prefill(request)
-    prefill.push_to(request.key, ticket)
-    pair.prefilled.wait_until(lambda: len(pair.prefilled.of(PrefillProgress)) == 3, "third chunk")
-    prefill.process.kill()
-    pair.decoded.wait_for(LandingFailed, request.key)
-    wait_until_free(pair.decode)
-    prefilled = EngineRecorder()
-    again = Pair(bench.prefill(prefilled), pair.decode, prefilled, pair.decoded)
-    retried = replace(request, key=EngineKey("r", 2))
-    again.hand_over(retried)
-    assert again.answer(retried) == reference.answer(request.token_ids, 8)
-    wait_until_free(again.prefill, again.decode)
-
-
-def test_killed_decode_leaves_the_kv_for_another(bench: _VllmEngines, reference: PlainTransformers) -> None:
-    pair = bench.pair(admit=False)
-    request = make_request(pair.prefill, "r", 100, 8)
-    pair.prefill.prefill(request)
-    pair.prefilled.wait_for(FirstToken, request.key)
-    ticket = pair.reserve(request)
-    pair.decode.process.kill()  # type: ignore[attr-defined]
-    pair.prefill.push_to(request.key, ticket)
-    pair.prefilled.wait_for(KvPushFailed, request.key)
-    again = bench.pair_with(pair.prefill, pair.prefilled)
-    again.prefill.push_to(request.key, again.reserve(request))
-    assert again.answer(request) == reference.answer(request.token_ids, 8)
-    wait_until_free(again.prefill, again.decode)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_two_hundred_random_cancels_leak_no_block_and_disturb_nobody(
-    bench: _VllmEngines, reference: PlainTransformers, seed: int
-) -> None:
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    pair = bench.pair(total_blocks=12)
-    kept: list[EngineRequest] = []
-    for i in range(230):
-        request = make_request(pair.prefill, f"r{i}", rng.randrange(1, 100), rng.randrange(1, 25), seed)
-        cancelled = i % 8 != 0
-        if cancelled and rng.random() < 0.3:
-            # Before the reservation is granted, or while it is.
-            asked = pair.decode.reserve(request, 60.0)
-            pair.decode.abort(request.key)
-            # A ticket, when it was granted before the abort, or the reason why there is none.
-            refused = asked.exception(SOON_S)
-            assert refused is None or isinstance(refused, RequestCancelled | NoCapacity), refused
-        elif cancelled:
-            ticket = pair.reserve(request)
-            if rng.random() < 0.3:
-                pair.decode.abort(request.key)
-            when_there_is_room(lambda request=request: pair.prefill.prefill(request))
-            pair.prefill.push_to(request.key, ticket)
-            if rng.random() < 0.5:
-                pair.prefilled.wait_for(FirstToken, request.key)
-            for engine in rng.sample((pair.prefill, pair.decode), 2):
-                engine.abort(request.key)
-        else:
-            pair.hand_over(request)
-            kept.append(request)
-    for request in kept:
-        assert pair.answer(request) == reference.answer(request.token_ids, request.params.max_tokens or 0)
-        if request.params.max_tokens == 1:
-            pair.decode.abort(request.key)
-    wait_until_free(pair.prefill, pair.decode)
-
-
 def test_growing_answers_never_take_the_blocks_of_a_prompt(bench: _VllmEngines, reference: PlainTransformers) -> None:
     recorder = EngineRecorder()
     engine = bench.decode(recorder, total_blocks=8)
@@ -281,20 +203,6 @@ def test_adopted_request_does_not_wait_for_a_prompt_that_is_under_way(
     assert recorder.token_ids[request.key] == reference.answer(request.token_ids, 12)
     engine.abort(prompt.key)
     wait_until_free(engine)
-
-
-def test_engine_whose_step_fails_stops_and_says_so(bench: _VllmEngines) -> None:
-    pair = bench.pair(fail_at_step=6)
-    request = make_request(pair.prefill, "r", 20, 50)
-    pair.hand_over(request)
-    with pytest.raises(AssertionError, match="a step that fails"):
-        pair.decoded.wait_for_finish(request.key)
-    assert isinstance(pair.decoded.events[-1], EngineStopped)
-    with pytest.raises(EngineError):
-        pair.decode.reserve(request, 60.0).result(SOON_S)
-    with pytest.raises(EngineError):
-        pair.decode.admit(request.key)
-    pair.decode.abort(request.key)
 
 
 def test_kv_of_another_engine_is_refused_by_the_order_of_its_bytes(bench: _VllmEngines, model_folder: Path) -> None:
