@@ -149,7 +149,7 @@ def up(
     Prints one line on stdout, with the routers' addresses, once a request would succeed. Restarts what dies. On Ctrl-C
     or SIGTERM it lets requests in flight finish and leaves no process behind. A second Ctrl-C ends everything at once.
     """
-    from kaveri.local.config import StackConfig
+    from kaveri.local.config import ListeningPorts, StackConfig, Supervision
     from kaveri.local.service_flags import read_service_flags
     from kaveri.rpc.process import cluster_name_text
     from kaveri.rpc.tls import RpcTls, use_tls
@@ -188,25 +188,26 @@ def up(
     engine, tls = _check_settings(flags, running, config)
     if tls is not None:
         use_tls(RpcTls(tls))
+    if predictor in ("auto", "none"):
+        predictor = _predictor_of(model, engine) if predictor == "auto" else ""
     stack = StackConfig(
         model=model,
         counts=counts,
         flags=flags.of_role,
-        predictor=_predictor_of(model, engine) if predictor == "auto" else "" if predictor == "none" else predictor,
-        settings=flags.shared,
+        settings={**flags.shared, "predictor": predictor},
         config_file=config,
-        port=port,
-        gateway_port=(_GATEWAY_PORT if port else 0) if gateway_port is None else gateway_port,
-        public_port=public_port,
-        host=host,
-        metrics_port=metrics_port,
         redis_url=redis_url,
         cluster_name=cluster_name,
         # Other users may have stacks in the same cluster.
         name=f"local-{secrets.token_hex(2)}" if redis_url else "",
-        log_dir=log_dir,
-        drain_timeout_s=drain_timeout_s,
-        start_timeout_s=start_timeout_s,
+        listening=ListeningPorts(
+            host=host,
+            port=port,
+            gateway_port=(_GATEWAY_PORT if port else 0) if gateway_port is None else gateway_port,
+            public_port=public_port,
+            metrics_port=metrics_port,
+        ),
+        supervision=Supervision(log_dir=log_dir, drain_timeout_s=drain_timeout_s, start_timeout_s=start_timeout_s),
     )
     sys.exit(asyncio.run(_run(stack)))
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +29,37 @@ _COUNTS: Mapping[ServiceKind, int] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class ListeningPorts:
+    """Address and ports of a stack. A port is the first of its kind, and further instances use the next ones; 0: free
+    ports."""
+
+    host: str = LOOPBACK
+    """Listening host of the routers and gateways; everything else stays on loopback."""
+    port: int = 0
+    """Port of the first router."""
+    gateway_port: int = 0
+    public_port: int = 0
+    """Port of the first router for clients with API keys. 0: none."""
+    metrics_port: int = 0
+    """First port, on loopback, for the instances' Prometheus metrics, in the order routers, prefill, decode, colocated
+    instances, predictors, gateways, each by id. 0: no metrics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervision:
+    """Logs, timeouts and restarts of a stack's processes."""
+
+    log_dir: Path | None = None
+    """Folder of the <instance id>.log files; None: a temporary folder removed with the stack."""
+    drain_timeout_s: float = 30.0
+    """Seconds for requests in flight to end when the stack stops."""
+    start_timeout_s: float = 300.0
+    """Max seconds until every instance is ready; mostly for loading models."""
+    restart: bool = True
+    """True to restart a child that dies; fault tests restart children themselves."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StackConfig:
     """Settings of a LocalStack. Services use their own variables and defaults for everything else."""
 
@@ -39,79 +70,70 @@ class StackConfig:
     the setting `predictor`."""
     flags: Mapping[ServiceKind, tuple[str, ...]] = field(default_factory=dict)
     """Additional flags by role: ("--max-requests", "64")."""
-    predictor: str = ""
-    """Bundled name or folder of the length predictor; empty: none."""
-    port: int = 0
-    """Port of the first router; further ones use the next ports. 0: free ports."""
-    gateway_port: int = 0
-    """Port of the first gateway; further ones use the next ports. 0: free ports."""
-    public_port: int = 0
-    """Port of the first router for clients with API keys; further ones use the next ports. 0: none."""
-    host: str = LOOPBACK
-    """Listening host of the routers and gateways; everything else stays on loopback."""
-    metrics_port: int = 0
-    """First port, on loopback, for the instances' Prometheus metrics, in the order routers, prefill, decode, colocated
-    instances, predictors, gateways, each by id. 0: no metrics."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Settings of services, by name: {"engine": "fake"}. Each goes to the services that roles_of() names."""
+    config_file: str = ""
+    """Configuration file for every service; see `--config`."""
     redis_url: str = ""
     """URL of the Redis to use; empty: a private Redis."""
     cluster_name: str = DEFAULT_CLUSTER
     """Name of the cluster; several clusters can share one Redis."""
     name: str = ""
     """Prefix of the instance ids, so that several stacks can form one cluster: "blue-decode-0"."""
-    settings: Mapping[str, object] = field(default_factory=dict)
-    """Settings of services, by name: {"engine": "fake"}. Each goes to the services that roles_of() names."""
-    config_file: str = ""
-    """Configuration file for every service; see `--config`."""
-    log_dir: Path | None = None
-    """Folder of the <instance id>.log files; None: a temporary folder removed with the stack."""
-    drain_timeout_s: float = 30.0
-    """Seconds for requests in flight to end when the stack stops."""
-    start_timeout_s: float = 300.0
-    """Max seconds until every instance is ready; mostly for loading models."""
-    restart: bool = True
-    """True to restart a child that dies; fault tests restart children themselves."""
+    listening: ListeningPorts = field(default_factory=ListeningPorts)
+    supervision: Supervision = field(default_factory=Supervision)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a setting that would silently fall back to a default."""
-        for name in ("model", "host"):
-            if not getattr(self, name).strip():
-                raise ConfigError("--" + name.replace("_", "-"), "is empty")
-        for flag, port, role in (
-            ("--port", self.port, ServiceKind.ROUTER),
-            ("--public-port", self.public_port, ServiceKind.ROUTER),
-            ("--gateway-port", self.gateway_port, ServiceKind.GATEWAY),
+        for flag, text in (("--model", self.model), ("--host", self.listening.host)):
+            if not text.strip():
+                raise ConfigError(flag, "is empty")
+        for flag, port, count in (
+            ("--port", self.listening.port, self.counts.get(ServiceKind.ROUTER, 0)),
+            ("--public-port", self.listening.public_port, self.counts.get(ServiceKind.ROUTER, 0)),
+            ("--gateway-port", self.listening.gateway_port, self.counts.get(ServiceKind.GATEWAY, 0)),
+            ("--metrics-port", self.listening.metrics_port, len(self.roles)),
         ):
-            count = self.counts.get(role, 0)
             if port and port + count - 1 > MAX_PORT:
                 raise ConfigError(flag, f"is {port}; {count} ports follow one another, up to {MAX_PORT}")
-        if self.metrics_port and self.metrics_port + len(self.all_instance_ids) - 1 > MAX_PORT:
-            reason = f"is {self.metrics_port}; {len(self.all_instance_ids)} ports follow one another, up to {MAX_PORT}"
-            raise ConfigError("--metrics-port", reason)
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """Create a config from stack fields, service settings, and counts and flags of roles:
+        """Create a config from the fields of all its parts, service settings, and counts and flags of roles:
         `StackConfig.of(prefill_count=1, decode_flags=("--max-batch", "8"), engine="fake")`. Settings that are empty or
         0 keep their defaults."""
         counts = {role: given.pop(f"{role}_count") for role in ROLES if f"{role}_count" in given}
         flags = {role: given.pop(f"{role}_flags") for role in ROLES if f"{role}_flags" in given}
+        listening, supervision = (
+            kind(**{each.name: given.pop(each.name) for each in fields(kind) if each.name in given})
+            for kind in (ListeningPorts, Supervision)
+        )
         own = {name: value for name, value in given.items() if name in cls.__dataclass_fields__}
         settings = {name: value for name, value in given.items() if name not in own and (value or value is False)}
-        return cls(**own, counts={**_COUNTS, **counts}, flags=flags, settings=settings)
+        return cls(
+            **own,
+            counts={**_COUNTS, **counts},
+            flags=flags,
+            settings=settings,
+            listening=listening,
+            supervision=supervision,
+        )
 
     @property
-    def all_instance_ids(self) -> tuple[str, ...]:
-        return tuple(name for role in ROLES for name in self.instance_ids(role))
+    def roles(self) -> dict[str, ServiceKind]:
+        """Role of each instance, by id; in the order in which a stack stops them."""
+        return {name: role for role in ROLES for name in self.instance_ids(role)}
 
     def instance_ids(self, role: ServiceKind) -> tuple[str, ...]:
-        count = 0 if role is ServiceKind.PREDICTOR and not self.predictor else self.counts.get(role, 0)
+        has_none = role is ServiceKind.PREDICTOR and not self.settings.get("predictor")
+        count = 0 if has_none else self.counts.get(role, 0)
         prefix = f"{self.name}-" if self.name else ""
         return tuple(f"{prefix}{role}-{number}" for number in range(count))
 
     @property
     def ports(self) -> dict[str, int]:
         """Ports of routers and gateways by instance id; 0: any free port."""
-        firsts = ((ServiceKind.ROUTER, self.port), (ServiceKind.GATEWAY, self.gateway_port))
+        firsts = ((ServiceKind.ROUTER, self.listening.port), (ServiceKind.GATEWAY, self.listening.gateway_port))
         return {
             name: first and first + number
             for role, first in firsts
@@ -121,13 +143,14 @@ class StackConfig:
     def metrics_port_of(self, instance_id: str) -> int:
         # Gateways last, so that the other roles keep their former ports.
         gateways = self.instance_ids(ServiceKind.GATEWAY)
-        others = [name for name in self.all_instance_ids if name not in gateways]
-        return self.metrics_port and self.metrics_port + [*others, *gateways].index(instance_id)
+        others = [name for name in self.roles if name not in gateways]
+        first = self.listening.metrics_port
+        return first and first + [*others, *gateways].index(instance_id)
 
     @property
     def public_advertise_host(self) -> str:
         """Hostname at which this machine reaches routers and gateways."""
-        return LOOPBACK if is_all_addresses(self.host) else self.host
+        return LOOPBACK if is_all_addresses(self.listening.host) else self.listening.host
 
 
 def service_command(config: StackConfig, role: ServiceKind, instance_id: str, port: int) -> list[str]:
@@ -136,20 +159,18 @@ def service_command(config: StackConfig, role: ServiceKind, instance_id: str, po
     is_public = role in PUBLIC_ROLES
     settings: dict[str, object] = {
         "instance_id": instance_id,
-        "host": config.host if is_public else LOOPBACK,
+        "host": config.listening.host if is_public else LOOPBACK,
         "advertise_host": config.public_advertise_host if is_public else LOOPBACK,
         "port": port,
         "metrics_port": config.metrics_port_of(instance_id),
         "health_port": 0,
         "cluster_name": config.cluster_name,
-        "drain_timeout_s": config.drain_timeout_s,
+        "drain_timeout_s": config.supervision.drain_timeout_s,
     }
-    if role is ServiceKind.ROUTER and config.public_port:
-        settings["public_port"] = config.public_port + config.instance_ids(role).index(instance_id)
+    if role is ServiceKind.ROUTER and config.listening.public_port:
+        settings["public_port"] = config.listening.public_port + config.instance_ids(role).index(instance_id)
     if "model" in names_of(role):
         settings["model"] = config.model
-    if role is ServiceKind.PREDICTOR:
-        settings["predictor"] = config.predictor
     settings |= {name: value for name, value in _shared(config, role).items() if name not in secrets_of(role)}
     flags = [text for name, value in settings.items() for text in (flag_of(name), str(value))]
     return [sys.executable, *program_of(role), *flags, *config.flags.get(role, ())]

@@ -74,7 +74,7 @@ async def trace_request() -> Mapping[str, Passage]:
 async def _trace_in(folder: Path) -> Mapping[str, Passage]:
     config = StackConfig.of(prefill_count=1, decode_count=1, engine="transformers", kv_transports="tcp", restart=False)
     async with LocalStack(config) as stack:
-        await stack.wait_until_ready(config.start_timeout_s)
+        await stack.wait_until_ready(config.supervision.start_timeout_s)
         client = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.figures.client", stack.target),
             stdin=asyncio.subprocess.PIPE,
