@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope
 from kaveri.errors import InvalidArgument, NoCapacity
 from kaveri.policy.byte_budget import ByteBudget, HeldBytes
 from services.gateway import metrics
-from services.gateway.config import GatewayConfig
+from services.gateway.config import HttpLimits
 from services.gateway.connection import ClientGone, header
 from services.gateway.http_errors import CLOSE, HttpError, unavailable
 
@@ -44,9 +44,9 @@ MadeT = TypeVar("MadeT")
 class BodyBudget:
     """Byte budget of all bodies and of other memory of their requests. Not thread-safe."""
 
-    def __init__(self, config: GatewayConfig) -> None:
-        self.config = config
-        self._bytes = ByteBudget("gateway", config.max_bodies_bytes, metrics.BODY_BYTES.set)
+    def __init__(self, limits: HttpLimits) -> None:
+        self.limits = limits
+        self._bytes = ByteBudget("gateway", limits.max_bodies_bytes, metrics.BODY_BYTES.set)
         # A single thread: a parse holds the GIL, and the event loop must get it between two of them.
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="body")
 
@@ -83,10 +83,10 @@ class HeldBody:
     async def read(self, scope: Scope, receive: Receive, make: Callable[[dict[str, Any]], MadeT]) -> MadeT:
         """Read the body and apply `make` to the JSON object. make: may run on a thread. Raises HttpError, naming the
         limit, ClientGone, and as make."""
-        within_s = self._budget.config.slow_sender_s
+        within_s = self._budget.limits.slow_sender_s
         try:
             async with asyncio.timeout(within_s):
-                data = await self._read(scope, receive, self._budget.config.max_body_bytes)
+                data = await self._read(scope, receive, self._budget.limits.max_body_bytes)
         except TimeoutError as error:
             message = f"the request's body did not arrive within {within_s:g} s"
             raise HttpError(408, message, code="slow_request", headers=[CLOSE]) from error

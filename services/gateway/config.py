@@ -35,16 +35,9 @@ def web_origins(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(PublicSettings, ServiceConfig):
-    """Answers OpenAI's HTTP API: asks the routers of one cluster, and streams their answers."""
+class HttpLimits:
+    """Limits on clients, their connections and requests."""
 
-    port: int = setting("port to listen on for HTTP; 0: a free one", DEFAULT_PORT, least=0, most=MAX_PORT)
-    routers: tuple[str, ...] = setting(
-        "routers to ask, HOST:PORT with commas between them; then Redis is not used, and `kaveri status` does "
-        "not show this gateway. Empty: those that Redis names",
-        (),
-        router_addresses,
-    )
     request_timeout_s: float = setting(
         "seconds that an answer may take, from the request's arrival", 600.0, above=0, most=7 * 86_400.0
     )
@@ -76,6 +69,20 @@ class GatewayConfig(PublicSettings, ServiceConfig):
         size_bytes,
         least=1024,
     )
+    max_answers: int = setting("answers that one request may ask for: prompts times n", 256, least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(HttpLimits, PublicSettings, ServiceConfig):
+    """Answers OpenAI's HTTP API: asks the routers of one cluster, and streams their answers."""
+
+    port: int = setting("port to listen on for HTTP; 0: a free one", DEFAULT_PORT, least=0, most=MAX_PORT)
+    routers: tuple[str, ...] = setting(
+        "routers to ask, HOST:PORT with commas between them; then Redis is not used, and `kaveri status` does "
+        "not show this gateway. Empty: those that Redis names",
+        (),
+        router_addresses,
+    )
     direct: str = setting(
         "whether to read tokens at the decode instances that draw them, where it can reach these; auto: unless its "
         "routers want an API key",
@@ -88,7 +95,6 @@ class GatewayConfig(PublicSettings, ServiceConfig):
         (),
         web_origins,
     )
-    max_answers: int = setting("answers that one request may ask for: prompts times n", 256, least=1)
 
     @property
     def ports(self) -> tuple[ListeningPort, ...]:

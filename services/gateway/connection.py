@@ -16,7 +16,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from services.gateway.config import GatewayConfig
+from services.gateway.config import HttpLimits
 from services.gateway.http_errors import CLOSE, HttpError, unavailable
 
 CONNECTION_KEY = "kaveri.connection"
@@ -44,7 +44,7 @@ class HttpConnection(H11Protocol):
 
     def __init__(
         self,
-        limits: GatewayConfig,
+        limits: HttpLimits,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
