@@ -2,9 +2,9 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from kaveri.addresses import is_all_addresses
 from kaveri.cluster.store import DEFAULT_CLUSTER
@@ -17,6 +17,7 @@ from kaveri.models import KAVERI_TINY
 from kaveri.programs import setting_sections, settings_types
 from kaveri.security.posture import open_ports
 
+PartT = TypeVar("PartT", "ListeningPorts", "Supervision")
 LOOPBACK = "127.0.0.1"
 PUBLIC_ROLES = (ServiceKind.ROUTER, ServiceKind.GATEWAY)
 """Roles that clients connect to: they keep their ports over restarts."""
@@ -104,10 +105,7 @@ class StackConfig:
         0 keep their defaults."""
         counts = {role: given.pop(f"{role}_count") for role in ROLES if f"{role}_count" in given}
         flags = {role: given.pop(f"{role}_flags") for role in ROLES if f"{role}_flags" in given}
-        listening, supervision = (
-            kind(**{each.name: given.pop(each.name) for each in fields(kind) if each.name in given})
-            for kind in (ListeningPorts, Supervision)
-        )
+        listening, supervision = _take(ListeningPorts, given), _take(Supervision, given)
         own = {name: value for name, value in given.items() if name in cls.__dataclass_fields__}
         settings = {name: value for name, value in given.items() if name not in own and (value or value is False)}
         return cls(
@@ -210,3 +208,8 @@ def stack_flag(field: str) -> str:
     """Return the stack's flag for a service's setting, for errors."""
     of_secrets = {variable_of(name): flag_of(name) for role in ROLES for name in secrets_of(role)}
     return of_secrets.get(field, field)
+
+
+def _take(kind: type[PartT], given: dict[str, Any]) -> PartT:
+    """Remove the fields of a part from `given`, and create it from them."""
+    return kind(**{name: given.pop(name) for name in kind.__dataclass_fields__ if name in given})
