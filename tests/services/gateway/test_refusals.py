@@ -23,82 +23,81 @@ from tests.services.router.scripted_answers import MAX_MODEL_LEN, eventually
 _LONG_CHAT = [{"role": "user", "content": "word " * 200}]
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        ("completions", {"logit_bias": {"5": 1}}, "logit_bias"),
-        ("completions", {"logit_bias": {"5": 0, "6": False}}, "logit_bias"),
-        ("completions", {"metadata": "x"}, "metadata"),
-        ("completions", {"reasoning_effort": "none"}, "reasoning_effort"),
-        ("chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
-        ("chat/completions", {"verbosity": "high"}, "verbosity"),
-        ("chat/completions", {"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
-        ("chat/completions", {"tools": "x", "tool_choice": "none"}, "tools"),
-        ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
-        ("completions", {"presence_penalty": 0.5}, "presence_penalty"),
-        ("completions", {"best_of": 3}, "best_of"),
-        ("completions", {"suffix": "end"}, "suffix"),
-        ("completions", {"min_tokens": 17}, "min_tokens"),
-        ("completions", {"min_tokens": -1}, "min_tokens"),
-        ("completions", {"min_tokens": "3"}, "min_tokens"),
-        ("completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
-        ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ("completions", {"prompt_logprobs": 1, "echo": True, "logprobs": 2}, "prompt_logprobs"),
-        ("completions", {"prompt": ["x" * 8000] * 16, "logprobs": 20, "echo": True}, "logprobs"),
-        ("completions", {"prompt": [300] * 7000, "prompt_logprobs": 20}, "prompt_logprobs"),
-        ("completions", {"prompt": [300] * 7000, "logprobs": 20, "echo": True}, "logprobs"),
-        ("completions", {"prompt": [[300] * 7000] * 2, "logprobs": 20, "echo": True}, "logprobs"),
-        ("chat/completions", {"prompt_logprobs": 20, "n": 128, "messages": _LONG_CHAT}, "prompt_logprobs"),
-        ("completions", {"no_such_thing": 1}, "no_such_thing"),
-        ("completions", {"stream_options": {"include_usage": True}}, "stream_options"),
-        ("completions", {"stream": True, "stream_options": {"nonsense": 1}}, "stream_options.nonsense"),
-        ("completions", {"prompt": []}, "prompt"),
-        ("completions", {"prompt": None}, "prompt"),
-        ("completions", {"prompt": [1, "a"]}, "prompt"),
-        ("completions", {"prompt": [[]]}, "prompt"),
-        ("completions", {"prompt": ""}, "prompt"),
-        ("completions", {"prompt": [-1]}, "prompt"),
-        ("completions", {"prompt": [10**7]}, "prompt"),
-        ("completions", {"prompt": [10**7], "echo": True}, "prompt"),
-        ("completions", {"prompt": ["hi", "x" * 10**6], "return_token_ids": True}, "prompt"),
-        ("completions", {"n": 0}, "n"),
-        ("completions", {"n": True}, "n"),
-        ("completions", {"temperature": "hot"}, "temperature"),
-        ("completions", {"temperature": -1}, "temperature"),
-        ("completions", {"top_p": 0}, "top_p"),
-        ("completions", {"max_tokens": 0}, "max_tokens"),
-        ("completions", {"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
-        ("completions", {"max_tokens": False, "echo": True}, "max_tokens"),
-        ("chat/completions", {"max_tokens": 0}, "max_tokens"),
-        ("completions", {"stop": ["a"] * 17}, "stop"),
-        ("completions", {"seed": 1.5}, "seed"),
-        ("completions", {"stream": "yes"}, "stream"),
-        ("completions", {"model": 7}, "model"),
-        ("completions", {"prompt": "\ud800"}, "prompt"),
-        ("completions", {"prompt": ["x"] * 300}, "prompt"),
-        ("chat/completions", {"tools": [{"type": "function"}]}, "tools"),
-        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
-        ("chat/completions", {"messages": []}, "messages"),
-        ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role"),
-        ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
-        ("chat/completions", {"messages": [{"role": "!" * 65, "content": "x"}]}, "messages[0].role"),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages[0].content[0].type",
-        ),
-        ("chat/completions", {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
-        ("chat/completions", {"top_logprobs": 3}, "top_logprobs"),
-    ],
+REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("completions", {"logit_bias": {"5": 1}}, "logit_bias"),
+    ("completions", {"logit_bias": {"5": 0, "6": False}}, "logit_bias"),
+    ("completions", {"metadata": "x"}, "metadata"),
+    ("completions", {"reasoning_effort": "none"}, "reasoning_effort"),
+    ("chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
+    ("chat/completions", {"verbosity": "high"}, "verbosity"),
+    ("chat/completions", {"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
+    ("chat/completions", {"tools": "x", "tool_choice": "none"}, "tools"),
+    ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
+    ("completions", {"presence_penalty": 0.5}, "presence_penalty"),
+    ("completions", {"best_of": 3}, "best_of"),
+    ("completions", {"suffix": "end"}, "suffix"),
+    ("completions", {"min_tokens": 17}, "min_tokens"),
+    ("completions", {"min_tokens": -1}, "min_tokens"),
+    ("completions", {"min_tokens": "3"}, "min_tokens"),
+    ("completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
+    ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ("completions", {"prompt_logprobs": 1, "echo": True, "logprobs": 2}, "prompt_logprobs"),
+    ("completions", {"prompt": ["x" * 8000] * 16, "logprobs": 20, "echo": True}, "logprobs"),
+    ("completions", {"prompt": [300] * 7000, "prompt_logprobs": 20}, "prompt_logprobs"),
+    ("completions", {"prompt": [300] * 7000, "logprobs": 20, "echo": True}, "logprobs"),
+    ("completions", {"prompt": [[300] * 7000] * 2, "logprobs": 20, "echo": True}, "logprobs"),
+    ("chat/completions", {"prompt_logprobs": 20, "n": 128, "messages": _LONG_CHAT}, "prompt_logprobs"),
+    ("completions", {"no_such_thing": 1}, "no_such_thing"),
+    ("completions", {"stream_options": {"include_usage": True}}, "stream_options"),
+    ("completions", {"stream": True, "stream_options": {"nonsense": 1}}, "stream_options.nonsense"),
+    ("completions", {"prompt": []}, "prompt"),
+    ("completions", {"prompt": None}, "prompt"),
+    ("completions", {"prompt": [1, "a"]}, "prompt"),
+    ("completions", {"prompt": [[]]}, "prompt"),
+    ("completions", {"prompt": ""}, "prompt"),
+    ("completions", {"prompt": [-1]}, "prompt"),
+    ("completions", {"prompt": [10**7]}, "prompt"),
+    ("completions", {"prompt": [10**7], "echo": True}, "prompt"),
+    ("completions", {"prompt": ["hi", "x" * 10**6], "return_token_ids": True}, "prompt"),
+    ("completions", {"n": 0}, "n"),
+    ("completions", {"n": True}, "n"),
+    ("completions", {"temperature": "hot"}, "temperature"),
+    ("completions", {"temperature": -1}, "temperature"),
+    ("completions", {"top_p": 0}, "top_p"),
+    ("completions", {"max_tokens": 0}, "max_tokens"),
+    ("completions", {"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
+    ("completions", {"max_tokens": False, "echo": True}, "max_tokens"),
+    ("chat/completions", {"max_tokens": 0}, "max_tokens"),
+    ("completions", {"stop": ["a"] * 17}, "stop"),
+    ("completions", {"seed": 1.5}, "seed"),
+    ("completions", {"stream": "yes"}, "stream"),
+    ("completions", {"model": 7}, "model"),
+    ("completions", {"prompt": "\ud800"}, "prompt"),
+    ("completions", {"prompt": ["x"] * 300}, "prompt"),
+    ("chat/completions", {"tools": [{"type": "function"}]}, "tools"),
+    ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("chat/completions", {"messages": []}, "messages"),
+    ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
+    ("chat/completions", {"messages": [{"role": "!" * 65, "content": "x"}]}, "messages[0].role"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+    ),
+    ("chat/completions", {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ("chat/completions", {"top_logprobs": 3}, "top_logprobs"),
 )
-async def test_a_wrong_or_unsupported_parameter_is_refused_by_its_name(
-    gateway: GatewayUnderTest, path: str, fields: dict[str, Any], param: str
-) -> None:
-    plain = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
-    got = await gateway.ask(f"/v1/{path}", {**plain, "model": "kaveri-tiny", **fields})
-    assert (got.status, got.error["param"]) == (400, param), got.body
-    assert got.error["type"] == "invalid_request_error"
-    assert param in got.error["message"]
+"""Path, fields, and the one of them that is refused."""
+
+
+async def test_a_wrong_or_unsupported_parameter_is_refused_by_its_name(gateway: GatewayUnderTest) -> None:
+    for path, fields, param in REFUSED:
+        plain = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
+        got = await gateway.ask(f"/v1/{path}", {**plain, "model": "kaveri-tiny", **fields})
+        assert (got.status, got.error["param"]) == (400, param), (fields, got.body)
+        assert got.error["type"] == "invalid_request_error"
+        assert param in got.error["message"]
 
 
 async def test_values_that_change_nothing_are_taken(gateway: GatewayUnderTest) -> None:
