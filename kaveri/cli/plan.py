@@ -224,13 +224,7 @@ def _observe(
     )
 
 
-def _report(
-    found: "ClusterPlan",
-    out: Path | None,
-    as_json: bool,
-    too_long: int,
-    both: "Replan | None" = None,
-) -> None:
+def _report(found: "ClusterPlan", out: Path | None, as_json: bool, too_long: int, both: "Replan | None" = None) -> None:
     """Print and write the plan. both: comparison with the running cluster, with --from-cluster."""
     from kaveri.planner.plan_file import to_json
     from kaveri.planner.replan import replan_json

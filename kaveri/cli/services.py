@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from kaveri.config.settings import taken_names
+from kaveri.config.settings import names_of
 from kaveri.config.sources import CONFIG_FLAG, flag_of
 from kaveri.programs import settings_types
 
@@ -46,5 +46,5 @@ class ServiceCommand(TyperCommand):
         settings = settings_types().get("predictor" if self.name == "serve" else self.name or "")
         if settings is None or not incomplete.startswith("-"):
             return []
-        flags = (CONFIG_FLAG, *sorted(map(flag_of, taken_names(settings))))
+        flags = (CONFIG_FLAG, *sorted(map(flag_of, names_of(settings).taken)))
         return [ServiceFlag(flag) for flag in flags if flag.startswith(incomplete)]

@@ -15,7 +15,7 @@ import typer
 
 from kaveri.cluster.store import DEFAULT_CLUSTER
 from kaveri.config.presets import Preset, PresetSettings, preset_settings
-from kaveri.config.services import UP_SECTION, ServiceKind
+from kaveri.config.services import ServiceKind
 from kaveri.config.settings import ReadSettings, read_settings
 from kaveri.config.sources import (
     CONFIG_FLAG,
@@ -23,6 +23,7 @@ from kaveri.config.sources import (
     FILE_SUFFIX,
     Given,
     Names,
+    SettingNames,
     find_given,
     flag_of,
     read_file,
@@ -48,13 +49,8 @@ def _read_config(context: typer.Context, path: str) -> str:
         from kaveri.programs import setting_sections
 
         options = {name for parameter in context.command.params if (name := parameter.name) is not None}
-        names = Names(
-            "kaveri up",
-            UP_SECTION,
-            frozenset(options - {"context", "config"}),
-            frozenset({"redis_url"}),
-            setting_sections,
-        )
+        settings = SettingNames(frozenset(options - {"context", "config"}), frozenset({"redis_url"}))
+        names = Names("kaveri up", settings, setting_sections)
         given = read_file(Given(path, CONFIG_FLAG), names)
         context.meta[_FILE_KEY] = given
         secrets_given = {"redis_url", "redis_url" + FILE_SUFFIX}
@@ -77,8 +73,7 @@ def up(
         ),
     ] = "",
     preset: Annotated[
-        Preset | None,
-        typer.Option(help="A paper's system: its policies and roles, wherever nothing else is given."),
+        Preset | None, typer.Option(help="A paper's system: its policies and roles, wherever nothing else is given.")
     ] = None,
     model: Annotated[
         str, typer.Option(help="Model to serve: a path, a hub id or a bundled name.", envvar="KAVERI_MODEL")

@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import partial
+from functools import cache, partial
 from typing import Any, Generic, TypeVar
 
 from kaveri.config.output import quiet_output
@@ -26,6 +26,7 @@ from kaveri.config.sources import (
     SERVICE_LINKS_ADVICE,
     Given,
     Names,
+    SettingNames,
     find_given,
     flag_of,
     is_service_link,
@@ -137,14 +138,7 @@ def read_settings(
     if "--help" in arguments or "-h" in arguments:
         _print_help(config_type, program)
         raise SystemExit(0)
-    names = Names(
-        program,
-        program.split()[-1],
-        setting_names(config_type),
-        secret_names(config_type),
-        find_sections,
-        switch_names(config_type),
-    )
+    names = Names(program, names_of(config_type), find_sections)
     flags = read_flags(arguments, names)
     variables, service_links = read_variables(environment, names)
     sources = [flags, variables]
@@ -155,7 +149,7 @@ def read_settings(
     given: dict[str, Given] = {}
     values: dict[str, Any] = {}
     for entry in _declared(config_type):
-        found = find_given(entry.name, sources, entry.name in names.secrets)
+        found = find_given(entry.name, sources, entry.name in names.settings.secrets)
         if found is not None:
             given[entry.name] = found
             values[entry.name] = _parse_value(found, entry.metadata, hints[entry.name])
@@ -164,26 +158,16 @@ def read_settings(
     return ReadSettings(config_type(**values), given, service_links)
 
 
-def setting_names(config_type: type[Any]) -> frozenset[str]:
+@cache
+def names_of(config_type: type[Any]) -> SettingNames:
     """Return the names of the settings that a program accepts. Other fields of the dataclass, and those in its class
     attribute NOT_TAKEN, are set by its code."""
-    return frozenset(entry.name for entry in _declared(config_type))
-
-
-def switch_names(config_type: type[Any]) -> frozenset[str]:
-    """Return the names of boolean settings, whose flags need no value."""
-    hints = typing.get_type_hints(config_type)
-    return frozenset(name for name in setting_names(config_type) if hints[name] is bool)
-
-
-def secret_names(config_type: type[Any]) -> frozenset[str]:
-    """Return the names of settings that may hold a password."""
-    return frozenset(entry.name for entry in _declared(config_type) if entry.metadata["mask"] is not None)
-
-
-def taken_names(config_type: type[Any]) -> frozenset[str]:
-    """Return all accepted names, including `<secret>_file` for each secret."""
-    return setting_names(config_type) | {secret + FILE_SUFFIX for secret in secret_names(config_type)}
+    hints, declared = typing.get_type_hints(config_type), _declared(config_type)
+    return SettingNames(
+        own=frozenset(entry.name for entry in declared),
+        secrets=frozenset(entry.name for entry in declared if entry.metadata["mask"] is not None),
+        switches=frozenset(entry.name for entry in declared if hints[entry.name] is bool),
+    )
 
 
 def _declared(config_type: type[Any]) -> list[Field[Any]]:

@@ -12,7 +12,7 @@ from kaveri.config.services import ServiceKind, program_of
 from kaveri.config.settings import MAX_PORT, read_settings
 from kaveri.config.sources import CONFIG_VARIABLE, FILE_SUFFIX, flag_of, variable_of
 from kaveri.errors import ConfigError
-from kaveri.local.service_flags import ROLES, names_of, roles_of, secrets_of
+from kaveri.local.service_flags import ROLES, names_of_role, roles_of
 from kaveri.models import KAVERI_TINY
 from kaveri.programs import setting_sections, settings_types
 from kaveri.security.posture import open_ports
@@ -167,9 +167,11 @@ def service_command(config: StackConfig, role: ServiceKind, instance_id: str, po
     }
     if role is ServiceKind.ROUTER and config.listening.public_port:
         settings["public_port"] = config.listening.public_port + config.instance_ids(role).index(instance_id)
-    if "model" in names_of(role):
+    if "model" in names_of_role(role).own:
         settings["model"] = config.model
-    settings |= {name: value for name, value in _shared(config, role).items() if name not in secrets_of(role)}
+    settings |= {
+        name: value for name, value in _shared(config, role).items() if name not in names_of_role(role).secrets
+    }
     flags = [text for name, value in settings.items() for text in (flag_of(name), str(value))]
     return [sys.executable, *program_of(role), *flags, *config.flags.get(role, ())]
 
@@ -192,11 +194,11 @@ def service_environment(
 ) -> dict[str, str]:
     """Build a service's environment: the inherited one plus settings that may hold secrets."""
     shared = {**_shared(config, role), "redis_url": redis_url}
-    given = {variable_of(name): str(value) for name, value in shared.items() if name in secrets_of(role)}
+    given = {variable_of(name): str(value) for name, value in shared.items() if name in names_of_role(role).secrets}
     if config.config_file:
         given[CONFIG_VARIABLE] = config.config_file
     # A secret and its file are mutually exclusive.
-    dropped = {variable_of(name + FILE_SUFFIX) for name in secrets_of(role) if variable_of(name) in given}
+    dropped = {variable_of(name + FILE_SUFFIX) for name in names_of_role(role).secrets if variable_of(name) in given}
     return {name: value for name, value in inherited.items() if name not in dropped} | given
 
 
@@ -206,7 +208,7 @@ def _shared(config: StackConfig, role: ServiceKind) -> dict[str, object]:
 
 def stack_flag(field: str) -> str:
     """Return the stack's flag for a service's setting, for errors."""
-    of_secrets = {variable_of(name): flag_of(name) for role in ROLES for name in secrets_of(role)}
+    of_secrets = {variable_of(name): flag_of(name) for role in ROLES for name in names_of_role(role).secrets}
     return of_secrets.get(field, field)
 
 

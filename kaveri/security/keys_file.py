@@ -7,15 +7,7 @@ from collections.abc import Callable
 from prometheus_client import Gauge
 
 from kaveri.errors import ConfigError
-from kaveri.security.api_keys import (
-    ApiKey,
-    KeyLimits,
-    digest_of,
-    key_table,
-    new_secret,
-    parse_keys,
-    with_key_revoked,
-)
+from kaveri.security.api_keys import ApiKey, KeyLimits, digest_of, key_table, new_secret, parse_keys, with_key_revoked
 from kaveri.security.regular_file import locked, read_regular, replace
 from kaveri.telemetry.logs import get_logger
 

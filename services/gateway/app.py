@@ -40,15 +40,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.connection import CONNECTION_KEY, ClientGone, check_head, header, own_request_id, until_gone
 from services.gateway.event_writer import EventWriter
 from services.gateway.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat
-from services.gateway.http_errors import (
-    CLOSE,
-    Headers,
-    HttpError,
-    http_error_of,
-    is_too_long,
-    refused_key,
-    unavailable,
-)
+from services.gateway.http_errors import CLOSE, Headers, HttpError, http_error_of, is_too_long, refused_key, unavailable
 from services.gateway.openapi import openapi_document
 from services.gateway.parsed_request import ParsedRequest, read_chat, read_completion
 from services.gateway.shown_prompts import show_prompts

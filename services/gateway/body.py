@@ -27,10 +27,7 @@ MAX_NESTED = 2**16
 MAX_FRACTIONS = 2**12
 """Max numbers with a fraction or an exponent, which are slow to parse. logit_bias needs the most."""
 _INLINE_BYTES = 2**16
-_COUNTED = (
-    (b",", MAX_VALUES, "values"),
-    (b"[{:", MAX_NESTED, "objects, lists and fields of objects"),
-)
+_COUNTED = ((b",", MAX_VALUES, "values"), (b"[{:", MAX_NESTED, "objects, lists and fields of objects"))
 """Characters that precede a counted value, with the limit and its name."""
 _TEXT_OR_MARK = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[,\[{:]', re.DOTALL)
 """A text, which may lack its end, or a character of _COUNTED. Each match begins where the last one ended: linear."""

@@ -100,10 +100,6 @@ class GatewayConfig(HttpLimits, PublicSettings, ServiceConfig):
     def ports(self) -> tuple[ListeningPort, ...]:
         asks_for = AN_API_KEY if self.keys_file else ""
         http = ListeningPort(
-            flag="--port",
-            host=self.host,
-            port=self.port,
-            is_encrypted=self.public_tls is not None,
-            asks_for=asks_for,
+            flag="--port", host=self.host, port=self.port, is_encrypted=self.public_tls is not None, asks_for=asks_for
         )
         return (http, *super().ports[1:])

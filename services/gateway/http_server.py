@@ -71,11 +71,7 @@ class HttpServer:
         # A handshake has the same timeout as the head of a request.
         handshake_s = None if self._tls is None else self._config.slow_sender_s
         self._server = await loop.create_server(
-            self._connection,
-            sock=self._socket,
-            backlog=_BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=handshake_s,
+            self._connection, sock=self._socket, backlog=_BACKLOG, ssl=self._tls, ssl_handshake_timeout=handshake_s
         )
         set_ready(True)
 

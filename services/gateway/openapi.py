@@ -4,13 +4,7 @@ Pure."""
 
 from typing import Any
 
-from kaveri.domain.sampling import (
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_STOP_TEXT_BYTES,
-    MAX_STOP_TEXTS,
-    MAX_STOP_TOKEN_IDS,
-)
+from kaveri.domain.sampling import MAX_LOGPROBS, MAX_N, MAX_STOP_TEXT_BYTES, MAX_STOP_TEXTS, MAX_STOP_TOKEN_IDS
 
 Schema = dict[str, Any]
 

@@ -38,11 +38,7 @@ def test_secrets_are_in_the_environment_and_on_no_command_line() -> None:
         command = " ".join(service_command(config, role, f"{role}-0", 7) if role in config_roles(config) else ())
         assert "hunter" not in command
     environment = service_environment(config, ServiceKind.DECODE, config.redis_url, inherited)
-    assert environment == {
-        "HOME": "/home/me",
-        "KAVERI_REDIS_URL": config.redis_url,
-        "KAVERI_ENGINE_ARGS": engine_args,
-    }
+    assert environment == {"HOME": "/home/me", "KAVERI_REDIS_URL": config.redis_url, "KAVERI_ENGINE_ARGS": engine_args}
     # It has no engine.
     assert "KAVERI_ENGINE_ARGS" not in service_environment(config, ServiceKind.ROUTER, config.redis_url, inherited)
     assert service_environment(StackConfig(config_file="k.toml"), ServiceKind.ROUTER, "unix:///r.sock", {}) == {
