@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kaveri.cli import options
-from kaveri.cli.plan_pipeline import pipeline
-from kaveri.cli.planned_lengths import read_fitting, read_lengths
+from kaveri.cli.plan_pipeline import pipeline, read_fitting, read_lengths
 from kaveri.config.commands import command_group
 from kaveri.errors import ConfigError
 from kaveri.policy.replication import ReplicationMode

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kaveri.cli.planned_lengths import read_lengths
+from kaveri.errors import ConfigError
+from kaveri.workload.requests import RequestLengths, Workload
 
 if TYPE_CHECKING:
     from kaveri.planner.pipeline_plan import PipelinePlan, Scheme
+
+_ALL = 1 << 31
 
 
 def pipeline(
@@ -112,3 +115,27 @@ def _machines(scheme: "Scheme") -> str:
     if scheme.prompt_depth:
         return f"{scheme.prompt_depth} + {scheme.depth}"
     return str(scheme.depth) if scheme.pipelines == 1 else f"{scheme.pipelines} x {scheme.depth}"
+
+
+def read_lengths(trace: Path | None, lengths: str, longest: int) -> tuple[list[RequestLengths], int]:
+    """Read the lengths that fit, and the number left out because they are too long."""
+    from kaveri.planner.expected_load import parse_lengths
+
+    if (trace is None) == (not lengths):
+        raise ConfigError("--trace", "or --lengths must be given, and not both; or --from-cluster")
+    if trace is None:
+        return parse_lengths(lengths), 0
+    fitting, too_long = read_fitting(trace, longest)
+    return list(fitting.lengths), too_long
+
+
+def read_fitting(trace: Path, longest: int) -> tuple[Workload, int]:
+    """Read the requests of a trace that fit, with their times, in the order of arrival, and the number left out."""
+    from kaveri.workload.traces import read_trace
+
+    entries = read_trace(trace, _ALL)
+    load = Workload(lengths=[entry.lengths for entry in entries], times_s=[entry.arrival_s for entry in entries])
+    fitting = load.fitting(longest)
+    if not fitting.lengths:
+        raise ConfigError("--trace", f"no request fits into {longest} tokens")
+    return fitting, len(entries) - len(fitting.lengths)

@@ -226,11 +226,7 @@ def _redis_url(context: typer.Context, url: str, file: str) -> str:
     flags = {"redis_url": url, "redis_url_file": file}
     sources = [
         {name: Given(text, flag_of(name)) for name, text in flags.items() if text and name not in in_file},
-        {
-            name: Given(os.environ[variable_of(name)], variable_of(name))
-            for name in flags
-            if variable_of(name) in os.environ
-        },
+        {name: Given(os.environ[key], key) for name in flags if (key := variable_of(name)) in os.environ},
         in_file,
     ]
     found = find_given("redis_url", sources, is_secret=True)
