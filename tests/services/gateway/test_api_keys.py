@@ -109,19 +109,17 @@ async def test_requests_past_the_limit_of_a_second_get_429_and_other_keys_go_on(
         assert (await gateway.ask("/v1/models", headers=_bearer(other))).status == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_tokens_of_answers_count_against_the_limit_of_a_minute(
-    cluster: ScriptedCluster, keys_file: str, stream: bool
-) -> None:
-    secret = add_key(keys_file, "small", KeyLimits(tokens_per_min=8))
+async def test_tokens_of_answers_count_against_the_limit_of_a_minute(cluster: ScriptedCluster, keys_file: str) -> None:
+    secrets = [add_key(keys_file, name, KeyLimits(tokens_per_min=8)) for name in ("whole", "streamed")]
     async with run_gateway(cluster, keys_file=keys_file, redis_url=_NO_REDIS) as gateway:
-        # 3 tokens of prompt and 5 of answer.
-        first = await gateway.ask("/v1/completions", {**_ASKED, "stream": stream}, headers=_bearer(secret))
-        assert first.status == 200
-        second = await gateway.ask("/v1/completions", {**_ASKED, "stream": stream}, headers=_bearer(secret))
-        assert second.status == 429
-        assert "8 tokens a minute" in second.error["message"]
-        assert 1 <= int(second.headers["retry-after"]) <= 60
+        for secret, stream in zip(secrets, (False, True), strict=True):
+            # 3 tokens of prompt and 5 of answer.
+            first = await gateway.ask("/v1/completions", {**_ASKED, "stream": stream}, headers=_bearer(secret))
+            assert first.status == 200
+            second = await gateway.ask("/v1/completions", {**_ASKED, "stream": stream}, headers=_bearer(secret))
+            assert second.status == 429
+            assert "8 tokens a minute" in second.error["message"]
+            assert 1 <= int(second.headers["retry-after"]) <= 60
 
 
 async def test_requests_in_flight_are_limited_and_freed_when_a_client_goes(

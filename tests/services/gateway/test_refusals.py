@@ -279,25 +279,12 @@ async def test_without_a_router_requests_are_503_and_health_says_so(cluster: Scr
             assert int(got.headers["retry-after"]) >= 1
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'"x"',
-        b"\xff",
-        b'{"prompt": NaN}',
-        b'{"a":' * 5000,
-        b'{"prompt": 1e999}',
-        b"{'a': 1}",
-    ],
-)
-async def test_a_body_that_is_no_json_object_is_400(gateway: GatewayUnderTest, body: bytes) -> None:
-    got = await gateway.ask("/v1/completions", body)
-    assert got.status == 400
-    assert got.error["message"]
+async def test_a_body_that_is_no_json_object_is_400(gateway: GatewayUnderTest) -> None:
+    bodies = (b"", b"{", b"[]", b"null", b'"x"', b"\xff", b"{'a': 1}", b'{"prompt": NaN}', b'{"prompt": 1e999}')
+    for body in (*bodies, b'{"a":' * 5000):
+        got = await gateway.ask("/v1/completions", body)
+        assert got.status == 400, body[:20]
+        assert got.error["message"]
 
 
 def test_depth_is_limited_exactly() -> None:
