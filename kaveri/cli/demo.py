@@ -210,9 +210,8 @@ async def _show_kills(stack: LocalStack, expected: Mapping[str, str], console: C
             kill = partial(_kill, stack, choose, console)
             for reading in await _read_all(client, expected, kill):
                 right = right and reading.is_right
-                mark = "[green]✓ as expected[/]" if reading.is_right else "[red]✗ not as expected[/]"
                 pause = f"longest pause {reading.longest_pause_s * 1e3:.0f} ms"
-                console.print(f"  {mark}  {pause}; {reading.recovery}")
+                console.print(f"  {reading.mark}  {pause}; {reading.recovery}")
             await stack.wait_until_ready(_WAIT_S)
     return right
 

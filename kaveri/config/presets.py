@@ -52,11 +52,9 @@ def tetriinfer() -> PresetSettings:
     """TetriInfer (arXiv 2401.11181).
 
     Prompts go to the least loaded prefill instance (section 3.2), shortest first among 16 (3.3.1, 5.1), in chunks of
-    512
-    tokens (3.3.3), with the predictor next to them (3.3.2). Of two decode instances with room for the predicted answer,
-    the one with fewer heavy requests per light one is chosen (3.3.4); more than 128 answer or 512 prompt tokens are
-    heavy
-    (5.1). Reserve-dynamic, by the low end of predicted ranges (3.4, 5.1). Loads every 100 ms (3.2).
+    512 tokens (3.3.3), with the predictor next to them (3.3.2). Of two decode instances with room for the predicted
+    answer, the one with fewer heavy requests per light one is chosen (3.3.4); more than 128 answer or 512 prompt tokens
+    are heavy (5.1). Reserve-dynamic, by the low end of predicted ranges (3.4, 5.1). Loads every 100 ms (3.2).
     """
     heavy: dict[str, SettingValue] = {"heavy_output_tokens": 128, "heavy_prompt_tokens": 512}
     return PresetSettings(
@@ -102,8 +100,7 @@ def dejavu() -> PresetSettings:
     """DéjàVu (arXiv 2403.01876).
 
     Prompts and tokens are computed on separate instances (section 4.2.1). Each decode instance's KV is copied to the
-    next
-    one (4.2.3), for every request. First come, first served, and nothing is predicted.
+    next one (4.2.3), for every request. First come, first served, and nothing is predicted.
     """
     return PresetSettings(
         up={"prefill": 2, "decode": 2, "predictor": "none"},

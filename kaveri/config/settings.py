@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import cache, partial
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from kaveri.config.output import quiet_output
@@ -38,6 +38,7 @@ from kaveri.config.sources import (
 from kaveri.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
+NumberT = TypeVar("NumberT", int, float)
 
 OPTIONS = "Options"
 MAX_NAME_LENGTH = 128
@@ -63,8 +64,7 @@ def setting(
     parse: converts text to the value if the type alone is not enough; raises ValueError. No default: the setting is
     required. least, above, most: inclusive minimum, exclusive minimum, inclusive maximum of a number. choices: the only
     accepted texts; none: any. mask: for a setting that may hold a password, returns the printable part of its value;
-    such
-    a setting can be given in a file.
+    such a setting can be given in a file.
     """
     limits = {"least": least, "above": above, "most": most, "choices": tuple(choices)}
     return field(default=default, metadata={"help": help, "parse": parse, "mask": mask, **limits})
@@ -111,15 +111,16 @@ class ReadSettings(Generic[ConfigT]):
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return name, value and origin of every setting, for display. Secrets are masked."""
-        return [self._row(entry) for entry in _declared(type(self.config))]
-
-    def _row(self, entry: Field[Any]) -> tuple[str, str, str]:
-        given = self.given.get(entry.name)
-        value = getattr(self.config, entry.name)
-        # Show the given text of a parsed value, such as a file's path.
-        text = given.text if given is not None and given.text and entry.metadata["parse"] else _shown(value)
-        mask = entry.metadata["mask"]
-        return entry.name, mask(text) if mask is not None and text else text, given.origin if given else "default"
+        rows = []
+        for entry in _declared(type(self.config)):
+            given, mask = self.given.get(entry.name), entry.metadata["mask"]
+            text = _shown(getattr(self.config, entry.name))
+            if given is not None and given.text and entry.metadata["parse"]:
+                # The given text of a parsed value, such as a file's path.
+                text = given.text
+            shown = mask(text) if mask is not None and text else text
+            rows.append((entry.name, shown, given.origin if given else "default"))
+        return rows
 
 
 def read_settings(
@@ -132,8 +133,7 @@ def read_settings(
     """Build a `config_type` from flags, then variables, then the file that --config names, then defaults.
 
     program: "kaveri decode"; its last word is its section of the file. find_sections: see Names. Prints help and exits
-    0
-    on --help. Raises ConfigError, naming the flag, the variable or the place in the file, for invalid input.
+    0 on --help. Raises ConfigError, naming the flag, the variable or the place in the file, for invalid input.
     """
     if "--help" in arguments or "-h" in arguments:
         _print_help(config_type, program)
@@ -158,7 +158,6 @@ def read_settings(
     return ReadSettings(config_type(**values), given, service_links)
 
 
-@cache
 def names_of(config_type: type[Any]) -> SettingNames:
     """Return the names of the settings that a program accepts. Other fields of the dataclass, and those in its class
     attribute NOT_TAKEN, are set by its code."""
@@ -270,7 +269,11 @@ def _parser_of(hint: Any) -> Callable[[str], Any]:
         hint = next(option for option in typing.get_args(hint) if option is not type(None))
     if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
         return partial(_parse_choice, hint)
-    parsers: dict[Any, Callable[[str], Any]] = {bool: _parse_bool, int: _parse_int, float: _parse_float}
+    parsers: dict[Any, Callable[[str], Any]] = {
+        bool: _parse_bool,
+        int: partial(_parse_number, int, "is no whole number"),
+        float: _parse_float,
+    }
     assert callable(hint), hint
     return parsers.get(hint) or typing.cast(Callable[[str], Any], hint)
 
@@ -290,18 +293,15 @@ def _parse_bool(text: str) -> bool:
     raise ValueError(f"{text!r} is neither true nor false")
 
 
-def _parse_int(text: str) -> int:
+def _parse_number(kind: type[NumberT], fault: str, text: str) -> NumberT:
     try:
-        return int(text)
+        return kind(text)
     except ValueError as error:
-        raise ValueError(f"{text!r} is no whole number") from error
+        raise ValueError(f"{text!r} {fault}") from error
 
 
 def _parse_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise ValueError(f"{text!r} is no number") from error
+    value = _parse_number(float, "is no number", text)
     if not math.isfinite(value):
         raise ValueError(f"{text!r} is no finite number")
     return value

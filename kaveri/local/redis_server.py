@@ -29,12 +29,8 @@ _MAX_SOCKET_PATH_BYTES = 107
 
 def find_redis_server() -> str:
     """Find redis-server or valkey-server on PATH, else in a package. Raises ConfigError if there is none."""
-    system = shutil.which("redis-server") or shutil.which("valkey-server")
-    if system is not None:
-        return system
-    bundled = bundled_server()
-    if bundled is not None:
-        return bundled
+    if found := shutil.which("redis-server") or shutil.which("valkey-server") or bundled_server():
+        return found
     reason = f"no redis-server found: install it, or {install_command('local')}, or name a running one with --redis-url"
     raise ConfigError("redis", reason)
 

@@ -17,6 +17,7 @@ _OF_THE_STACK = frozenset({"instance_id", "advertise_host", "routers", "health_p
 """Settings that the stack itself sets for each instance."""
 
 
+@cache
 def names_of_role(role: ServiceKind) -> SettingNames:
     return names_of(settings_types()[role])
 
@@ -26,8 +27,7 @@ def roles_of(name: str) -> tuple[ServiceKind, ...]:
     """Return the roles that receive a setting of this name given for the whole stack.
 
     All roles if the setting means the same everywhere; else those with engines, since the predictor has its own
-    --device
-    and --max-queue; else those that have the setting.
+    --device and --max-queue; else those that have the setting.
     """
     having = tuple(role for role in ROLES if name in names_of_role(role).own)
     if name in names_of(ServiceConfig).own or name in ("model", "served_model_name"):

@@ -38,8 +38,7 @@ class KeysFile:
         """Return the valid key with this secret; None if there is none.
 
         Timing reveals nothing about valid keys: the lookup uses a hash, in a dictionary with a randomized order per
-        process,
-        and the final comparison takes constant time.
+        process, and the final comparison takes constant time.
         """
         digest = digest_of(secret)
         key = self._keys.get(digest)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -277,17 +278,14 @@ def _traced(scope: Scope, state: HttpRequest) -> Iterator[None]:
     # Skip decoding when nothing is traced.
     headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
     traceparent = traceparent_of(headers)
-    error: BaseException | None = None
     with calls_below(f"POST {state.path}", traceparent, state.arrived_s, request_id=state.request_id) as span:
         state.span = span
         try:
             yield
-        except BaseException as raised:
-            error = raised
-            raise
         finally:
             if span is not None:
-                span.end(time.monotonic(), error_in_span(error or state.event_error), answers=state.answers)
+                error = sys.exception() or state.event_error
+                span.end(time.monotonic(), error_in_span(error), answers=state.answers)
 
 
 def _routes(app: App) -> Router:
