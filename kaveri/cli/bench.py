@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kaveri.cli import options
+from kaveri.cli.options import option
 from kaveri.client.defaults import DEFAULT_TARGET
 from kaveri.errors import ConfigError
 from kaveri.workload.requests import RequestLengths, Schedule, Workload, WorkloadClass, draw_lengths
@@ -43,84 +44,71 @@ def bench(
     target: options.Target = DEFAULT_TARGET,
     http: Annotated[
         str | None,
-        typer.Option(
-            help="Instead of --target: drive any OpenAI endpoint, http://HOST:PORT; a key for it in OPENAI_API_KEY."
-        ),
+        option("Instead of --target: drive any OpenAI endpoint, http://HOST:PORT; a key for it in OPENAI_API_KEY."),
     ] = None,
     model: options.Model = None,
     workload: Annotated[
         WorkloadClass | None,
-        typer.Option(
-            help="Light or heavy (L, H) in prefill and decode (P, D): 512 and 128 tokens.",
+        option(
+            "Light or heavy (L, H) in prefill and decode (P, D): 512 and 128 tokens.",
             show_default=WorkloadClass.MIXED.value,
         ),
     ] = None,
     trace: options.Trace = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Your own prompts, a text per line or .jsonl; answers end by themselves or at --max-output."),
+        option("Your own prompts, a text per line or .jsonl; answers end by themselves or at --max-output."),
     ] = None,
-    requests: Annotated[int, typer.Option(help="Requests to send; the first ones of a file.", min=1)] = 100,
+    requests: Annotated[int, option("Requests to send; the first ones of a file.", min=1)] = 100,
     rate: options.Rate = None,
     burstiness: Annotated[
         float | None,
-        typer.Option(
-            help="--rate: squared coefficient of variation of the gaps; 1: Poisson, more: bursts.", show_default="1.0"
-        ),
+        option("--rate: squared coefficient of variation of the gaps; 1: Poisson, more: bursts.", show_default="1.0"),
     ] = None,
-    speed: Annotated[
-        float | None, typer.Option(help="Plays a trace's times so many times as fast.", show_default="1.0")
-    ] = None,
+    speed: Annotated[float | None, option("Plays a trace's times so many times as fast.", show_default="1.0")] = None,
     concurrency: options.Concurrency = None,
-    max_in_flight: Annotated[int, typer.Option(help="Open loop: with so many at once the next waits.", min=1)] = 1024,
+    max_in_flight: Annotated[int, option("Open loop: with so many at once the next waits.", min=1)] = 1024,
     max_prompt: Annotated[
-        int | None, typer.Option(help="Longest heavy prompt, in tokens.", min=1, show_default=str(_MAX_PROMPT))
+        int | None, option("Longest heavy prompt, in tokens.", min=1, show_default=str(_MAX_PROMPT))
     ] = None,
     max_output: Annotated[
         int | None,
-        typer.Option(
-            help="Longest heavy answer, in tokens; with --prompts: any.", min=1, show_default=str(_MAX_OUTPUT)
-        ),
+        option("Longest heavy answer, in tokens; with --prompts: any.", min=1, show_default=str(_MAX_OUTPUT)),
     ] = None,
     natural_length: Annotated[
         bool,
-        typer.Option(
-            "--natural-length",
-            help="Answers end where the model ends them, at the planned length at the latest. Else they are forced "
+        option(
+            "Answers end where the model ends them, at the planned length at the latest. Else they are forced "
             "to it, and the cluster can tell it beforehand.",
+            "--natural-length",
         ),
     ] = False,
-    warm_up: Annotated[int, typer.Option(help="Requests sent before, which do not count.", min=0)] = 4,
-    repeats: Annotated[int, typer.Option(help="Runs of the same workload with other prompts.", min=1)] = 1,
+    warm_up: Annotated[int, option("Requests sent before, which do not count.", min=0)] = 4,
+    repeats: Annotated[int, option("Runs of the same workload with other prompts.", min=1)] = 1,
     slo_ttft_s: options.SloTtftS = None,
     slo_tpot_s: options.SloTpotS = None,
     find_goodput: Annotated[
         bool,
-        typer.Option(
+        option(
+            "Search for the highest rate that meets the SLOs, from --rate on. It takes --requests for long runs.",
             "--find-goodput",
-            help="Search for the highest rate that meets the SLOs, from --rate on. It takes --requests for long runs.",
         ),
     ] = False,
     attainment: Annotated[
-        float | None,
-        typer.Option(help="--find-goodput: share of requests that must meet them.", show_default=str(_ATTAINMENT)),
+        float | None, option("--find-goodput: share of requests that must meet them.", show_default=str(_ATTAINMENT))
     ] = None,
     max_runs: Annotated[
-        int | None, typer.Option(help="--find-goodput: rates to try at most.", min=1, show_default=str(_MAX_RUNS))
+        int | None, option("--find-goodput: rates to try at most.", min=1, show_default=str(_MAX_RUNS))
     ] = None,
     timeout_s: options.TimeoutS = 600.0,
-    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and prompts.", min=0, max=2**32 - 1)] = 0,
+    seed: Annotated[int, option("Of lengths, arrivals and prompts.", min=0, max=2**32 - 1)] = 0,
     max_failed: Annotated[
         int | None,
-        typer.Option(
-            help="Exit with status 1 when more requests fail, over all runs. Unset: only when none is answered.", min=0
-        ),
+        option("Exit with status 1 when more requests fail, over all runs. Unset: only when none is answered.", min=0),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, with a row per request, and no table.")
-    ] = False,
+    as_json: Annotated[bool, option("Print one JSON object, with a row per request, and no table.", "--json")] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw latency distributions and a timeline: a file .svg, .png or .pdf.")
+        Path | None, option("Draw latency distributions and a timeline: a file .svg, .png or .pdf.")
     ] = None,
 ) -> None:
     """Drive a cluster with a workload, and report TTFT, TPOT, ITL, JCT, SLO attainment, goodput and resource time.

@@ -66,7 +66,6 @@ class _Ask:
 
     @property
     def is_right(self) -> bool:
-        """True if the answer has ended and is the expected one."""
         return self.last is not None and self.text.strip() == self.expected
 
     @property

@@ -1,14 +1,12 @@
-"""kaveri status: shows the cluster as a router sees it. kaveri health: asks a server for its grpc.health.v1 status, as
-container health checks do."""
+"""kaveri status: shows the cluster as a router sees it. kaveri health: asks a server for its grpc.health.v1 status."""
 
 import asyncio
 import json
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from kaveri.cli import options
+from kaveri.cli.options import option
 from kaveri.client.defaults import DEFAULT_TARGET
 
 if TYPE_CHECKING:
@@ -24,8 +22,8 @@ _OF_COPIES = ("copies free/total MiB", "requests copied", "lag tokens", "resumed
 
 def status(
     target: options.Target = DEFAULT_TARGET,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with --watch one per line.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again twice a second, until Ctrl-C.")] = False,
+    as_json: Annotated[bool, option("Print one JSON object, with --watch one per line.", "--json")] = False,
+    watch: Annotated[bool, option("Show it again twice a second, until Ctrl-C.", "--watch")] = False,
 ) -> None:
     """Show the instances: role, phases served now, state, load, KV blocks and last heartbeat.
 
@@ -38,8 +36,8 @@ def status(
 
 
 def health(
-    target: Annotated[str, typer.Option(help="Server to ask, HOST:PORT.", envvar="KAVERI_TARGET")] = "127.0.0.1:50051",
-    timeout_s: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 2.0,
+    target: Annotated[str, option("Server to ask, HOST:PORT.", envvar="KAVERI_TARGET")] = "127.0.0.1:50051",
+    timeout_s: Annotated[float, option("Seconds to wait for an answer.")] = 2.0,
 ) -> None:
     """Exit with status 0 when the server says SERVING, else with 1."""
     from kaveri.rpc.server import check_health

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kaveri.cli.options import option, port_option
 from kaveri.cluster.store import DEFAULT_CLUSTER
 from kaveri.config.presets import Preset, PresetSettings, preset_settings
 from kaveri.config.services import ServiceKind
@@ -62,82 +63,65 @@ def up(
     context: typer.Context,
     config: Annotated[
         str,
-        typer.Option(
+        option(
+            "TOML file of settings, or a plan of `kaveri plan`: section [up] for this command, all others for the "
+            "services.",
             "--config",
             "--plan",
-            help="TOML file of settings, or a plan of `kaveri plan`: section [up] for this command, all others for the "
-            "services.",
             envvar=CONFIG_VARIABLE,
             callback=_read_config,
             is_eager=True,
         ),
     ] = "",
     preset: Annotated[
-        Preset | None, typer.Option(help="A paper's system: its policies and roles, wherever nothing else is given.")
+        Preset | None, option("A paper's system: its policies and roles, wherever nothing else is given.")
     ] = None,
     model: Annotated[
-        str, typer.Option(help="Model to serve: a path, a hub id or a bundled name.", envvar="KAVERI_MODEL")
+        str, option("Model to serve: a path, a hub id or a bundled name.", envvar="KAVERI_MODEL")
     ] = KAVERI_TINY,
-    prefill: Annotated[int | None, typer.Option(help="Prefill instances; 2 by default.", min=1)] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode instances; 2 by default.", min=1)] = None,
+    prefill: Annotated[int | None, option("Prefill instances; 2 by default.", min=1)] = None,
+    decode: Annotated[int | None, option("Decode instances; 2 by default.", min=1)] = None,
     colocated: Annotated[
-        int, typer.Option(help="Instances that do both phases, instead of prefill and decode instances.", min=0)
+        int, option("Instances that do both phases, instead of prefill and decode instances.", min=0)
     ] = 0,
     routers: Annotated[
-        int, typer.Option(help="Routers; when one dies, clients that know the others go on through them.", min=1)
+        int, option("Routers; when one dies, clients that know the others go on through them.", min=1)
     ] = 1,
-    port: Annotated[
-        int, typer.Option(help="Port of the router, the others' follow; 0: free ones.", min=0, max=65535)
-    ] = 50051,
+    port: Annotated[int, port_option("Port of the router, the others' follow; 0: free ones.")] = 50051,
     gateways: Annotated[
-        int | None,
-        typer.Option(help="Gateways for OpenAI's HTTP API; one by default where kaveri[gateway] is installed.", min=0),
+        int | None, option("Gateways for OpenAI's HTTP API; one by default where kaveri[gateway] is installed.", min=0)
     ] = None,
     gateway_port: Annotated[
         int | None,
-        typer.Option(
-            help="Port of the gateway, the others' follow; 0: free ones. 8000 by default, with --port 0 a free one.",
-            min=0,
-            max=65535,
+        port_option(
+            "Port of the gateway, the others' follow; 0: free ones. 8000 by default, with --port 0 a free one."
         ),
     ] = None,
     public_port: Annotated[
-        int,
-        typer.Option(
-            help="Port of the router for clients with keys of --keys-file, the others' follow; 0: none.",
-            min=0,
-            max=65535,
-        ),
+        int, port_option("Port of the router for clients with keys of --keys-file, the others' follow; 0: none.")
     ] = 0,
     host: Annotated[
-        str, typer.Option(help="Address of routers and gateways; 0.0.0.0: all. Everything else stays on loopback.")
+        str, option("Address of routers and gateways; 0.0.0.0: all. Everything else stays on loopback.")
     ] = "127.0.0.1",
     metrics_port: Annotated[
-        int,
-        typer.Option(help="Port of the router's Prometheus metrics, the instances' follow; 0: none.", min=0, max=65535),
+        int, port_option("Port of the router's Prometheus metrics, the instances' follow; 0: none.")
     ] = 0,
-    predictor: Annotated[
-        str, typer.Option(help="Length predictor: a folder, none, or auto (the bundled model's own).")
-    ] = "auto",
-    predictors: Annotated[int, typer.Option(help="Predictor processes, where there is a predictor.", min=1)] = 1,
+    predictor: Annotated[str, option("Length predictor: a folder, none, or auto (the bundled model's own).")] = "auto",
+    predictors: Annotated[int, option("Predictor processes, where there is a predictor.", min=1)] = 1,
     redis_url: Annotated[
         str,
-        typer.Option(
-            help="Redis to use, better by KAVERI_REDIS_URL or a file where it has a password. Unset: a private one "
+        option(
+            "Redis to use, better by KAVERI_REDIS_URL or a file where it has a password. Unset: a private one "
             "that is started and stopped too."
         ),
     ] = "",
-    redis_url_file: Annotated[str, typer.Option(help="File that holds the URL of the Redis to use.")] = "",
+    redis_url_file: Annotated[str, option("File that holds the URL of the Redis to use.")] = "",
     cluster_name: Annotated[
-        str, typer.Option(help="Clusters of other names can share one Redis.", envvar="KAVERI_CLUSTER_NAME")
+        str, option("Clusters of other names can share one Redis.", envvar="KAVERI_CLUSTER_NAME")
     ] = DEFAULT_CLUSTER,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Folder for one log per process. Unset: a temporary one.")
-    ] = None,
-    drain_timeout_s: Annotated[
-        float, typer.Option(help="Seconds that requests in flight get at the end.", min=0.0)
-    ] = 30.0,
-    start_timeout_s: Annotated[float, typer.Option(help="Seconds until everything must be ready.", min=1.0)] = 300.0,
+    log_dir: Annotated[Path | None, option("Folder for one log per process. Unset: a temporary one.")] = None,
+    drain_timeout_s: Annotated[float, option("Seconds that requests in flight get at the end.", min=0.0)] = 30.0,
+    start_timeout_s: Annotated[float, option("Seconds until everything must be ready.", min=1.0)] = 300.0,
 ) -> None:
     """Run routers, prefill and decode instances on this machine.
 

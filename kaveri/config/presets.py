@@ -39,8 +39,7 @@ class PresetSettings:
         return {UP_SECTION: dict(self.up)} | {str(role): dict(values) for role, values in self.services.items()}
 
     def require_roles(self, preset: Preset, given: Collection[str]) -> None:
-        """Raise ConfigError for a role that the preset does not have. given: counts of instances that the user chose,
-        by their names in [up]."""
+        """Raise ConfigError for a role that the preset does not have. given: roles with a count from the user."""
         own = tuple(name for name in ("prefill", "decode", "colocated") if name in self.up)
         for name in given:
             if name not in own:

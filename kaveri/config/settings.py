@@ -83,8 +83,7 @@ def present(text: str) -> str:
 
 
 def name_text(text: str) -> str:
-    """Parser for `setting`: an empty text, or a name of up to MAX_NAME_LENGTH letters, digits and `. _ -`. Raises
-    ValueError."""
+    """Parser for `setting`: empty, or up to MAX_NAME_LENGTH letters, digits and `. _ -`. Raises ValueError."""
     if not re.fullmatch(rf"[A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH}}}", text):
         raise ValueError(f"is {text!r:.140}; write up to {MAX_NAME_LENGTH} letters, digits, '.', '_' and '-'")
     return text
@@ -232,7 +231,6 @@ def _help_lines(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """Format a simple value as the text that would give it."""
     if isinstance(value, bool):
         return str(value).lower()
     if value == "":

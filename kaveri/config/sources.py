@@ -77,8 +77,7 @@ class Names:
     """Program name for errors: "kaveri decode"; its last word is its section of a file."""
     settings: SettingNames
     find_sections: Callable[[], Mapping[str, Collection[str]]] = field(default=dict)
-    """Returns the names of all programs by section. Called only for a name that is not the program's own, as it may be
-    slow."""
+    """Returns the names of all programs by section. May be slow: called only for a name that is not the program's."""
 
     @property
     def section(self) -> str:
@@ -181,7 +180,6 @@ def read_file(named: Given, names: Names) -> dict[str, Given]:
 
 
 def _as_text(value: Any, place: str) -> str:
-    """Format a TOML value as a flag's text."""
     match value:
         case str():
             return value

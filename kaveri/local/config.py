@@ -31,8 +31,7 @@ _COUNTS: Mapping[ServiceKind, int] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ListeningPorts:
-    """Address and ports of a stack. A port is the first of its kind, and further instances use the next ones; 0: free
-    ports."""
+    """Address and ports of a stack. A port is that of the first instance, others use the next ones; 0: free ports."""
 
     host: str = LOOPBACK
     """Listening host of the routers and gateways; everything else stays on loopback."""
@@ -67,8 +66,7 @@ class StackConfig:
     model: str = KAVERI_TINY
     """Path, hub id or bundled name of the served model."""
     counts: Mapping[ServiceKind, int] = field(default_factory=lambda: _COUNTS)
-    """Number of instances by role; 0 for missing roles. Gateways need the packages of the extra `gateway`, predictors
-    the setting `predictor`."""
+    """Number of instances by role; 0 for missing ones. Gateways need the extra `gateway`, predictors that setting."""
     flags: Mapping[ServiceKind, tuple[str, ...]] = field(default_factory=dict)
     """Additional flags by role: ("--max-requests", "64")."""
     settings: Mapping[str, object] = field(default_factory=dict)
@@ -100,9 +98,8 @@ class StackConfig:
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """Create a config from the fields of all its parts, service settings, and counts and flags of roles:
-        `StackConfig.of(prefill_count=1, decode_flags=("--max-batch", "8"), engine="fake")`. Settings that are empty or
-        0 keep their defaults."""
+        """Create a config from fields of its parts, service settings (empty or 0: the default), and counts and flags
+        of roles: `StackConfig.of(prefill_count=1, decode_flags=("--max-batch", "8"), engine="fake")`."""
         counts = {role: given.pop(f"{role}_count") for role in ROLES if f"{role}_count" in given}
         flags = {role: given.pop(f"{role}_flags") for role in ROLES if f"{role}_flags" in given}
         listening, supervision = _take(ListeningPorts, given), _take(Supervision, given)
@@ -213,5 +210,4 @@ def stack_flag(field: str) -> str:
 
 
 def _take(kind: type[PartT], given: dict[str, Any]) -> PartT:
-    """Remove the fields of a part from `given`, and create it from them."""
     return kind(**{name: given.pop(name) for name in kind.__dataclass_fields__ if name in given})

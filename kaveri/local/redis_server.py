@@ -52,8 +52,7 @@ class RedisServer:
     """Private Redis server. Can be killed and restarted under the same URL."""
 
     def __init__(self, directory: Path, port: int | None = None, binary: str | None = None) -> None:
-        """port: on 127.0.0.1; None: a Unix socket in the directory. binary: None: search for one. Raises
-        ConfigError."""
+        """port: on 127.0.0.1; None: a Unix socket in the directory. binary: None: the found one. Raises ConfigError."""
         self._directory = directory
         self._port = port
         self._binary = binary or find_redis_server()

@@ -98,8 +98,7 @@ def add_key(path: str, name: str, limits: KeyLimits, is_admin: bool = False) -> 
 
 
 def revoke_key(path: str, name: str) -> None:
-    """Mark a key of the file as revoked. Raises ConfigError, also when the file is invalid or has no valid key of this
-    name."""
+    """Mark a key as revoked. Raises ConfigError, also when the file is invalid or has no valid key of this name."""
     _read(path)  # Do not create a missing file.
     _change(path, lambda text: with_key_revoked(text, name, path))
 

@@ -381,7 +381,6 @@ _STARTED_S = int(time.time())
 
 
 async def _the_model(client: AsyncClient) -> ModelInfo:
-    """Return the only served model. Raises ModelNotFound when there are several."""
     models = await client.list_models()
     if len(models) != 1:
         raise ModelNotFound("", tuple(one.name for one in models))
@@ -389,7 +388,6 @@ async def _the_model(client: AsyncClient) -> ModelInfo:
 
 
 async def _max_model_len(client: AsyncClient, model: str | None) -> int:
-    """Return the max length of the model in tokens; 0 if currently unknown."""
     try:
         return (await (client.get_model(model) if model else _the_model(client))).max_model_len
     except KaveriError:

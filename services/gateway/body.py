@@ -33,8 +33,7 @@ _TEXT_OR_MARK = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[,\[{:]', re
 """A text, which may lack its end, or a character of _COUNTED. Each match begins where the last one ended: linear."""
 _DISCARD_S = 1.0
 _DISCARD_FACTOR = 4
-"""Multiple of the size limit that is read and discarded: a client that sends too much reads its answer only
-afterwards."""
+"""Multiple of the size limit that is read and discarded: the client reads its answer only afterwards."""
 MadeT = TypeVar("MadeT")
 
 

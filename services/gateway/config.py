@@ -25,8 +25,7 @@ def router_addresses(text: str) -> tuple[str, ...]:
 
 
 def web_origins(text: str) -> tuple[str, ...]:
-    """Parser for `setting`: "https://chat.example.com", several with commas between them, or "*"; empty: none. Raises
-    ValueError."""
+    """Parser for `setting`: "https://chat.example.com", several with commas, or "*"; empty: none. Raises ValueError."""
     origins = tuple(word.strip() for word in text.split(",")) if text.strip() else ()
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):

@@ -189,8 +189,7 @@ class AnswerFormat:
         yield b"]" + last + b"}"
 
     def _about_prompt(self, first: _Answer, ids: bytes) -> list[bytes]:
-        """Build the prompt fields of a whole answer. first: the first answer to the prompt. ids: the prompt's, as
-        JSON."""
+        """Build the prompt fields of a whole answer. first: answer to the prompt. ids: of the prompt, as JSON."""
         parts: list[bytes] = []
         if self._asked.prompt_logprobs:
             parts += [b',"prompt_logprobs":[', b",".join(first.prompt_logprobs), b"]"]
@@ -237,7 +236,6 @@ class AnswerFormat:
         return (b"", ids) if self._ids_beside_choices else (ids, b"")
 
     def _usage_sum(self) -> dict[str, int]:
-        """Sum the usages, counting a prompt with several answers once."""
         usages = [answer.usage for answer in self._answers]
         return _usage_object(
             sum(usage.prompt_tokens for usage in usages[:: self._asked.n] if usage),
@@ -299,8 +297,7 @@ class ChatFormat(AnswerFormat):
 
 
 def _prompt_position(token: PromptToken) -> dict[str, object] | None:
-    """Build the logprobs of a prompt position as in vLLM: by token id. The rank of a token outside the top ones is
-    unknown."""
+    """Build the logprobs of a prompt position as in vLLM: by token id. Ranks outside the top ones are unknown."""
     entry = token.logprobs
     if entry is None:
         return None

@@ -1,6 +1,5 @@
-"""OpenAPI document of the HTTP API, at /openapi.json: the parameters of each path, with their limits, and its
-responses. Lists the common parameters that are accepted for compatibility without effect; docs/doors.md names more.
-Pure."""
+"""OpenAPI document of the HTTP API, at /openapi.json: responses, and parameters with their limits. Lists the common
+parameters that are accepted for compatibility without effect; docs/doors.md names more. Pure."""
 
 from typing import Any
 

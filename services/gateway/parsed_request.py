@@ -137,8 +137,7 @@ class ParsedRequest:
 
     @property
     def report_bytes(self) -> int:
-        """Approximate memory of the prompts' logprobs. Raises InvalidArgument when they are too large. Prompts with
-        logprobs must be token ids."""
+        """Approximate memory of the logprobs of prompts (token ids). Raises InvalidArgument when it is too much."""
         if self.params.prompt_logprobs is None:
             return 0
         size = sum(map(len, self.prompts)) * self.n * (self.params.prompt_logprobs + 1)
@@ -277,8 +276,7 @@ def _read_rest(
 
 
 def _prompt_logprobs(fields: Fields, stream: bool, echoed: int | None) -> int | None:
-    """Parse vLLM's prompt_logprobs. echoed: number of top tokens in an answer's logprobs, if the answer includes the
-    prompt."""
+    """Parse vLLM's prompt_logprobs. echoed: number of top tokens, if the answer includes the prompt's logprobs."""
     count = fields.whole("prompt_logprobs", 0, MAX_LOGPROBS)
     if count is None:
         return None
