@@ -223,11 +223,11 @@ def _write(found: "ClusterPlan", out: Path) -> None:
 
     files: dict[str, str] = {}
     try:
-        for role, option in (("prefill", found.cluster.prefill), ("decode", found.cluster.decode)):
-            if not option.step.file:
+        for role, chosen in (("prefill", found.cluster.prefill), ("decode", found.cluster.decode)):
+            if not chosen.step.file:
                 path = out.with_suffix(f".{role}-latency.json")
-                path.write_text(json.dumps(asdict(option.step.latency), indent=1) + "\n")
-                files[option.step.latency.name] = str(path)
+                path.write_text(json.dumps(asdict(chosen.step.latency), indent=1) + "\n")
+                files[chosen.step.latency.name] = str(path)
         out.write_text(to_toml(found, files))
     except OSError as error:
         raise ConfigError("--out", f"cannot write {out}: {error.strerror}") from error

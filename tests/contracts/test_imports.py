@@ -8,7 +8,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _loaded_by(statement: str) -> set[str]:
-    """The top-level modules that are loaded after `statement`."""
     script = f"{statement}\nimport sys\nprint('\\n'.join({{name.split('.')[0] for name in sys.modules}}))"
     ended = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=140)
     assert ended.returncode == 0, ended.stderr

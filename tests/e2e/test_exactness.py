@@ -38,7 +38,6 @@ def reference(folder: Path, device: str, prompts: list[tuple[int, ...]], max_tok
 async def ask_all(
     client: AsyncClient, prompts: list[tuple[int, ...]], params: list[SamplingParams]
 ) -> list[Completion]:
-    """All at once; every answer's indices are checked by the SDK."""
     return await asyncio.gather(
         *(
             client.generate(prompt_token_ids=prompt, params=each, timeout_s=100)
@@ -48,7 +47,6 @@ async def ask_all(
 
 
 def preemptions(cluster: LocalCluster, role: str) -> int:
-    """Preemptions at the two decoding instances, from their logs."""
     texts = [cluster.log_text(f"{role}-{number}") for number in range(2)]
     return sum(int(count) for text in texts for count in re.findall(r'"preemptions": (\d+)', text))
 

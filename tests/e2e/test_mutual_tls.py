@@ -41,7 +41,6 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture
 def files(authority: Authority) -> Iterator[TlsFiles]:
-    """Of all services; the stack in this process uses them too."""
     files, former = authority.certify("service"), process_tls()
     use_tls(RpcTls(files))
     yield files

@@ -57,8 +57,6 @@ _THRESHOLD = re.compile(r"(==|!=|>|<) (?=[\d.]+$)")
 
 
 class Observed:
-    """A cluster under observation, and what sends it requests."""
-
     def __init__(self, cluster: LocalCluster, client: AsyncClient, prometheus: PrometheusApi, ports: range) -> None:
         self.cluster = cluster
         self.client = client
@@ -66,7 +64,6 @@ class Observed:
         self._ports = ports
 
     async def ask(self) -> None:
-        """One request over the SDK, one over HTTP, streamed."""
         body = {"prompt": "hello", "max_tokens": 6, "ignore_eos": True, "stream": True}
         url = f"http://{self.cluster.stack.http_targets[0]}/v1/completions"
         request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})

@@ -50,7 +50,6 @@ class Passage:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Numbers of files, classes and functions."""
         return {"files": len(self.files), "classes": len(self.classes), "functions": len(self.functions)}
 
 

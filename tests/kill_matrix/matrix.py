@@ -88,7 +88,6 @@ class KillMatrix:
         self._leaver: ChildProcess | None = None
 
     async def run(self) -> None:
-        """All faults, with a look at the rest now and then and at the end."""
         options = self._options
         self._start_leaver()
         try:

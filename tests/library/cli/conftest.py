@@ -13,8 +13,6 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def kaveri(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run `kaveri ARGUMENTS`, with these variables next to the inherited ones."""
-
     def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         monkeypatch.setattr(sys, "argv", ["kaveri", *arguments])
         for name, value in environment.items():

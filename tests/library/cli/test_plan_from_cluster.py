@@ -47,7 +47,6 @@ class ScriptedClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
 @contextlib.asynccontextmanager
 async def scripted_router(name: str) -> AsyncIterator[tuple[ScriptedClusterService, str]]:
-    """The service, whose instances the test says, and its address."""
     service = ScriptedClusterService(name)
     server = RpcServer("127.0.0.1", 0, ["kaveri.v1.ClusterService"])
     server.add(partial(cluster_pb2_grpc.add_ClusterServiceServicer_to_server, service))
@@ -63,7 +62,6 @@ def instance(name: str, role: Role, address: str, phases: Sequence[Phase] = ()) 
 
 
 def running(address: str, count: int) -> list[InstanceStatus]:
-    """A router at the address, and so many instances of each phase."""
     engines = [
         instance(f"{phase.value}-{number}", Role.ENGINE, "127.0.0.1:1", [phase])
         for phase in (Phase.PREFILL, Phase.DECODE)

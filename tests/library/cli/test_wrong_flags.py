@@ -59,7 +59,6 @@ def test_up_refuses_what_cannot_work_in_one_line_before_anything_starts(
 def test_a_wrong_flag_of_a_step_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`kaveri predictor train` runs in a process of its own."""
     monkeypatch.setattr(sys, "argv", ["kaveri predictor", "train", "--nope"])
     with pytest.raises(SystemExit) as ended:
         predictor_main()

@@ -144,8 +144,6 @@ async def test_instance_that_never_gets_ready_fails_the_start_at_its_deadline() 
 
 
 class _Saboteur(LocalStack):
-    """A stack one of whose children gets a signal as soon as it was started."""
-
     def __init__(self, config: StackConfig, victim: str, signal_number: signal.Signals = signal.SIGKILL) -> None:
         super().__init__(config)
         self._victim = victim

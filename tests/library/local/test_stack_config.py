@@ -48,7 +48,6 @@ def test_secrets_are_in_the_environment_and_on_no_command_line() -> None:
 
 
 def config_roles(config: StackConfig) -> set[ServiceKind]:
-    """The roles of which the stack has instances."""
     return {role for role in ServiceKind if config.instance_ids(role)}
 
 

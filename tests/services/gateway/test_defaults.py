@@ -22,7 +22,6 @@ def path(tmp_path: Path) -> str:
 
 
 def sent(cluster: ScriptedCluster) -> list[dict[str, Any]]:
-    """The sampling parameters that instances have got."""
     return [
         {name: round(getattr(request.params, name), 6) for name in NEUTRAL if request.params.HasField(name)}
         for request in cluster.taken()

@@ -25,7 +25,6 @@ _POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 
 def in_pieces(request: bytes, way: str) -> list[bytes]:
-    """The packets of a request."""
     head_bytes = request.index(b"\r\n\r\n") + 4
     if way == "one packet":
         return [request]
@@ -35,7 +34,6 @@ def in_pieces(request: bytes, way: str) -> list[bytes]:
 
 
 def texts(answer: HttpAnswer) -> list[str]:
-    """The answers' texts, streamed or whole."""
     if b"data: " in answer.body:
         return ["".join(event["choices"][0]["text"] for event in answer.events)]
     return [choice["text"] for choice in answer.json["choices"]]

@@ -155,8 +155,6 @@ async def test_long_prompts_of_many_connections_are_packed_in_slices_one_prompt_
 
 
 class ReadyStream:
-    """An answer all of whose chunks are there."""
-
     request_id = "ready"
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:

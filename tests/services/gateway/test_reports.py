@@ -102,7 +102,6 @@ def _tokens_of_others(answers: Any) -> bool:
 
 
 def _assert_streamed(got: HttpAnswer, whole: dict[str, Any]) -> None:
-    """The events of a stream bring this choice, and nothing behind its end."""
     choices = [choice for event in got.events for choice in event["choices"] if choice["index"] == whole["index"]]
     assert "".join(choice["text"] for choice in choices) == whole["text"]
     reports = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
