@@ -41,7 +41,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.connection import CONNECTION_KEY, ClientGone, check_head, header, own_request_id, until_gone
 from services.gateway.event_writer import EventWriter
 from services.gateway.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat
-from services.gateway.http_errors import CLOSE, Headers, HttpError, http_error_of, is_too_long, refused_key, unavailable
+from services.gateway.http_errors import CLOSE, Headers, HttpError, http_error_of, is_too_long, unavailable
 from services.gateway.openapi import openapi_document
 from services.gateway.parsed_request import ParsedRequest, read_chat, read_completion
 from services.gateway.shown_prompts import show_prompts
@@ -152,7 +152,8 @@ class App:
             try:
                 caller = await stack.enter_async_context(self.callers.admit(header(scope, b"authorization") or None))
             except Unauthenticated as error:
-                raise refused_key(error) from error
+                headers = [(b"www-authenticate", b"Bearer")]
+                raise HttpError(401, str(error), code="invalid_api_key", headers=headers) from error
             except NoCapacity as error:
                 raise http_error_of(error) from error
             state.key_name = caller.key.name
