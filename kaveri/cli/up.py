@@ -16,7 +16,7 @@ import typer
 from kaveri.cli.options import option, port_option
 from kaveri.cluster.store import DEFAULT_CLUSTER
 from kaveri.config.presets import Preset, PresetSettings, preset_settings
-from kaveri.config.services import ServiceKind
+from kaveri.config.services import UP_SECTION, ServiceKind
 from kaveri.config.settings import ReadSettings, read_settings
 from kaveri.config.sources import (
     CONFIG_FLAG,
@@ -137,12 +137,12 @@ def up(
         raise ConfigError("--colocated", "these instances do both phases; leave --prefill and --decode out")
     wanted = None if preset is None else preset_settings(preset)
     if preset is not None and wanted is not None:
-        asked = {"prefill": prefill, "decode": decode, "colocated": colocated}
+        asked, own = {"prefill": prefill, "decode": decode, "colocated": colocated}, wanted.of(UP_SECTION)
         wanted.require_roles(preset, [name for name, count in asked.items() if count])
-        prefill, decode, colocated = (count or int(wanted.up.get(name, 0)) for name, count in asked.items())
+        prefill, decode, colocated = (count or int(own.get(name, 0)) for name, count in asked.items())
         source = context.get_parameter_source("predictor")
         if source is not None and source.name == "DEFAULT":
-            predictor = str(wanted.up.get("predictor", predictor))
+            predictor = str(own.get("predictor", predictor))
     redis_url = _redis_url(context, redis_url, redis_url_file)
     if not predictor.strip():
         raise ConfigError("--predictor", "is empty")
@@ -159,7 +159,7 @@ def up(
         ServiceKind.PREDICTOR: 0 if predictor == "none" else predictors,
     }
     running = [role for role, count in counts.items() if count]
-    own_flags = [option for parameter in context.command.params for option in parameter.opts]
+    own_flags = [flag for parameter in context.command.params for flag in parameter.opts]
     flags = read_service_flags(context.args, running, own_flags)
     if wanted is not None:
         flags = _with_preset(flags, running, config, wanted)
@@ -167,13 +167,11 @@ def up(
     engine, tls = _check_settings(flags, running, config)
     if tls is not None:
         use_tls(RpcTls(tls))
-    if predictor in ("auto", "none"):
-        predictor = _predictor_of(model, engine) if predictor == "auto" else ""
     stack = StackConfig(
         model=model,
         counts=counts,
         flags=flags.of_role,
-        settings={**flags.shared, "predictor": predictor},
+        settings={**flags.shared, "predictor": _predictor_of(predictor, model, engine)},
         config_file=config,
         redis_url=redis_url,
         cluster_name=cluster_name,
@@ -259,9 +257,11 @@ def _read_settings(role: ServiceKind, flags: "ServiceFlags", config_file: str) -
         raise ConfigError(f"--{role}.{field[2:]}" if field in own else field, error.reason) from error
 
 
-def _predictor_of(model: str, engine: str) -> str:
-    """Return the predictor bundled with a model; empty if there is none, or the engine generates fake tokens."""
-    return (bundled_predictor(model) or "") if engine in ("transformers", "vllm") else ""
+def _predictor_of(asked: str, model: str, engine: str) -> str:
+    """Return the length predictor to run; empty: none. auto: the model's bundled one, unless tokens are made up."""
+    if asked == "auto":
+        return (bundled_predictor(model) or "") if engine in ("transformers", "vllm") else ""
+    return "" if asked == "none" else asked
 
 
 async def _run(config: "StackConfig") -> int:

@@ -24,23 +24,17 @@ class Preset(enum.StrEnum):
 class PresetSettings:
     """Settings of a preset, and the parts of its paper that it omits."""
 
-    up: Mapping[str, SettingValue]
-    """Options of `kaveri up`: which instances, and whether predictors run."""
-    services: Mapping[ServiceKind, Mapping[str, SettingValue]]
+    sections: Mapping[str, Mapping[str, SettingValue]]
+    """Settings by section, as in a settings file. Section [up] has the instances, and whether predictors run."""
     left_out: tuple[str, ...]
     """Parts of the paper's system that no setting provides."""
 
-    def of(self, role: ServiceKind) -> Mapping[str, SettingValue]:
-        return self.services.get(role, {})
-
-    @property
-    def sections(self) -> dict[str, dict[str, SettingValue]]:
-        """Settings by section, as in a settings file."""
-        return {UP_SECTION: dict(self.up)} | {str(role): dict(values) for role, values in self.services.items()}
+    def of(self, section: str) -> Mapping[str, SettingValue]:
+        return self.sections.get(section, {})
 
     def require_roles(self, preset: Preset, given: Collection[str]) -> None:
         """Raise ConfigError for a role that the preset does not have. given: roles with a count from the user."""
-        own = tuple(name for name in ("prefill", "decode", "colocated") if name in self.up)
+        own = tuple(name for name in ("prefill", "decode", "colocated") if name in self.of(UP_SECTION))
         for name in given:
             if name not in own:
                 reason = f"gives {name} instances, which preset {preset} does not have; it has {' and '.join(own)}"
@@ -57,8 +51,8 @@ def tetriinfer() -> PresetSettings:
     """
     heavy: dict[str, SettingValue] = {"heavy_output_tokens": 128, "heavy_prompt_tokens": 512}
     return PresetSettings(
-        up={"prefill": 2, "decode": 2},
-        services={
+        sections={
+            UP_SECTION: {"prefill": 2, "decode": 2},
             ServiceKind.ROUTER: {"placement_policy": "least-loaded", "monitor_interval_s": 0.1},
             ServiceKind.PREFILL: {
                 "chunk_tokens": 512,
@@ -82,8 +76,8 @@ def distserve() -> PresetSettings:
     `chunk_tokens` is the paper's L_m, the prompt tokens that saturate the GPU: `kaveri profile` measures it.
     """
     return PresetSettings(
-        up={"prefill": 2, "decode": 2, "predictor": "none"},
-        services={
+        sections={
+            UP_SECTION: {"prefill": 2, "decode": 2, "predictor": "none"},
             ServiceKind.ROUTER: {"placement_policy": "least-loaded"},
             ServiceKind.PREFILL: {"prefill_policy": "fcfs", "prediction": "off", "decode_placement": "least-loaded"},
             ServiceKind.DECODE: {"decode_policy": "greedy", "replication": "off"},
@@ -102,8 +96,8 @@ def dejavu() -> PresetSettings:
     next one (4.2.3), for every request. First come, first served, and nothing is predicted.
     """
     return PresetSettings(
-        up={"prefill": 2, "decode": 2, "predictor": "none"},
-        services={
+        sections={
+            UP_SECTION: {"prefill": 2, "decode": 2, "predictor": "none"},
             ServiceKind.PREFILL: {"prefill_policy": "fcfs", "prediction": "off"},
             ServiceKind.DECODE: {"decode_policy": "greedy", "replication": "ring", "replica_min_tokens": 1},
         },
@@ -119,8 +113,8 @@ def accellm() -> PresetSettings:
     """AcceLLM (arXiv 2411.05555). Pairs of instances of both phases (section 4.1.1) hold copies of each other's
     requests (4.1.2), of every request. A request goes to the least loaded instance."""
     return PresetSettings(
-        up={"colocated": 2, "predictor": "none"},
-        services={
+        sections={
+            UP_SECTION: {"colocated": 2, "predictor": "none"},
             ServiceKind.ROUTER: {"placement_policy": "least-loaded"},
             ServiceKind.COLOCATED: {
                 "prefill_policy": "fcfs",

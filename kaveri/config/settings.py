@@ -9,6 +9,7 @@ every user of a machine can read command lines. Environment and flags are read n
 import enum
 import inspect
 import math
+import operator
 import re
 import shutil
 import textwrap
@@ -217,13 +218,12 @@ def _help_text(program: str, doc: str, groups: Mapping[str, Sequence[tuple[str, 
 
 def _help_lines(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
     lines: list[str] = []
-    column = " " * _HELP_COLUMN
     for flag, text in rows:
         start = f"  {flag}"
         if len(start) > _HELP_COLUMN - 2:
             lines.append(start)
             start = ""
-        first = start.ljust(_HELP_COLUMN)
+        first, column = start.ljust(_HELP_COLUMN), " " * _HELP_COLUMN
         lines += textwrap.wrap(
             text, width, initial_indent=first, subsequent_indent=column, break_long_words=False, break_on_hyphens=False
         )
@@ -251,15 +251,12 @@ def _parse_value(given: Given, metadata: Mapping[str, Any], hint: Any) -> Any:
 
 
 def _check(value: Any, limits: Mapping[str, Any]) -> None:
-    least, above, most, choices = (limits[name] for name in ("least", "above", "most", "choices"))
-    if choices and value not in choices:
+    if (choices := limits["choices"]) and value not in choices:
         raise ValueError(f"is {value!r}; choose {', '.join(choices)}")
-    if least is not None and value < least:
-        raise ValueError(f"is {value}; it must be at least {least}")
-    if above is not None and value <= above:
-        raise ValueError(f"is {value}; it must be more than {above}")
-    if most is not None and value > most:
-        raise ValueError(f"is {value}; it must be at most {most}")
+    broken = (("least", operator.lt, "at least"), ("above", operator.le, "more than"), ("most", operator.gt, "at most"))
+    for name, breaks, text in broken:
+        if (limit := limits[name]) is not None and breaks(value, limit):
+            raise ValueError(f"is {value}; it must be {text} {limit}")
 
 
 def _parser_of(hint: Any) -> Callable[[str], Any]:

@@ -66,7 +66,7 @@ class StackConfig:
     model: str = KAVERI_TINY
     """Path, hub id or bundled name of the served model."""
     counts: Mapping[ServiceKind, int] = field(default_factory=lambda: _COUNTS)
-    """Number of instances by role; 0 for missing ones. Gateways need the extra `gateway`, predictors that setting."""
+    """Number of instances by role. Gateways need the extra `gateway` installed, predictors the setting `predictor`."""
     flags: Mapping[ServiceKind, tuple[str, ...]] = field(default_factory=dict)
     """Additional flags by role: ("--max-requests", "64")."""
     settings: Mapping[str, object] = field(default_factory=dict)

@@ -56,8 +56,7 @@ class BodyBudget:
         """Apply `make` to the parsed JSON object; for a large one on a thread."""
         if len(data) <= _INLINE_BYTES:
             return make(parse_object(data))
-        work = asyncio.get_running_loop().run_in_executor(self._parser, lambda: make(parse_object(data)))
-        return await work
+        return await asyncio.get_running_loop().run_in_executor(self._parser, lambda: make(parse_object(data)))
 
 
 class HeldBody:
