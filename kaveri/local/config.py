@@ -102,17 +102,10 @@ class StackConfig:
         of roles: `StackConfig.of(prefill_count=1, decode_flags=("--max-batch", "8"), engine="fake")`."""
         counts = {role: given.pop(f"{role}_count") for role in ROLES if f"{role}_count" in given}
         flags = {role: given.pop(f"{role}_flags") for role in ROLES if f"{role}_flags" in given}
-        listening, supervision = _take(ListeningPorts, given), _take(Supervision, given)
-        own = {name: value for name, value in given.items() if name in cls.__dataclass_fields__}
-        settings = {name: value for name, value in given.items() if name not in own and (value or value is False)}
-        return cls(
-            **own,
-            counts={**_COUNTS, **counts},
-            flags=flags,
-            settings=settings,
-            listening=listening,
-            supervision=supervision,
-        )
+        own: dict[str, Any] = {"listening": _take(ListeningPorts, given), "supervision": _take(Supervision, given)}
+        own |= {name: given.pop(name) for name in cls.__dataclass_fields__ if name in given}
+        settings = {name: value for name, value in given.items() if value or value is False}
+        return cls(**own, counts={**_COUNTS, **counts}, flags=flags, settings=settings)
 
     @property
     def roles(self) -> dict[str, ServiceKind]:
