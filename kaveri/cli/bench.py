@@ -107,9 +107,7 @@ def bench(
         option("Exit with status 1 when more requests fail, over all runs. Unset: only when none is answered.", min=0),
     ] = None,
     as_json: Annotated[bool, option("Print one JSON object, with a row per request, and no table.", "--json")] = False,
-    plot: Annotated[
-        Path | None, option("Draw latency distributions and a timeline: a file .svg, .png or .pdf.")
-    ] = None,
+    plot: Annotated[Path | None, option("Draw latency distributions and a timeline to .svg, .png or .pdf.")] = None,
 ) -> None:
     """Drive a cluster with a workload, and report TTFT, TPOT, ITL, JCT, SLO attainment, goodput and resource time.
 

@@ -27,9 +27,7 @@ def generate(
     seed: options.Seed = None,
     stop: options.Stop = None,
     timeout_s: options.TimeoutS = DEFAULT_TIMEOUT_S,
-    as_json: Annotated[
-        bool, option("Print one JSON object: text, token ids, finish reason, usage and timing.", "--json")
-    ] = False,
+    as_json: Annotated[bool, option("Print JSON: text, token ids, finish reason, usage and timing.", "--json")] = False,
 ) -> None:
     """Generate an answer to one prompt."""
     from kaveri.client.sync_client import Client

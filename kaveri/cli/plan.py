@@ -47,9 +47,7 @@ def plan(
     ] = None,
     hardware: Annotated[str, option("Bundled kind of GPU, or a TOML file with the same fields.")] = "a100-80g",
     model: Annotated[str, option("Bundled model, or a TOML file with the same fields; unset: the profile's.")] = "",
-    gpus: Annotated[
-        int | None, option("The most GPUs that the plan may use. Unset: 8, or twice what runs if that is more.")
-    ] = None,
+    gpus: Annotated[int | None, option("Most GPUs to use. Unset: 8, or twice what runs if that is more.")] = None,
     slo_ttft_s: Annotated[float, option("Seconds to the first token that count as met.")] = 0.0,
     slo_tpot_s: Annotated[float, option("Seconds per further token that count as met.")] = 0.0,
     attain: Annotated[float, option("Share of requests that must meet both.")] = 0.9,

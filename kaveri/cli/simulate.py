@@ -21,15 +21,13 @@ if TYPE_CHECKING:
 
 def simulate(
     spec: Annotated[Path, typer.Argument(help="The file of `kaveri up --config`, with a latency_model.")],
-    preset: Annotated[
-        Preset | None, option("A paper's system: its policies and roles, wherever SPEC says nothing.")
-    ] = None,
+    preset: Annotated[Preset | None, option("A paper's system: policies and roles, where SPEC says nothing.")] = None,
     baseline: Annotated[
         BaselineRule | None,
         option("Another system's scheduler, on as many instances of both phases, instead of Kaveri's."),
     ] = None,
     workload: Annotated[
-        WorkloadClass, option("Light or heavy (L, H) in prefill and decode (P, D).")
+        WorkloadClass, option("Light or heavy (L, H) in prefill, decode (P, D).")
     ] = WorkloadClass.MIXED,
     trace: options.Trace = None,
     requests: Annotated[int, option("Requests to send; the first ones of a trace.", min=1)] = 1000,
@@ -38,24 +36,16 @@ def simulate(
     concurrency: options.Concurrency = None,
     max_prompt: Annotated[int, option("Longest heavy prompt, in tokens.", min=1)] = 1024,
     max_output: Annotated[int, option("Longest heavy answer, in tokens.", min=1)] = 512,
-    natural_length: Annotated[
-        bool, option("The cluster does not know how long answers will be.", "--natural-length")
-    ] = False,
+    natural_length: Annotated[bool, option("The cluster does not know answers' lengths.", "--natural-length")] = False,
     repeats: Annotated[int, option("Runs of the same workload with other draws of the policies.", min=1)] = 1,
     slo_ttft_s: options.SloTtftS = None,
     slo_tpot_s: options.SloTpotS = None,
     overheads: options.Overheads = None,
     layers: Annotated[int, option("The model's: KV is pushed layer by layer. Timed engine: 2.", min=1)] = 2,
-    fail: Annotated[
-        list[str] | None, option("An instance that dies, such as decode-1@30s. May be given several times.")
-    ] = None,
-    mtbf: Annotated[
-        float | None, option("Mean seconds between the deaths of each instance. Unset: none are drawn.")
-    ] = None,
+    fail: Annotated[list[str] | None, option("An instance that dies: decode-1@30s. May be repeated.")] = None,
+    mtbf: Annotated[float | None, option("Mean seconds between deaths of each instance. Unset: none.")] = None,
     repair: Annotated[float, option("Seconds until an instance that died is there again.")] = 5.0,
-    compare: Annotated[
-        Path | None, option("File of `kaveri bench --json`: its requests, and the differences from it.")
-    ] = None,
+    compare: Annotated[Path | None, option("File of `kaveri bench --json`: its requests, and differences.")] = None,
     seed: options.PolicySeed = 0,
     as_json: Annotated[bool, option("Print the JSON object of `kaveri bench --json`, and no table.", "--json")] = False,
 ) -> None:

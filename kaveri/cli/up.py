@@ -73,20 +73,12 @@ def up(
             is_eager=True,
         ),
     ] = "",
-    preset: Annotated[
-        Preset | None, option("A paper's system: its policies and roles, wherever nothing else is given.")
-    ] = None,
-    model: Annotated[
-        str, option("Model to serve: a path, a hub id or a bundled name.", envvar="KAVERI_MODEL")
-    ] = KAVERI_TINY,
+    preset: Annotated[Preset | None, option("A paper's system: policies and roles, unless given otherwise.")] = None,
+    model: Annotated[str, option("Model to serve: path, hub id or bundled name.", envvar="KAVERI_MODEL")] = KAVERI_TINY,
     prefill: Annotated[int | None, option("Prefill instances; 2 by default.", min=1)] = None,
     decode: Annotated[int | None, option("Decode instances; 2 by default.", min=1)] = None,
-    colocated: Annotated[
-        int, option("Instances that do both phases, instead of prefill and decode instances.", min=0)
-    ] = 0,
-    routers: Annotated[
-        int, option("Routers; when one dies, clients that know the others go on through them.", min=1)
-    ] = 1,
+    colocated: Annotated[int, option("Instances of both phases, instead of prefill and decode instances.", min=0)] = 0,
+    routers: Annotated[int, option("Routers; when one dies, clients that know others go on through them.", min=1)] = 1,
     port: Annotated[int, port_option("Port of the router, the others' follow; 0: free ones.")] = 50051,
     gateways: Annotated[
         int | None, option("Gateways for OpenAI's HTTP API; one by default where kaveri[gateway] is installed.", min=0)
@@ -100,12 +92,8 @@ def up(
     public_port: Annotated[
         int, port_option("Port of the router for clients with keys of --keys-file, the others' follow; 0: none.")
     ] = 0,
-    host: Annotated[
-        str, option("Address of routers and gateways; 0.0.0.0: all. Everything else stays on loopback.")
-    ] = "127.0.0.1",
-    metrics_port: Annotated[
-        int, port_option("Port of the router's Prometheus metrics, the instances' follow; 0: none.")
-    ] = 0,
+    host: Annotated[str, option("Address of routers and gateways; 0.0.0.0: all. All others: loopback.")] = "127.0.0.1",
+    metrics_port: Annotated[int, port_option("Port of the router's metrics, the instances' follow; 0: none.")] = 0,
     predictor: Annotated[str, option("Length predictor: a folder, none, or auto (the bundled model's own).")] = "auto",
     predictors: Annotated[int, option("Predictor processes, where there is a predictor.", min=1)] = 1,
     redis_url: Annotated[

@@ -48,10 +48,7 @@ class HttpLimits:
         most=3600.0,
     )
     slow_sender_s: float = setting(
-        "seconds that the head of a request may take to arrive, and as many again for its body",
-        30.0,
-        above=0,
-        most=3600.0,
+        "seconds for the head of a request to arrive, and as many again for its body", 30.0, above=0, most=3600.0
     )
     idle_s: float = setting("seconds that a connection may wait for its next request", 75.0, above=0, most=86_400.0)
     max_connections: int = setting("open connections; more are refused with 503", 4096, least=1)
