@@ -43,7 +43,7 @@ class ServiceCommand(TyperCommand):
     """Command of a service. Shells complete its flags, although they are no options of the command itself."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """Return the service's flags that begin with the typed text. Settings take time to import: only here."""
+        """Return the service's flags that begin with the typed text. Imports settings, which takes time."""
         settings = settings_types().get("predictor" if self.name == "serve" else self.name or "")
         if settings is None or not incomplete.startswith("-"):
             return []
