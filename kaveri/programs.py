@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kaveri.config.services import UP_SECTION, find_services
-from kaveri.config.settings import taken_names
+from kaveri.config.settings import names_of
 
 
 def settings_types() -> Mapping[str, type[Any]]:
@@ -17,6 +17,6 @@ def settings_types() -> Mapping[str, type[Any]]:
 
 def setting_sections() -> dict[str, frozenset[str]]:
     """Valid names by section; see kaveri.config.sources.Names. Those of `kaveri up` are not included."""
-    return {section: taken_names(declared) for section, declared in settings_types().items()} | {
+    return {section: names_of(declared).taken for section, declared in settings_types().items()} | {
         UP_SECTION: frozenset()
     }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kaveri.cli import options
+from kaveri.cli.options import option
 from kaveri.client.defaults import DEFAULT_TARGET
 from kaveri.errors import ConfigError
 from kaveri.workload.requests import RequestLengths, Schedule, Workload, WorkloadClass, draw_lengths
@@ -43,85 +44,70 @@ def bench(
     target: options.Target = DEFAULT_TARGET,
     http: Annotated[
         str | None,
-        typer.Option(
-            help="Instead of --target: drive any OpenAI endpoint, http://HOST:PORT; a key for it in OPENAI_API_KEY."
-        ),
+        option("Instead of --target: drive any OpenAI endpoint, http://HOST:PORT; a key for it in OPENAI_API_KEY."),
     ] = None,
     model: options.Model = None,
     workload: Annotated[
         WorkloadClass | None,
-        typer.Option(
-            help="Light or heavy (L, H) in prefill and decode (P, D): 512 and 128 tokens.",
+        option(
+            "Light or heavy (L, H) in prefill and decode (P, D): 512 and 128 tokens.",
             show_default=WorkloadClass.MIXED.value,
         ),
     ] = None,
     trace: options.Trace = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Your own prompts, a text per line or .jsonl; answers end by themselves or at --max-output."),
+        option("Your own prompts, a text per line or .jsonl; answers end by themselves or at --max-output."),
     ] = None,
-    requests: Annotated[int, typer.Option(help="Requests to send; the first ones of a file.", min=1)] = 100,
+    requests: Annotated[int, option("Requests to send; the first ones of a file.", min=1)] = 100,
     rate: options.Rate = None,
     burstiness: Annotated[
         float | None,
-        typer.Option(
-            help="--rate: squared coefficient of variation of the gaps; 1: Poisson, more: bursts.", show_default="1.0"
-        ),
+        option("--rate: squared coefficient of variation of the gaps; 1: Poisson, more: bursts.", show_default="1.0"),
     ] = None,
-    speed: Annotated[
-        float | None, typer.Option(help="Plays a trace's times so many times as fast.", show_default="1.0")
-    ] = None,
+    speed: Annotated[float | None, option("Plays a trace's times so many times as fast.", show_default="1.0")] = None,
     concurrency: options.Concurrency = None,
-    max_in_flight: Annotated[int, typer.Option(help="Open loop: with so many at once the next waits.", min=1)] = 1024,
+    max_in_flight: Annotated[int, option("Open loop: with so many at once the next waits.", min=1)] = 1024,
     max_prompt: Annotated[
-        int | None, typer.Option(help="Longest heavy prompt, in tokens.", min=1, show_default=str(_MAX_PROMPT))
+        int | None, option("Longest heavy prompt, in tokens.", min=1, show_default=str(_MAX_PROMPT))
     ] = None,
     max_output: Annotated[
         int | None,
-        typer.Option(
-            help="Longest heavy answer, in tokens; with --prompts: any.", min=1, show_default=str(_MAX_OUTPUT)
-        ),
+        option("Longest heavy answer, in tokens; with --prompts: any.", min=1, show_default=str(_MAX_OUTPUT)),
     ] = None,
     natural_length: Annotated[
         bool,
-        typer.Option(
-            "--natural-length",
-            help="Answers end where the model ends them, at the planned length at the latest. Else they are forced "
+        option(
+            "Answers end where the model ends them, at the planned length at the latest. Else they are forced "
             "to it, and the cluster can tell it beforehand.",
+            "--natural-length",
         ),
     ] = False,
-    warm_up: Annotated[int, typer.Option(help="Requests sent before, which do not count.", min=0)] = 4,
-    repeats: Annotated[int, typer.Option(help="Runs of the same workload with other prompts.", min=1)] = 1,
+    warm_up: Annotated[int, option("Requests sent before, which do not count.", min=0)] = 4,
+    repeats: Annotated[int, option("Runs of the same workload with other prompts.", min=1)] = 1,
     slo_ttft_s: options.SloTtftS = None,
     slo_tpot_s: options.SloTpotS = None,
     find_goodput: Annotated[
         bool,
-        typer.Option(
+        option(
+            "Search for the highest rate that meets the SLOs, from --rate on. It takes --requests for long runs.",
             "--find-goodput",
-            help="Search for the highest rate that meets the SLOs, from --rate on. It takes --requests for long runs.",
         ),
     ] = False,
     attainment: Annotated[
-        float | None,
-        typer.Option(help="--find-goodput: share of requests that must meet them.", show_default=str(_ATTAINMENT)),
+        float | None, option("--find-goodput: share of requests that must meet them.", show_default=str(_ATTAINMENT))
     ] = None,
     max_runs: Annotated[
-        int | None, typer.Option(help="--find-goodput: rates to try at most.", min=1, show_default=str(_MAX_RUNS))
+        int | None, option("--find-goodput: rates to try at most.", min=1, show_default=str(_MAX_RUNS))
     ] = None,
     timeout_s: options.TimeoutS = 600.0,
-    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and prompts.", min=0, max=2**32 - 1)] = 0,
+    seed: Annotated[int, option("Of lengths, arrivals and prompts.", min=0, max=2**32 - 1)] = 0,
     max_failed: Annotated[
         int | None,
-        typer.Option(
-            help="Exit with status 1 when more requests fail, over all runs. Unset: only when none is answered.", min=0
-        ),
+        option("Exit with status 1 when more requests fail, over all runs. Unset: only when none is answered.", min=0),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, with a row per request, and no table.")
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw latency distributions and a timeline: a file .svg, .png or .pdf.")
-    ] = None,
+    as_json: Annotated[bool, option("Print one JSON object, with a row per request, and no table.", "--json")] = False,
+    plot: Annotated[Path | None, option("Draw latency distributions and a timeline to .svg, .png or .pdf.")] = None,
 ) -> None:
     """Drive a cluster with a workload, and report TTFT, TPOT, ITL, JCT, SLO attainment, goodput and resource time.
 
@@ -148,20 +134,20 @@ def bench(
         target=target,
         http=http,
         model=model,
-        workload=load,
-        lengths_flag=lengths_flag,
-        schedule=schedule,
-        max_in_flight=max_in_flight,
-        natural_length=natural_length or prompts is not None,
+        load=_Load(
+            workload=load,
+            lengths_flag=lengths_flag,
+            schedule=schedule,
+            max_in_flight=max_in_flight,
+            natural_length=natural_length or prompts is not None,
+            timeout_s=timeout_s,
+        ),
         warm_up=warm_up,
         repeats=repeats,
         slo=slo,
         attainment=attainment,
         max_runs=max_runs or _MAX_RUNS,
-        timeout_s=timeout_s,
-        max_failed=max_failed,
-        as_json=as_json,
-        plot=plot,
+        output=_Output(max_failed=max_failed, as_json=as_json, plot=plot),
     )
     try:
         succeeded = asyncio.run(_run(settings))
@@ -171,27 +157,39 @@ def bench(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _BenchSettings:
-    target: str
-    http: str | None
-    """Endpoint to drive instead of the target's routers."""
-    model: str | None
+class _Load:
+    """Requests of a run, and how they are sent."""
+
     workload: Workload
     lengths_flag: str
     """Name of the flag that determines the lengths, or at least their maximum."""
     schedule: Schedule
     max_in_flight: int
     natural_length: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Output:
+    max_failed: int | None
+    as_json: bool
+    plot: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BenchSettings:
+    target: str
+    http: str | None
+    """Endpoint to drive instead of the target's routers."""
+    model: str | None
+    load: _Load
     warm_up: int
     repeats: int
     slo: "Slo"
     attainment: float | None
     """Required SLO attainment in a search for the goodput; None: no search."""
     max_runs: int
-    timeout_s: float
-    max_failed: int | None
-    as_json: bool
-    plot: Path | None
+    output: _Output
 
     @property
     def place(self) -> str:
@@ -276,7 +274,9 @@ async def _run(settings: _BenchSettings) -> bool:
         if settings.http:
             client, info, phases = await reach_endpoint(settings.http, settings.model, resources)
         else:
-            client, info, phases = await reach_routers(settings.target, settings.model, settings.timeout_s, resources)
+            client, info, phases = await reach_routers(
+                settings.target, settings.model, settings.load.timeout_s, resources
+            )
         progress = Progress(*columns, console=Console(stderr=True), transient=True)
         bench = _BenchRuns(client, info, settings, progress)
         try:
@@ -286,18 +286,17 @@ async def _run(settings: _BenchSettings) -> bool:
                     await bench.search_goodput()
                 else:
                     for number in range(settings.repeats):
-                        await bench.run(settings.schedule.rate_per_s, f"run {number + 1} of {settings.repeats}")
+                        rate_per_s = settings.load.schedule.rate_per_s
+                        await bench.run(rate_per_s, f"run {number + 1} of {settings.repeats}")
         except asyncio.CancelledError:
             # Report even after Ctrl-C, perhaps hours of runs later.
             if bench.runs:
-                _report(bench, info, phases, settings, interrupted=True)
+                _report(bench, phases, interrupted=True)
             raise
-    return _report(bench, info, phases, settings, interrupted=False)
+    return _report(bench, phases, interrupted=False)
 
 
-def _report(
-    bench: "_BenchRuns", info: "ModelInfo", phases: "Mapping[str, Phases]", settings: _BenchSettings, interrupted: bool
-) -> bool:
+def _report(bench: "_BenchRuns", phases: "Mapping[str, Phases]", *, interrupted: bool) -> bool:
     """Print and draw the complete runs, at least one. Returns True if enough requests were answered."""
     from rich.console import Console
 
@@ -306,16 +305,17 @@ def _report(
     from kaveri.loadgen.show import show_report, show_warnings
     from kaveri.profiling.output import not_written
 
-    search = bench.goodput_search
+    info, settings, search = bench.info, bench.settings, bench.goodput_search
+    load, output = settings.load, settings.output
     summaries = [summarize(run, settings.slo, phases) for _, run in bench.runs]
     runs = [{"rate_per_s": rate, **summary} for (rate, _), summary in zip(bench.runs, summaries, strict=True)]
     report = {
         "provenance": provenance(sys.argv[1:]),
         "target": settings.place,
         "model": info.name,
-        "seed": settings.schedule.seed,
+        "seed": load.schedule.seed,
         "slo": asdict(settings.slo) if settings.slo.is_set else None,
-        "lengths": {"forced": not settings.natural_length, "known_to_the_cluster": not settings.natural_length},
+        "lengths": dict.fromkeys(("forced", "known_to_the_cluster"), not load.natural_length),
         "interrupted": interrupted,
         "too_long": bench.too_long,
         "over_runs": over_runs(summaries),
@@ -325,26 +325,26 @@ def _report(
             for (_, run), summary in zip(bench.runs, runs, strict=True)
         ],
     }
-    if settings.as_json:
+    if output.as_json:
         print(json.dumps(report))
     else:
         show_report(Console(highlight=False, soft_wrap=True), report)
     show_warnings(Console(stderr=True, highlight=False, soft_wrap=True), report)
-    if settings.plot is not None:
+    if output.plot is not None:
         from kaveri.loadgen.plot import draw_runs
 
         try:
             named = [(f"run {number}", run) for number, (_, run) in enumerate(bench.runs, 1)]
             if search is not None:
                 named = [(f"{rate:.3g} requests/s", run) for rate, run in bench.runs]
-            draw_runs(named, settings.slo, f"{info.name} at {settings.place}", settings.plot)
+            draw_runs(named, settings.slo, f"{info.name} at {settings.place}", output.plot)
         except OSError as error:
-            raise not_written("--plot", settings.plot, error) from error
+            raise not_written("--plot", output.plot, error) from error
     failed = sum(
         len(run.records) - summary["answered"] for (_, run), summary in zip(bench.runs, summaries, strict=True)
     )
-    if settings.max_failed is not None and failed > settings.max_failed:
-        print(f"{failed} requests failed; --max-failed is {settings.max_failed}", file=sys.stderr)
+    if output.max_failed is not None and failed > output.max_failed:
+        print(f"{failed} requests failed; --max-failed is {output.max_failed}", file=sys.stderr)
         return False
     return any(summary["answered"] for summary in summaries)
 
@@ -357,39 +357,40 @@ class _BenchRuns:
     ) -> None:
         self.runs: list[tuple[float | None, LoadRun]] = []
         self.goodput_search: GoodputSearch | None = None
+        load = settings.load
         # Before arrivals are planned: the rate counts only requests that are sent.
-        self._workload = settings.workload.fitting(info.max_model_len)
+        self._workload = load.workload.fitting(info.max_model_len)
         if not self._workload.lengths:
-            raise ConfigError(settings.lengths_flag, f"no request fits into {info.name}'s {info.max_model_len} tokens")
-        self.too_long = len(settings.workload.lengths) - len(self._workload.lengths)
+            raise ConfigError(load.lengths_flag, f"no request fits into {info.name}'s {info.max_model_len} tokens")
+        self.too_long = len(load.workload.lengths) - len(self._workload.lengths)
+        self.info = info
+        self.settings = settings
         self._client = client
-        self._info = info
-        self._settings = settings
         self._progress = progress
 
     async def warm_up(self) -> None:
         """Open connections and let every process serve its first requests, which do not count."""
         from kaveri.loadgen.driver import run_closed
 
-        settings = self._settings
-        requests = settings.schedule.plan(self._workload)[: settings.warm_up]
+        schedule = self.settings.load.schedule
+        requests = schedule.plan(self._workload)[: self.settings.warm_up]
         if requests:
             bar = self._progress.add_task("warming up", total=len(requests))
-            send = self._send(settings.schedule.seed + _WARM_UP_SEED)
+            send = self._send(schedule.seed + _WARM_UP_SEED)
             await run_closed(self._client, requests, send, _WARM_UP_CONCURRENCY, lambda _: self._progress.advance(bar))
 
     async def run(self, rate_per_s: float | None, name: str) -> "LoadRun":
         from kaveri.loadgen.driver import run_load
 
-        settings = self._settings
-        requests = settings.schedule.plan(self._workload, rate_per_s)
+        load = self.settings.load
+        requests = load.schedule.plan(self._workload, rate_per_s)
         bar = self._progress.add_task(name, total=len(requests))
         run = await run_load(
             self._client,
             requests,
-            self._send(settings.schedule.seed + len(self.runs)),
-            settings.schedule.concurrency,
-            settings.max_in_flight,
+            self._send(load.schedule.seed + len(self.runs)),
+            load.schedule.concurrency,
+            load.max_in_flight,
             lambda _: self._progress.advance(bar),
         )
         self.runs.append((rate_per_s, run))
@@ -399,7 +400,7 @@ class _BenchRuns:
         """Run at one rate after another; `goodput_search` holds the results so far."""
         from kaveri.workload.goodput import GoodputSearch, Probe
 
-        settings, first_per_s = self._settings, self._settings.schedule.rate_per_s
+        settings, first_per_s = self.settings, self.settings.load.schedule.rate_per_s
         assert first_per_s is not None
         assert settings.attainment is not None
         if len(self._workload.lengths) < 2:
@@ -415,13 +416,13 @@ class _BenchRuns:
     def _send(self, seed: int) -> "RequestSettings":
         from kaveri.loadgen.driver import RequestSettings
 
-        settings = self._settings
+        settings = self.settings
         return RequestSettings(
-            model=self._info.name if settings.http else settings.model,
-            vocab_size=self._info.vocab_size,
+            model=self.info.name if settings.http else settings.model,
+            vocab_size=self.info.vocab_size,
             seed=seed,
-            timeout_s=settings.timeout_s,
-            natural_length=settings.natural_length,
+            timeout_s=settings.load.timeout_s,
+            natural_length=settings.load.natural_length,
         )
 
 

@@ -4,9 +4,8 @@ import contextlib
 import sys
 from typing import Annotated
 
-import typer
-
 from kaveri.cli import options
+from kaveri.cli.options import option
 from kaveri.client.defaults import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 from kaveri.errors import KaveriError
 
@@ -14,7 +13,7 @@ from kaveri.errors import KaveriError
 def chat(
     target: options.Target = DEFAULT_TARGET,
     model: options.Model = None,
-    system: Annotated[str | None, typer.Option(help="System message that opens the conversation.")] = None,
+    system: Annotated[str | None, option("System message that opens the conversation.")] = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kaveri.cli import options
+from kaveri.cli.options import option
 from kaveri.client.defaults import DEFAULT_TARGET
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ Instance = Annotated[str, typer.Argument(help="Its name, as `kaveri status` show
 def drain(
     instance: Instance,
     target: options.Target = DEFAULT_TARGET,
-    wait: Annotated[bool, typer.Option("--wait", help="Return when the instance has no request left.")] = False,
-    timeout_s: Annotated[float, typer.Option(help="Longest wait of --wait, in seconds.")] = 600.0,
+    wait: Annotated[bool, option("Return when the instance has no request left.", "--wait")] = False,
+    timeout_s: Annotated[float, option("Longest wait of --wait, in seconds.")] = 600.0,
 ) -> None:
     """Let an instance take no new requests: it finishes what it has, or passes it on, and lives on.
 
@@ -59,7 +60,6 @@ async def _drain(instance: str, target: str, wait: bool, timeout_s: float) -> No
 
 
 async def _ask(instance: str, target: str, undo: bool = False) -> "cluster_pb2.DrainResponse":
-    """Return the answer of the first reachable router. Raises KaveriError."""
     from kaveri.cli.routers import call_options, first_answer, open_channels
     from kaveri.v1 import cluster_pb2
     from kaveri.v1.cluster_pb2_grpc import DrainServiceStub

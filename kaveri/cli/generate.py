@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kaveri.cli import options
+from kaveri.cli.options import option
 from kaveri.client.defaults import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -26,9 +27,7 @@ def generate(
     seed: options.Seed = None,
     stop: options.Stop = None,
     timeout_s: options.TimeoutS = DEFAULT_TIMEOUT_S,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object: text, token ids, finish reason, usage and timing.")
-    ] = False,
+    as_json: Annotated[bool, option("Print JSON: text, token ids, finish reason, usage and timing.", "--json")] = False,
 ) -> None:
     """Generate an answer to one prompt."""
     from kaveri.client.sync_client import Client

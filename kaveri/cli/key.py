@@ -5,11 +5,10 @@ from typing import Annotated
 import typer
 
 from kaveri.cli import options
+from kaveri.cli.options import option
 from kaveri.config.commands import command_group
 
-_KeysFile = Annotated[
-    str, typer.Option(help="File of the keys' hashes; a new key makes it.", envvar="KAVERI_KEYS_FILE")
-]
+_KeysFile = Annotated[str, option("File of the keys' hashes; a new key makes it.", envvar="KAVERI_KEYS_FILE")]
 key_app = command_group("Make and revoke API keys of gateways and of routers' public ports.")
 
 
@@ -20,7 +19,7 @@ def new(
     requests_per_s: options.KeyLimit = 0,
     tokens_per_min: options.KeyLimit = 0,
     in_flight: options.KeyLimit = 0,
-    admin: Annotated[bool, typer.Option("--admin", help="It may also drain instances, and see the cluster.")] = False,
+    admin: Annotated[bool, option("It may also drain instances, and see the cluster.", "--admin")] = False,
 ) -> None:
     """Print a new API key, once, and add its SHA-256 and its limits to the keys file.
 

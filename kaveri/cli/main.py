@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import kaveri
-from kaveri.cli.options import speaks_tls
+from kaveri.cli.options import option, speaks_tls
 from kaveri.cli.services import PASS_ON, ServiceCommand, launcher
 from kaveri.config.commands import run_commands
 from kaveri.config.services import ServiceKind, program_of
@@ -67,11 +67,11 @@ _COMMANDS = (
     ListedCommand("simulate", "Simulate a cluster under a workload.", "simulate:simulate"),
     ListedCommand("plan", "Plan a cluster by simulation.", "plan:plan_app"),
     ListedCommand("profile", "Measure an engine's steps on this machine.", "profile:profile", **_OF_SERVICE),
-    ListedCommand("predictor", "Make, judge and serve a length predictor.", "predictor:predictor_app"),
+    ListedCommand("predictor", "Make, judge and serve a length predictor.", "services:predictor_app"),
     ListedCommand("plugins", "List transports, engines and policies.", "plugins:plugins"),
     ListedCommand("config", "Show a service's settings.", "config:config_app"),
     ListedCommand("key", "Make API keys.", "key:key_app"),
-    ListedCommand("health", "Ask a server whether it serves.", "health:health", tls=True),
+    ListedCommand("health", "Ask a server whether it serves.", "status:health", tls=True),
     _ServiceEntry(ServiceKind.GATEWAY, "gateway for HTTP"),
     _ServiceEntry(ServiceKind.ROUTER, "router"),
     _ServiceEntry(ServiceKind.PREFILL, "prefill instance"),
@@ -81,8 +81,6 @@ _COMMANDS = (
 
 
 class _CommandList(TyperGroup):
-    """Lists all commands and imports only the called one."""
-
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = {command.name: command for command in _COMMANDS if command.name}
@@ -115,7 +113,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _global_options(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+        bool, option("Show the version and exit.", "--version", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Flags that stand before any command."""

@@ -28,8 +28,7 @@ class ObservedCluster:
 
 async def observe_cluster(target: str) -> ObservedCluster:
     """Query a cluster. target: routers, HOST:PORT with commas between them. The first that answers provides the view;
-    then all routers of its model are queried. Raises KaveriError if one of them does not answer, because its arrivals
-    would be missing."""
+    then all routers of its model are queried. Raises KaveriError if one does not answer: arrivals would be missing."""
     async with open_channels(target) as channels:
         view, router, first = await first_answer(channels, _look)
     samples = [first]

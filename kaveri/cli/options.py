@@ -9,40 +9,41 @@ from typing import Annotated, Any
 
 import typer
 
+from kaveri.config.settings import MAX_PORT
 from kaveri.config.sources import flag_of
 from kaveri.errors import ConfigError
 
-Target = Annotated[
-    str, typer.Option(help="Router to ask, HOST:PORT; several with commas between them.", envvar="KAVERI_TARGET")
-]
-Model = Annotated[str | None, typer.Option(help="Model to ask. Unset: the only one that is served.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate. Unset: the model's, or all that fit.")]
-MinTokens = Annotated[int, typer.Option(help="Fewest tokens: the answer does not end before it has so many.")]
-Temperature = Annotated[float, typer.Option(help="Divides the logits. 0: the same answer every time.")]
+
+def option(help: str, *flags: str, **settings: Any) -> Any:
+    """Declare an option of a command. flags: its spelling, if not the parameter's name. settings: of typer.Option."""
+    return typer.Option(*flags, help=help, **settings)
+
+
+def port_option(help: str) -> Any:
+    return option(help, min=0, max=MAX_PORT)
+
+
+Target = Annotated[str, option("Router to ask, HOST:PORT; several with commas between them.", envvar="KAVERI_TARGET")]
+Model = Annotated[str | None, option("Model to ask. Unset: the only one that is served.")]
+MaxTokens = Annotated[int | None, option("Most tokens to generate. Unset: the model's, or all that fit.")]
+MinTokens = Annotated[int, option("Fewest tokens: the answer does not end before it has so many.")]
+Temperature = Annotated[float, option("Divides the logits. 0: the same answer every time.")]
 TopP = Annotated[
     float | None,
-    typer.Option(help="Draw from the smallest set of tokens that reaches this probability. Unset: the model's, or 1."),
+    option("Draw from the smallest set of tokens that reaches this probability. Unset: the model's, or 1."),
 ]
-TopK = Annotated[
-    int | None, typer.Option(help="Draw from this many most likely tokens. 0: all. Unset: the model's, or 0.")
-]
-Seed = Annotated[int | None, typer.Option(help="Makes draws repeatable. Unset: random.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be given several times.")]
-KeyLimit = Annotated[int, typer.Option(help="Limit of this key. 0: none.")]
-SloTtftS = Annotated[float | None, typer.Option(help="Seconds to the first token that count as met.")]
-SloTpotS = Annotated[float | None, typer.Option(help="Seconds per further token that count as met.")]
-Trace = Annotated[
-    Path | None, typer.Option(help="Lengths and times from a trace: Azure 2023 CSV or Mooncake JSON lines.")
-]
-Rate = Annotated[float | None, typer.Option(help="Open loop: requests per second. With --trace: replaces its times.")]
-Concurrency = Annotated[
-    int | None, typer.Option(help="Closed loop: so many requests at once, without a schedule.", min=1)
-]
-Overheads = Annotated[
-    Path | None, typer.Option(help="TOML file of what the services take: hop_s, prefill_step_s and others.")
-]
-PolicySeed = Annotated[int, typer.Option(help="Of lengths, arrivals and policies.", min=0, max=2**32 - 1)]
-TimeoutS = Annotated[float, typer.Option(help="Seconds until the request is given up.")]
+TopK = Annotated[int | None, option("Draw from this many most likely tokens. 0: all. Unset: the model's, or 0.")]
+Seed = Annotated[int | None, option("Makes draws repeatable. Unset: random.")]
+Stop = Annotated[list[str] | None, option("Text that ends the answer. May be given several times.")]
+KeyLimit = Annotated[int, option("Limit of this key. 0: none.")]
+SloTtftS = Annotated[float | None, option("Seconds to the first token that count as met.")]
+SloTpotS = Annotated[float | None, option("Seconds per further token that count as met.")]
+Trace = Annotated[Path | None, option("Lengths and times from a trace: Azure 2023 CSV or Mooncake JSON lines.")]
+Rate = Annotated[float | None, option("Open loop: requests per second. With --trace: replaces its times.")]
+Concurrency = Annotated[int | None, option("Closed loop: so many requests at once, without a schedule.", min=1)]
+Overheads = Annotated[Path | None, option("TOML file of what the services take: hop_s, prefill_step_s and others.")]
+PolicySeed = Annotated[int, option("Of lengths, arrivals and policies.", min=0, max=2**32 - 1)]
+TimeoutS = Annotated[float, option("Seconds until the request is given up.")]
 
 
 def check_positive(**given: float | None) -> None:
@@ -96,7 +97,7 @@ def speaks_tls(command: Callable[..., None]) -> Callable[..., None]:
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default="",
-            annotation=Annotated[str, typer.Option(help=text, envvar=f"KAVERI_{name.upper()}")],
+            annotation=Annotated[str, option(text, envvar=f"KAVERI_{name.upper()}")],
         )
         for name, text in _TLS.items()
     ]

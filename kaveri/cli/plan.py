@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kaveri.cli import options
-from kaveri.cli.plan_pipeline import pipeline
-from kaveri.cli.planned_lengths import read_fitting, read_lengths
+from kaveri.cli.options import option
+from kaveri.cli.plan_pipeline import pipeline, read_fitting, read_lengths
 from kaveri.config.commands import command_group
 from kaveri.errors import ConfigError
 from kaveri.policy.replication import ReplicationMode
@@ -43,82 +43,61 @@ def plan(
     context: typer.Context,
     profile: Annotated[
         list[str] | None,
-        typer.Option(help="Bundled family such as opt-13b-a100, or a file of `kaveri profile`: FILE, or TP=FILE."),
+        option("Bundled family such as opt-13b-a100, or a file of `kaveri profile`: FILE, or TP=FILE."),
     ] = None,
-    hardware: Annotated[
-        str, typer.Option(help="Bundled kind of GPU, or a TOML file with the same fields.")
-    ] = "a100-80g",
-    model: Annotated[
-        str, typer.Option(help="Bundled model, or a TOML file with the same fields; unset: the profile's.")
-    ] = "",
-    gpus: Annotated[
-        int | None,
-        typer.Option(help="The most GPUs that the plan may use. Unset: 8, or twice what runs if that is more."),
-    ] = None,
-    slo_ttft_s: Annotated[float, typer.Option(help="Seconds to the first token that count as met.")] = 0.0,
-    slo_tpot_s: Annotated[float, typer.Option(help="Seconds per further token that count as met.")] = 0.0,
-    attain: Annotated[float, typer.Option(help="Share of requests that must meet both.")] = 0.9,
-    trace: Annotated[
-        Path | None, typer.Option(help="Draw lengths from a trace: Azure 2023 CSV or Mooncake JSON lines.")
-    ] = None,
-    lengths: Annotated[
-        str, typer.Option(help="Or from these: PROMPT,ANSWER tokens, several separated by semicolons.")
-    ] = "",
+    hardware: Annotated[str, option("Bundled kind of GPU, or a TOML file with the same fields.")] = "a100-80g",
+    model: Annotated[str, option("Bundled model, or a TOML file with the same fields; unset: the profile's.")] = "",
+    gpus: Annotated[int | None, option("Most GPUs to use. Unset: 8, or twice what runs if that is more.")] = None,
+    slo_ttft_s: Annotated[float, option("Seconds to the first token that count as met.")] = 0.0,
+    slo_tpot_s: Annotated[float, option("Seconds per further token that count as met.")] = 0.0,
+    attain: Annotated[float, option("Share of requests that must meet both.")] = 0.9,
+    trace: Annotated[Path | None, option("Draw lengths from a trace: Azure 2023 CSV or Mooncake JSON lines.")] = None,
+    lengths: Annotated[str, option("Or from these: PROMPT,ANSWER tokens, several separated by semicolons.")] = "",
     from_cluster: Annotated[
         str,
-        typer.Option(
-            help="Or lengths, rate and burstiness from what the cluster of this router was asked for, HOST:PORT; the"
+        option(
+            "Or lengths, rate and burstiness from what the cluster of this router was asked for, HOST:PORT; the"
             " plan is compared with what runs there."
         ),
     ] = "",
-    last_s: Annotated[
-        float | None, typer.Option(help="--from-cluster: seconds of the past that count. Unset: 600.")
-    ] = None,
+    last_s: Annotated[float | None, option("--from-cluster: seconds of the past that count. Unset: 600.")] = None,
     running_tp: Annotated[
         str,
-        typer.Option(
-            help="--from-cluster: tensor parallelism of what runs, TP or TP,TP of prefill and decode. Unset: as their"
+        option(
+            "--from-cluster: tensor parallelism of what runs, TP or TP,TP of prefill and decode. Unset: as their"
             " KV layouts say, else 1."
         ),
     ] = "",
     recorded: Annotated[
         bool,
-        typer.Option(
-            "--recorded",
-            help="Requests come with the gaps of the trace and in its order, or with the gaps that --from-cluster saw,"
+        option(
+            "Requests come with the gaps of the trace and in its order, or with the gaps that --from-cluster saw,"
             " scaled to --rate. Unset: gaps are drawn.",
+            "--recorded",
         ),
     ] = False,
     rate: Annotated[
         float | None,
-        typer.Option(
-            help="Requests per second to serve. Unset: what --from-cluster saw, or the trace with --recorded."
-        ),
+        option("Requests per second to serve. Unset: what --from-cluster saw, or the trace with --recorded."),
     ] = None,
     burstiness: Annotated[
         float | None,
-        typer.Option(
-            help="Squared coefficient of variation of the gaps; 1: Poisson. Unset: what --from-cluster saw, else 1."
-        ),
+        option("Squared coefficient of variation of the gaps; 1: Poisson. Unset: what --from-cluster saw, else 1."),
     ] = None,
-    prefill_tp_pp: Annotated[str, typer.Option(help="Only this TP,PP for prefill instances.")] = "",
-    decode_tp_pp: Annotated[str, typer.Option(help="Only this TP,PP for decode instances.")] = "",
-    same_node: Annotated[
-        bool, typer.Option("--same-node", help="KV never leaves a machine: DistServe's algorithm 2.")
-    ] = False,
+    prefill_tp_pp: Annotated[str, option("Only this TP,PP for prefill instances.")] = "",
+    decode_tp_pp: Annotated[str, option("Only this TP,PP for decode instances.")] = "",
+    same_node: Annotated[bool, option("KV never leaves a machine: DistServe's algorithm 2.", "--same-node")] = False,
     replication: Annotated[
         ReplicationMode,
-        typer.Option(help="Where copies of decode instances' KV go, so that requests go on from them after a death."),
+        option("Where copies of decode instances' KV go, so that requests go on from them after a death."),
     ] = ReplicationMode.OFF,
-    chunk_tokens: Annotated[
-        int | None, typer.Option(help="Prompt tokens in a step; unset: what saturates the GPUs.")
-    ] = None,
-    max_batch: Annotated[int, typer.Option(help="Requests that an instance decodes at once.")] = 256,
-    requests: Annotated[int, typer.Option(help="Requests of each simulation, at least; more at high rates.")] = 1000,
+    chunk_tokens: Annotated[int | None, option("Prompt tokens in a step; unset: what saturates the GPUs.")] = None,
+    max_batch: Annotated[int, option("Requests that an instance decodes at once.")] = 256,
+    requests: Annotated[int, option("Requests of each simulation, at least; more at high rates.")] = 1000,
     overheads: options.Overheads = None,
     seed: options.PolicySeed = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the plan here, for `kaveri up --plan`.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
+    out: Annotated[Path | None, option("Write the plan here, for `kaveri up --plan`.")] = None,
+    as_json: Annotated[bool, option("Print all that was found as JSON.", "--json")] = False,
 ) -> None:
     """Find the fewest GPUs that serve a workload within its SLOs.
 
@@ -224,13 +203,7 @@ def _observe(
     )
 
 
-def _report(
-    found: "ClusterPlan",
-    out: Path | None,
-    as_json: bool,
-    too_long: int,
-    both: "Replan | None" = None,
-) -> None:
+def _report(found: "ClusterPlan", out: Path | None, as_json: bool, too_long: int, both: "Replan | None" = None) -> None:
     """Print and write the plan. both: comparison with the running cluster, with --from-cluster."""
     from kaveri.planner.plan_file import to_json
     from kaveri.planner.replan import replan_json
@@ -248,11 +221,11 @@ def _write(found: "ClusterPlan", out: Path) -> None:
 
     files: dict[str, str] = {}
     try:
-        for role, option in (("prefill", found.cluster.prefill), ("decode", found.cluster.decode)):
-            if not option.step.file:
+        for role, chosen in (("prefill", found.cluster.prefill), ("decode", found.cluster.decode)):
+            if not chosen.step.file:
                 path = out.with_suffix(f".{role}-latency.json")
-                path.write_text(json.dumps(asdict(option.step.latency), indent=1) + "\n")
-                files[option.step.latency.name] = str(path)
+                path.write_text(json.dumps(asdict(chosen.step.latency), indent=1) + "\n")
+                files[chosen.step.latency.name] = str(path)
         out.write_text(to_toml(found, files))
     except OSError as error:
         raise ConfigError("--out", f"cannot write {out}: {error.strerror}") from error
@@ -269,19 +242,19 @@ def _show(found: "ClusterPlan", too_long: int, out: Path | None, both: "Replan |
     table = Table(box=None, pad_edge=False)
     for name in ("phase", "TP", "PP", "GPUs", "chunk", "requests/s", "per GPU", "alone", ""):
         table.add_column(name, justify="left" if name in ("phase", "") else "right")
-    for option in (*found.prefill_options, *found.decode_options):
-        parallelism = option.parallelism
-        chosen = option in (found.cluster.prefill, found.cluster.decode)
-        notes = [text for text, given in (("chosen", chosen), ("estimate", option.step.is_estimate)) if given]
+    for choice in (*found.prefill_options, *found.decode_options):
+        parallelism = choice.parallelism
+        chosen = choice in (found.cluster.prefill, found.cluster.decode)
+        notes = [text for text, given in (("chosen", chosen), ("estimate", choice.step.is_estimate)) if given]
         table.add_row(
-            option.phase.value,
+            choice.phase.value,
             str(parallelism.tp),
             str(parallelism.pp),
             str(parallelism.gpus),
-            str(option.pool.chunk_tokens),
-            f"{option.goodput_per_s:.2f}",
-            f"{option.per_gpu:.2f}",
-            f"{option.alone:.0%}",
+            str(choice.pool.chunk_tokens),
+            f"{choice.goodput_per_s:.2f}",
+            f"{choice.per_gpu:.2f}",
+            f"{choice.alone:.0%}",
             ", ".join(notes),
         )
     console.print(table)

@@ -5,28 +5,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from kaveri.cli.planned_lengths import read_lengths
+from kaveri.cli.options import option
+from kaveri.errors import ConfigError
+from kaveri.workload.requests import RequestLengths, Workload
 
 if TYPE_CHECKING:
     from kaveri.planner.pipeline_plan import PipelinePlan, Scheme
 
+_ALL = 1 << 31
+
 
 def pipeline(
-    profile: Annotated[str, typer.Option(help="Latency of a machine that holds the whole model: bundled, or a file.")],
-    model: Annotated[str, typer.Option(help="Bundled model, or a TOML file with the same fields.")] = "",
-    hardware: Annotated[str, typer.Option(help="Bundled kind of GPU, or a TOML file.")] = "a100-80g",
-    gpus_per_machine: Annotated[int, typer.Option(help="Of one stage; they share its layers.")] = 2,
-    machines: Annotated[int, typer.Option(help="Machines to use.")] = 8,
-    trace: Annotated[Path | None, typer.Option(help="Draw lengths from a trace.")] = None,
-    lengths: Annotated[str, typer.Option(help="Or these: PROMPT,ANSWER tokens, in turn.")] = "",
-    requests: Annotated[
-        int, typer.Option(help="Most requests to simulate; fewer where the interval is narrow.", min=1)
-    ] = 1 << 16,
-    streaming: Annotated[float, typer.Option(help="How much longer prompts take while their KV is sent out.")] = 1.05,
-    microbatch: Annotated[int | None, typer.Option(help="Requests in a microbatch; unset: 2 to 32 are tried.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
+    profile: Annotated[str, option("Latency of a machine that holds the whole model: bundled, or a file.")],
+    model: Annotated[str, option("Bundled model, or a TOML file with the same fields.")] = "",
+    hardware: Annotated[str, option("Bundled kind of GPU, or a TOML file.")] = "a100-80g",
+    gpus_per_machine: Annotated[int, option("Of one stage; they share its layers.")] = 2,
+    machines: Annotated[int, option("Machines to use.")] = 8,
+    trace: Annotated[Path | None, option("Draw lengths from a trace.")] = None,
+    lengths: Annotated[str, option("Or these: PROMPT,ANSWER tokens, in turn.")] = "",
+    requests: Annotated[int, option("Most requests to simulate; fewer where the interval is narrow.", min=1)] = 1 << 16,
+    streaming: Annotated[float, option("How much longer prompts take while their KV is sent out.")] = 1.05,
+    microbatch: Annotated[int | None, option("Requests in a microbatch; unset: 2 to 32 are tried.")] = None,
+    as_json: Annotated[bool, option("Print all that was found as JSON.", "--json")] = False,
 ) -> None:
     """Divide machines between prompts and tokens, so that they answer the most requests per second.
 
@@ -112,3 +112,27 @@ def _machines(scheme: "Scheme") -> str:
     if scheme.prompt_depth:
         return f"{scheme.prompt_depth} + {scheme.depth}"
     return str(scheme.depth) if scheme.pipelines == 1 else f"{scheme.pipelines} x {scheme.depth}"
+
+
+def read_lengths(trace: Path | None, lengths: str, longest: int) -> tuple[list[RequestLengths], int]:
+    """Read the lengths that fit, and the number left out because they are too long."""
+    from kaveri.planner.expected_load import parse_lengths
+
+    if (trace is None) == (not lengths):
+        raise ConfigError("--trace", "or --lengths must be given, and not both; or --from-cluster")
+    if trace is None:
+        return parse_lengths(lengths), 0
+    fitting, too_long = read_fitting(trace, longest)
+    return list(fitting.lengths), too_long
+
+
+def read_fitting(trace: Path, longest: int) -> tuple[Workload, int]:
+    """Read the requests of a trace that fit, with their times, in the order of arrival, and the number left out."""
+    from kaveri.workload.traces import read_trace
+
+    entries = read_trace(trace, _ALL)
+    load = Workload(lengths=[entry.lengths for entry in entries], times_s=[entry.arrival_s for entry in entries])
+    fitting = load.fitting(longest)
+    if not fitting.lengths:
+        raise ConfigError("--trace", f"no request fits into {longest} tokens")
+    return fitting, len(entries) - len(fitting.lengths)

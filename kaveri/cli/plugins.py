@@ -3,12 +3,10 @@
 import json
 from typing import Annotated
 
-import typer
+from kaveri.cli.options import option
 
 
-def plugins(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
-) -> None:
+def plugins(as_json: Annotated[bool, option("One JSON object per line.", "--json")] = False) -> None:
     """List transports, engines and policies: Kaveri's own, and those that installed packages register.
 
     Each package's module is imported, to find out whether it can be. Flags also take package.module:name.
@@ -18,13 +16,7 @@ def plugins(
     from kaveri.kv.transports import TRANSPORTS
 
     rows = [
-        {
-            "kind": point.kind,
-            "name": found.name,
-            "from": found.origin,
-            "path": found.path,
-            "fault": point.fault(found),
-        }
+        {"kind": point.kind, "name": found.name, "from": found.origin, "path": found.path, "fault": point.fault(found)}
         for point in (ENGINES, TRANSPORTS, *POLICY_POINTS)
         for found in point.registrations()
     ]

@@ -6,10 +6,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from kaveri.cli.options import option
+
 
 def profile(
-    context: typer.Context,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer steps, each measured less often.")] = False,
+    context: typer.Context, quick: Annotated[bool, option("Fewer steps, each measured less often.", "--quick")] = False
 ) -> NoReturn:
     """Measure steps of an engine on this machine, for --profile; `kaveri profile --help` lists its flags."""
     flags = [*context.args, *(("--quick", "true") if quick else ())]

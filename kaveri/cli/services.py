@@ -9,7 +9,9 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from kaveri.config.settings import taken_names
+from kaveri.config.commands import command_group
+from kaveri.config.services import ServiceKind, program_of
+from kaveri.config.settings import names_of
 from kaveri.config.sources import CONFIG_FLAG, flag_of
 from kaveri.programs import settings_types
 
@@ -41,10 +43,24 @@ class ServiceCommand(TyperCommand):
     """Command of a service. Shells complete its flags, although they are no options of the command itself."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """Return the service's flags that begin with the typed text. Settings, which take time to import, are looked up
-        only here."""
+        """Return the service's flags that begin with the typed text. Imports settings, which takes time."""
         settings = settings_types().get("predictor" if self.name == "serve" else self.name or "")
         if settings is None or not incomplete.startswith("-"):
             return []
-        flags = (CONFIG_FLAG, *sorted(map(flag_of, taken_names(settings))))
+        flags = (CONFIG_FLAG, *sorted(map(flag_of, names_of(settings).taken)))
         return [ServiceFlag(flag) for flag in flags if flag.startswith(incomplete)]
+
+
+predictor_app = command_group("Make, judge and serve a length predictor for a served model.")
+for _step, _help in (
+    ("label", "Run prompts through a served model and note how long its answers are."),
+    ("train", "Fine-tune a sequence classifier on labels and save it as a predictor."),
+    ("evaluate", "Measure a predictor's accuracy, calibration and latency on labels."),
+):
+    predictor_app.command(_step, context_settings=PASS_ON, add_help_option=False)(
+        # A separate process, since the command line must not import torch.
+        launcher(("-P", "-m", "kaveri.predictor", _step), _help)
+    )
+predictor_app.command("serve", cls=ServiceCommand, context_settings=PASS_ON, add_help_option=False)(
+    launcher(program_of(ServiceKind.PREDICTOR), "Run one predictor; `kaveri predictor serve --help` lists its flags.")
+)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kaveri.cli import options
+from kaveri.cli.options import option
 from kaveri.config.presets import Preset, preset_settings
 from kaveri.errors import ConfigError
 from kaveri.simulator.baseline_rule import BaselineRule
@@ -20,49 +21,33 @@ if TYPE_CHECKING:
 
 def simulate(
     spec: Annotated[Path, typer.Argument(help="The file of `kaveri up --config`, with a latency_model.")],
-    preset: Annotated[
-        Preset | None, typer.Option(help="A paper's system: its policies and roles, wherever SPEC says nothing.")
-    ] = None,
+    preset: Annotated[Preset | None, option("A paper's system: policies and roles, where SPEC says nothing.")] = None,
     baseline: Annotated[
         BaselineRule | None,
-        typer.Option(help="Another system's scheduler, on as many instances of both phases, instead of Kaveri's."),
+        option("Another system's scheduler, on as many instances of both phases, instead of Kaveri's."),
     ] = None,
     workload: Annotated[
-        WorkloadClass, typer.Option(help="Light or heavy (L, H) in prefill and decode (P, D).")
+        WorkloadClass, option("Light or heavy (L, H) in prefill, decode (P, D).")
     ] = WorkloadClass.MIXED,
     trace: options.Trace = None,
-    requests: Annotated[int, typer.Option(help="Requests to send; the first ones of a trace.", min=1)] = 1000,
+    requests: Annotated[int, option("Requests to send; the first ones of a trace.", min=1)] = 1000,
     rate: options.Rate = None,
-    burstiness: Annotated[
-        float, typer.Option(help="--rate: squared coefficient of variation of the gaps; 1: Poisson.")
-    ] = 1.0,
+    burstiness: Annotated[float, option("--rate: squared coefficient of variation of the gaps; 1: Poisson.")] = 1.0,
     concurrency: options.Concurrency = None,
-    max_prompt: Annotated[int, typer.Option(help="Longest heavy prompt, in tokens.", min=1)] = 1024,
-    max_output: Annotated[int, typer.Option(help="Longest heavy answer, in tokens.", min=1)] = 512,
-    natural_length: Annotated[
-        bool, typer.Option("--natural-length", help="The cluster does not know how long answers will be.")
-    ] = False,
-    repeats: Annotated[
-        int, typer.Option(help="Runs of the same workload with other draws of the policies.", min=1)
-    ] = 1,
+    max_prompt: Annotated[int, option("Longest heavy prompt, in tokens.", min=1)] = 1024,
+    max_output: Annotated[int, option("Longest heavy answer, in tokens.", min=1)] = 512,
+    natural_length: Annotated[bool, option("The cluster does not know answers' lengths.", "--natural-length")] = False,
+    repeats: Annotated[int, option("Runs of the same workload with other draws of the policies.", min=1)] = 1,
     slo_ttft_s: options.SloTtftS = None,
     slo_tpot_s: options.SloTpotS = None,
     overheads: options.Overheads = None,
-    layers: Annotated[int, typer.Option(help="The model's: KV is pushed layer by layer. Timed engine: 2.", min=1)] = 2,
-    fail: Annotated[
-        list[str] | None, typer.Option(help="An instance that dies, such as decode-1@30s. May be given several times.")
-    ] = None,
-    mtbf: Annotated[
-        float | None, typer.Option(help="Mean seconds between the deaths of each instance. Unset: none are drawn.")
-    ] = None,
-    repair: Annotated[float, typer.Option(help="Seconds until an instance that died is there again.")] = 5.0,
-    compare: Annotated[
-        Path | None, typer.Option(help="File of `kaveri bench --json`: its requests, and the differences from it.")
-    ] = None,
+    layers: Annotated[int, option("The model's: KV is pushed layer by layer. Timed engine: 2.", min=1)] = 2,
+    fail: Annotated[list[str] | None, option("An instance that dies: decode-1@30s. May be repeated.")] = None,
+    mtbf: Annotated[float | None, option("Mean seconds between deaths of each instance. Unset: none.")] = None,
+    repair: Annotated[float, option("Seconds until an instance that died is there again.")] = 5.0,
+    compare: Annotated[Path | None, option("File of `kaveri bench --json`: its requests, and differences.")] = None,
     seed: options.PolicySeed = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the JSON object of `kaveri bench --json`, and no table.")
-    ] = False,
+    as_json: Annotated[bool, option("Print the JSON object of `kaveri bench --json`, and no table.", "--json")] = False,
 ) -> None:
     """Simulate a cluster under a workload, and report what `kaveri bench` reports.
 

@@ -1,12 +1,12 @@
-"""kaveri status: shows the cluster as a router sees it."""
+"""kaveri status: shows the cluster as a router sees it. kaveri health: asks a server for its grpc.health.v1 status."""
 
 import asyncio
 import json
+import sys
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from kaveri.cli import options
+from kaveri.cli.options import option
 from kaveri.client.defaults import DEFAULT_TARGET
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ _OF_COPIES = ("copies free/total MiB", "requests copied", "lag tokens", "resumed
 
 def status(
     target: options.Target = DEFAULT_TARGET,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with --watch one per line.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again twice a second, until Ctrl-C.")] = False,
+    as_json: Annotated[bool, option("Print one JSON object, with --watch one per line.", "--json")] = False,
+    watch: Annotated[bool, option("Show it again twice a second, until Ctrl-C.", "--watch")] = False,
 ) -> None:
     """Show the instances: role, phases served now, state, load, KV blocks and last heartbeat.
 
@@ -33,6 +33,18 @@ def status(
         asyncio.run(_show(target, as_json, watch))
     except KeyboardInterrupt:
         return
+
+
+def health(
+    target: Annotated[str, option("Server to ask, HOST:PORT.", envvar="KAVERI_TARGET")] = "127.0.0.1:50051",
+    timeout_s: Annotated[float, option("Seconds to wait for an answer.")] = 2.0,
+) -> None:
+    """Exit with status 0 when the server says SERVING, else with 1."""
+    from kaveri.rpc.server import check_health
+
+    serving = asyncio.run(check_health(target, timeout_s))
+    print("SERVING" if serving else "NOT_SERVING")
+    sys.exit(0 if serving else 1)
 
 
 async def _show(target: str, as_json: bool, watch: bool) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kaveri.cli import options
+from kaveri.cli.options import option
 from kaveri.client.defaults import DEFAULT_TARGET
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class TimedPart:
 def trace(
     request_id: Annotated[str, typer.Argument(help="Its id: `request_id` of an answer, X-Request-ID over HTTP.")],
     target: options.Target = DEFAULT_TARGET,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, option("Print one JSON object.", "--json")] = False,
 ) -> None:
     """Show where a request spent its time, over all processes.
 

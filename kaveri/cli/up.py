@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kaveri.cli.options import option, port_option
 from kaveri.cluster.store import DEFAULT_CLUSTER
 from kaveri.config.presets import Preset, PresetSettings, preset_settings
 from kaveri.config.services import UP_SECTION, ServiceKind
@@ -23,6 +24,7 @@ from kaveri.config.sources import (
     FILE_SUFFIX,
     Given,
     Names,
+    SettingNames,
     find_given,
     flag_of,
     read_file,
@@ -48,13 +50,8 @@ def _read_config(context: typer.Context, path: str) -> str:
         from kaveri.programs import setting_sections
 
         options = {name for parameter in context.command.params if (name := parameter.name) is not None}
-        names = Names(
-            "kaveri up",
-            UP_SECTION,
-            frozenset(options - {"context", "config"}),
-            frozenset({"redis_url"}),
-            setting_sections,
-        )
+        settings = SettingNames(frozenset(options - {"context", "config"}), frozenset({"redis_url"}))
+        names = Names("kaveri up", settings, setting_sections)
         given = read_file(Given(path, CONFIG_FLAG), names)
         context.meta[_FILE_KEY] = given
         secrets_given = {"redis_url", "redis_url" + FILE_SUFFIX}
@@ -66,90 +63,60 @@ def up(
     context: typer.Context,
     config: Annotated[
         str,
-        typer.Option(
+        option(
+            "TOML file of settings, or a plan of `kaveri plan`: section [up] for this command, all others for the "
+            "services.",
             "--config",
             "--plan",
-            help="TOML file of settings, or a plan of `kaveri plan`: section [up] for this command, all others for the "
-            "services.",
             envvar=CONFIG_VARIABLE,
             callback=_read_config,
             is_eager=True,
         ),
     ] = "",
-    preset: Annotated[
-        Preset | None,
-        typer.Option(help="A paper's system: its policies and roles, wherever nothing else is given."),
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="Model to serve: a path, a hub id or a bundled name.", envvar="KAVERI_MODEL")
-    ] = KAVERI_TINY,
-    prefill: Annotated[int | None, typer.Option(help="Prefill instances; 2 by default.", min=1)] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode instances; 2 by default.", min=1)] = None,
-    colocated: Annotated[
-        int, typer.Option(help="Instances that do both phases, instead of prefill and decode instances.", min=0)
-    ] = 0,
-    routers: Annotated[
-        int, typer.Option(help="Routers; when one dies, clients that know the others go on through them.", min=1)
-    ] = 1,
-    port: Annotated[
-        int, typer.Option(help="Port of the router, the others' follow; 0: free ones.", min=0, max=65535)
-    ] = 50051,
+    preset: Annotated[Preset | None, option("A paper's system: policies and roles, unless given otherwise.")] = None,
+    model: Annotated[str, option("Model to serve: path, hub id or bundled name.", envvar="KAVERI_MODEL")] = KAVERI_TINY,
+    prefill: Annotated[int | None, option("Prefill instances; 2 by default.", min=1)] = None,
+    decode: Annotated[int | None, option("Decode instances; 2 by default.", min=1)] = None,
+    colocated: Annotated[int, option("Instances of both phases, instead of prefill and decode instances.", min=0)] = 0,
+    routers: Annotated[int, option("Routers; when one dies, clients that know others go on through them.", min=1)] = 1,
+    port: Annotated[int, port_option("Port of the router, the others' follow; 0: free ones.")] = 50051,
     gateways: Annotated[
-        int | None,
-        typer.Option(help="Gateways for OpenAI's HTTP API; one by default where kaveri[gateway] is installed.", min=0),
+        int | None, option("Gateways for OpenAI's HTTP API; one by default where kaveri[gateway] is installed.", min=0)
     ] = None,
     gateway_port: Annotated[
         int | None,
-        typer.Option(
-            help="Port of the gateway, the others' follow; 0: free ones. 8000 by default, with --port 0 a free one.",
-            min=0,
-            max=65535,
+        port_option(
+            "Port of the gateway, the others' follow; 0: free ones. 8000 by default, with --port 0 a free one."
         ),
     ] = None,
     public_port: Annotated[
-        int,
-        typer.Option(
-            help="Port of the router for clients with keys of --keys-file, the others' follow; 0: none.",
-            min=0,
-            max=65535,
-        ),
+        int, port_option("Port of the router for clients with keys of --keys-file, the others' follow; 0: none.")
     ] = 0,
-    host: Annotated[
-        str, typer.Option(help="Address of routers and gateways; 0.0.0.0: all. Everything else stays on loopback.")
-    ] = "127.0.0.1",
-    metrics_port: Annotated[
-        int,
-        typer.Option(help="Port of the router's Prometheus metrics, the instances' follow; 0: none.", min=0, max=65535),
-    ] = 0,
-    predictor: Annotated[
-        str, typer.Option(help="Length predictor: a folder, none, or auto (the bundled model's own).")
-    ] = "auto",
-    predictors: Annotated[int, typer.Option(help="Predictor processes, where there is a predictor.", min=1)] = 1,
+    host: Annotated[str, option("Address of routers and gateways; 0.0.0.0: all. All others: loopback.")] = "127.0.0.1",
+    metrics_port: Annotated[int, port_option("Port of the router's metrics, the instances' follow; 0: none.")] = 0,
+    predictor: Annotated[str, option("Length predictor: a folder, none, or auto (the bundled model's own).")] = "auto",
+    predictors: Annotated[int, option("Predictor processes, where there is a predictor.", min=1)] = 1,
     redis_url: Annotated[
         str,
-        typer.Option(
-            help="Redis to use, better by KAVERI_REDIS_URL or a file where it has a password. Unset: a private one "
+        option(
+            "Redis to use, better by KAVERI_REDIS_URL or a file where it has a password. Unset: a private one "
             "that is started and stopped too."
         ),
     ] = "",
-    redis_url_file: Annotated[str, typer.Option(help="File that holds the URL of the Redis to use.")] = "",
+    redis_url_file: Annotated[str, option("File that holds the URL of the Redis to use.")] = "",
     cluster_name: Annotated[
-        str, typer.Option(help="Clusters of other names can share one Redis.", envvar="KAVERI_CLUSTER_NAME")
+        str, option("Clusters of other names can share one Redis.", envvar="KAVERI_CLUSTER_NAME")
     ] = DEFAULT_CLUSTER,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Folder for one log per process. Unset: a temporary one.")
-    ] = None,
-    drain_timeout_s: Annotated[
-        float, typer.Option(help="Seconds that requests in flight get at the end.", min=0.0)
-    ] = 30.0,
-    start_timeout_s: Annotated[float, typer.Option(help="Seconds until everything must be ready.", min=1.0)] = 300.0,
+    log_dir: Annotated[Path | None, option("Folder for one log per process. Unset: a temporary one.")] = None,
+    drain_timeout_s: Annotated[float, option("Seconds that requests in flight get at the end.", min=0.0)] = 30.0,
+    start_timeout_s: Annotated[float, option("Seconds until everything must be ready.", min=1.0)] = 300.0,
 ) -> None:
     """Run routers, prefill and decode instances on this machine.
 
     Prints one line on stdout, with the routers' addresses, once a request would succeed. Restarts what dies. On Ctrl-C
     or SIGTERM it lets requests in flight finish and leaves no process behind. A second Ctrl-C ends everything at once.
     """
-    from kaveri.local.config import StackConfig
+    from kaveri.local.config import ListeningPorts, StackConfig, Supervision
     from kaveri.local.service_flags import read_service_flags
     from kaveri.rpc.process import cluster_name_text
     from kaveri.rpc.tls import RpcTls, use_tls
@@ -158,12 +125,12 @@ def up(
         raise ConfigError("--colocated", "these instances do both phases; leave --prefill and --decode out")
     wanted = None if preset is None else preset_settings(preset)
     if preset is not None and wanted is not None:
-        asked = {"prefill": prefill, "decode": decode, "colocated": colocated}
+        asked, own = {"prefill": prefill, "decode": decode, "colocated": colocated}, wanted.of(UP_SECTION)
         wanted.require_roles(preset, [name for name, count in asked.items() if count])
-        prefill, decode, colocated = (count or int(wanted.up.get(name, 0)) for name, count in asked.items())
+        prefill, decode, colocated = (count or int(own.get(name, 0)) for name, count in asked.items())
         source = context.get_parameter_source("predictor")
         if source is not None and source.name == "DEFAULT":
-            predictor = str(wanted.up.get("predictor", predictor))
+            predictor = str(own.get("predictor", predictor))
     redis_url = _redis_url(context, redis_url, redis_url_file)
     if not predictor.strip():
         raise ConfigError("--predictor", "is empty")
@@ -180,7 +147,7 @@ def up(
         ServiceKind.PREDICTOR: 0 if predictor == "none" else predictors,
     }
     running = [role for role, count in counts.items() if count]
-    own_flags = [option for parameter in context.command.params for option in parameter.opts]
+    own_flags = [flag for parameter in context.command.params for flag in parameter.opts]
     flags = read_service_flags(context.args, running, own_flags)
     if wanted is not None:
         flags = _with_preset(flags, running, config, wanted)
@@ -192,21 +159,20 @@ def up(
         model=model,
         counts=counts,
         flags=flags.of_role,
-        predictor=_predictor_of(model, engine) if predictor == "auto" else "" if predictor == "none" else predictor,
-        settings=flags.shared,
+        settings={**flags.shared, "predictor": _predictor_of(predictor, model, engine)},
         config_file=config,
-        port=port,
-        gateway_port=(_GATEWAY_PORT if port else 0) if gateway_port is None else gateway_port,
-        public_port=public_port,
-        host=host,
-        metrics_port=metrics_port,
         redis_url=redis_url,
         cluster_name=cluster_name,
         # Other users may have stacks in the same cluster.
         name=f"local-{secrets.token_hex(2)}" if redis_url else "",
-        log_dir=log_dir,
-        drain_timeout_s=drain_timeout_s,
-        start_timeout_s=start_timeout_s,
+        listening=ListeningPorts(
+            host=host,
+            port=port,
+            gateway_port=(_GATEWAY_PORT if port else 0) if gateway_port is None else gateway_port,
+            public_port=public_port,
+            metrics_port=metrics_port,
+        ),
+        supervision=Supervision(log_dir=log_dir, drain_timeout_s=drain_timeout_s, start_timeout_s=start_timeout_s),
     )
     sys.exit(asyncio.run(_run(stack)))
 
@@ -230,11 +196,7 @@ def _redis_url(context: typer.Context, url: str, file: str) -> str:
     flags = {"redis_url": url, "redis_url_file": file}
     sources = [
         {name: Given(text, flag_of(name)) for name, text in flags.items() if text and name not in in_file},
-        {
-            name: Given(os.environ[variable_of(name)], variable_of(name))
-            for name in flags
-            if variable_of(name) in os.environ
-        },
+        {name: Given(os.environ[key], key) for name in flags if (key := variable_of(name)) in os.environ},
         in_file,
     ]
     found = find_given("redis_url", sources, is_secret=True)
@@ -283,9 +245,11 @@ def _read_settings(role: ServiceKind, flags: "ServiceFlags", config_file: str) -
         raise ConfigError(f"--{role}.{field[2:]}" if field in own else field, error.reason) from error
 
 
-def _predictor_of(model: str, engine: str) -> str:
-    """Return the predictor bundled with a model; empty if there is none, or the engine generates fake tokens."""
-    return (bundled_predictor(model) or "") if engine in ("transformers", "vllm") else ""
+def _predictor_of(asked: str, model: str, engine: str) -> str:
+    """Return the length predictor to run; empty: none. auto: the model's bundled one, unless tokens are made up."""
+    if asked == "auto":
+        return (bundled_predictor(model) or "") if engine in ("transformers", "vllm") else ""
+    return "" if asked == "none" else asked
 
 
 async def _run(config: "StackConfig") -> int:

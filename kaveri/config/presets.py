@@ -24,24 +24,17 @@ class Preset(enum.StrEnum):
 class PresetSettings:
     """Settings of a preset, and the parts of its paper that it omits."""
 
-    up: Mapping[str, SettingValue]
-    """Options of `kaveri up`: which instances, and whether predictors run."""
-    services: Mapping[ServiceKind, Mapping[str, SettingValue]]
+    sections: Mapping[str, Mapping[str, SettingValue]]
+    """Settings by section, as in a settings file. Section [up] has the instances, and whether predictors run."""
     left_out: tuple[str, ...]
     """Parts of the paper's system that no setting provides."""
 
-    def of(self, role: ServiceKind) -> Mapping[str, SettingValue]:
-        return self.services.get(role, {})
-
-    @property
-    def sections(self) -> dict[str, dict[str, SettingValue]]:
-        """Settings by section, as in a settings file."""
-        return {UP_SECTION: dict(self.up)} | {str(role): dict(values) for role, values in self.services.items()}
+    def of(self, section: str) -> Mapping[str, SettingValue]:
+        return self.sections.get(section, {})
 
     def require_roles(self, preset: Preset, given: Collection[str]) -> None:
-        """Raise ConfigError for a role that the preset does not have. given: counts of instances that the user chose,
-        by their names in [up]."""
-        own = tuple(name for name in ("prefill", "decode", "colocated") if name in self.up)
+        """Raise ConfigError for a role that the preset does not have. given: roles with a count from the user."""
+        own = tuple(name for name in ("prefill", "decode", "colocated") if name in self.of(UP_SECTION))
         for name in given:
             if name not in own:
                 reason = f"gives {name} instances, which preset {preset} does not have; it has {' and '.join(own)}"
@@ -52,16 +45,14 @@ def tetriinfer() -> PresetSettings:
     """TetriInfer (arXiv 2401.11181).
 
     Prompts go to the least loaded prefill instance (section 3.2), shortest first among 16 (3.3.1, 5.1), in chunks of
-    512
-    tokens (3.3.3), with the predictor next to them (3.3.2). Of two decode instances with room for the predicted answer,
-    the one with fewer heavy requests per light one is chosen (3.3.4); more than 128 answer or 512 prompt tokens are
-    heavy
-    (5.1). Reserve-dynamic, by the low end of predicted ranges (3.4, 5.1). Loads every 100 ms (3.2).
+    512 tokens (3.3.3), with the predictor next to them (3.3.2). Of two decode instances with room for the predicted
+    answer, the one with fewer heavy requests per light one is chosen (3.3.4); more than 128 answer or 512 prompt tokens
+    are heavy (5.1). Reserve-dynamic, by the low end of predicted ranges (3.4, 5.1). Loads every 100 ms (3.2).
     """
     heavy: dict[str, SettingValue] = {"heavy_output_tokens": 128, "heavy_prompt_tokens": 512}
     return PresetSettings(
-        up={"prefill": 2, "decode": 2},
-        services={
+        sections={
+            UP_SECTION: {"prefill": 2, "decode": 2},
             ServiceKind.ROUTER: {"placement_policy": "least-loaded", "monitor_interval_s": 0.1},
             ServiceKind.PREFILL: {
                 "chunk_tokens": 512,
@@ -85,8 +76,8 @@ def distserve() -> PresetSettings:
     `chunk_tokens` is the paper's L_m, the prompt tokens that saturate the GPU: `kaveri profile` measures it.
     """
     return PresetSettings(
-        up={"prefill": 2, "decode": 2, "predictor": "none"},
-        services={
+        sections={
+            UP_SECTION: {"prefill": 2, "decode": 2, "predictor": "none"},
             ServiceKind.ROUTER: {"placement_policy": "least-loaded"},
             ServiceKind.PREFILL: {"prefill_policy": "fcfs", "prediction": "off", "decode_placement": "least-loaded"},
             ServiceKind.DECODE: {"decode_policy": "greedy", "replication": "off"},
@@ -102,12 +93,11 @@ def dejavu() -> PresetSettings:
     """DéjàVu (arXiv 2403.01876).
 
     Prompts and tokens are computed on separate instances (section 4.2.1). Each decode instance's KV is copied to the
-    next
-    one (4.2.3), for every request. First come, first served, and nothing is predicted.
+    next one (4.2.3), for every request. First come, first served, and nothing is predicted.
     """
     return PresetSettings(
-        up={"prefill": 2, "decode": 2, "predictor": "none"},
-        services={
+        sections={
+            UP_SECTION: {"prefill": 2, "decode": 2, "predictor": "none"},
             ServiceKind.PREFILL: {"prefill_policy": "fcfs", "prediction": "off"},
             ServiceKind.DECODE: {"decode_policy": "greedy", "replication": "ring", "replica_min_tokens": 1},
         },
@@ -123,8 +113,8 @@ def accellm() -> PresetSettings:
     """AcceLLM (arXiv 2411.05555). Pairs of instances of both phases (section 4.1.1) hold copies of each other's
     requests (4.1.2), of every request. A request goes to the least loaded instance."""
     return PresetSettings(
-        up={"colocated": 2, "predictor": "none"},
-        services={
+        sections={
+            UP_SECTION: {"colocated": 2, "predictor": "none"},
             ServiceKind.ROUTER: {"placement_policy": "least-loaded"},
             ServiceKind.COLOCATED: {
                 "prefill_policy": "fcfs",

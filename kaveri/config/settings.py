@@ -9,6 +9,7 @@ every user of a machine can read command lines. Environment and flags are read n
 import enum
 import inspect
 import math
+import operator
 import re
 import shutil
 import textwrap
@@ -26,6 +27,7 @@ from kaveri.config.sources import (
     SERVICE_LINKS_ADVICE,
     Given,
     Names,
+    SettingNames,
     find_given,
     flag_of,
     is_service_link,
@@ -37,6 +39,7 @@ from kaveri.config.sources import (
 from kaveri.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT")
+NumberT = TypeVar("NumberT", int, float)
 
 OPTIONS = "Options"
 MAX_NAME_LENGTH = 128
@@ -62,8 +65,7 @@ def setting(
     parse: converts text to the value if the type alone is not enough; raises ValueError. No default: the setting is
     required. least, above, most: inclusive minimum, exclusive minimum, inclusive maximum of a number. choices: the only
     accepted texts; none: any. mask: for a setting that may hold a password, returns the printable part of its value;
-    such
-    a setting can be given in a file.
+    such a setting can be given in a file.
     """
     limits = {"least": least, "above": above, "most": most, "choices": tuple(choices)}
     return field(default=default, metadata={"help": help, "parse": parse, "mask": mask, **limits})
@@ -82,8 +84,7 @@ def present(text: str) -> str:
 
 
 def name_text(text: str) -> str:
-    """Parser for `setting`: an empty text, or a name of up to MAX_NAME_LENGTH letters, digits and `. _ -`. Raises
-    ValueError."""
+    """Parser for `setting`: empty, or up to MAX_NAME_LENGTH letters, digits and `. _ -`. Raises ValueError."""
     if not re.fullmatch(rf"[A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH}}}", text):
         raise ValueError(f"is {text!r:.140}; write up to {MAX_NAME_LENGTH} letters, digits, '.', '_' and '-'")
     return text
@@ -110,15 +111,16 @@ class ReadSettings(Generic[ConfigT]):
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return name, value and origin of every setting, for display. Secrets are masked."""
-        return [self._row(entry) for entry in _declared(type(self.config))]
-
-    def _row(self, entry: Field[Any]) -> tuple[str, str, str]:
-        given = self.given.get(entry.name)
-        value = getattr(self.config, entry.name)
-        # Show the given text of a parsed value, such as a file's path.
-        text = given.text if given is not None and given.text and entry.metadata["parse"] else _shown(value)
-        mask = entry.metadata["mask"]
-        return entry.name, mask(text) if mask is not None and text else text, given.origin if given else "default"
+        rows = []
+        for entry in _declared(type(self.config)):
+            given, mask = self.given.get(entry.name), entry.metadata["mask"]
+            text = _shown(getattr(self.config, entry.name))
+            if given is not None and given.text and entry.metadata["parse"]:
+                # The given text of a parsed value, such as a file's path.
+                text = given.text
+            shown = mask(text) if mask is not None and text else text
+            rows.append((entry.name, shown, given.origin if given else "default"))
+        return rows
 
 
 def read_settings(
@@ -131,20 +133,12 @@ def read_settings(
     """Build a `config_type` from flags, then variables, then the file that --config names, then defaults.
 
     program: "kaveri decode"; its last word is its section of the file. find_sections: see Names. Prints help and exits
-    0
-    on --help. Raises ConfigError, naming the flag, the variable or the place in the file, for invalid input.
+    0 on --help. Raises ConfigError, naming the flag, the variable or the place in the file, for invalid input.
     """
     if "--help" in arguments or "-h" in arguments:
         _print_help(config_type, program)
         raise SystemExit(0)
-    names = Names(
-        program,
-        program.split()[-1],
-        setting_names(config_type),
-        secret_names(config_type),
-        find_sections,
-        switch_names(config_type),
-    )
+    names = Names(program, names_of(config_type), find_sections)
     flags = read_flags(arguments, names)
     variables, service_links = read_variables(environment, names)
     sources = [flags, variables]
@@ -155,7 +149,7 @@ def read_settings(
     given: dict[str, Given] = {}
     values: dict[str, Any] = {}
     for entry in _declared(config_type):
-        found = find_given(entry.name, sources, entry.name in names.secrets)
+        found = find_given(entry.name, sources, entry.name in names.settings.secrets)
         if found is not None:
             given[entry.name] = found
             values[entry.name] = _parse_value(found, entry.metadata, hints[entry.name])
@@ -164,26 +158,15 @@ def read_settings(
     return ReadSettings(config_type(**values), given, service_links)
 
 
-def setting_names(config_type: type[Any]) -> frozenset[str]:
+def names_of(config_type: type[Any]) -> SettingNames:
     """Return the names of the settings that a program accepts. Other fields of the dataclass, and those in its class
     attribute NOT_TAKEN, are set by its code."""
-    return frozenset(entry.name for entry in _declared(config_type))
-
-
-def switch_names(config_type: type[Any]) -> frozenset[str]:
-    """Return the names of boolean settings, whose flags need no value."""
-    hints = typing.get_type_hints(config_type)
-    return frozenset(name for name in setting_names(config_type) if hints[name] is bool)
-
-
-def secret_names(config_type: type[Any]) -> frozenset[str]:
-    """Return the names of settings that may hold a password."""
-    return frozenset(entry.name for entry in _declared(config_type) if entry.metadata["mask"] is not None)
-
-
-def taken_names(config_type: type[Any]) -> frozenset[str]:
-    """Return all accepted names, including `<secret>_file` for each secret."""
-    return setting_names(config_type) | {secret + FILE_SUFFIX for secret in secret_names(config_type)}
+    hints, declared = typing.get_type_hints(config_type), _declared(config_type)
+    return SettingNames(
+        own=frozenset(entry.name for entry in declared),
+        secrets=frozenset(entry.name for entry in declared if entry.metadata["mask"] is not None),
+        switches=frozenset(entry.name for entry in declared if hints[entry.name] is bool),
+    )
 
 
 def _declared(config_type: type[Any]) -> list[Field[Any]]:
@@ -235,13 +218,12 @@ def _help_text(program: str, doc: str, groups: Mapping[str, Sequence[tuple[str, 
 
 def _help_lines(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
     lines: list[str] = []
-    column = " " * _HELP_COLUMN
     for flag, text in rows:
         start = f"  {flag}"
         if len(start) > _HELP_COLUMN - 2:
             lines.append(start)
             start = ""
-        first = start.ljust(_HELP_COLUMN)
+        first, column = start.ljust(_HELP_COLUMN), " " * _HELP_COLUMN
         lines += textwrap.wrap(
             text, width, initial_indent=first, subsequent_indent=column, break_long_words=False, break_on_hyphens=False
         )
@@ -249,7 +231,6 @@ def _help_lines(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """Format a simple value as the text that would give it."""
     if isinstance(value, bool):
         return str(value).lower()
     if value == "":
@@ -270,15 +251,12 @@ def _parse_value(given: Given, metadata: Mapping[str, Any], hint: Any) -> Any:
 
 
 def _check(value: Any, limits: Mapping[str, Any]) -> None:
-    least, above, most, choices = (limits[name] for name in ("least", "above", "most", "choices"))
-    if choices and value not in choices:
+    if (choices := limits["choices"]) and value not in choices:
         raise ValueError(f"is {value!r}; choose {', '.join(choices)}")
-    if least is not None and value < least:
-        raise ValueError(f"is {value}; it must be at least {least}")
-    if above is not None and value <= above:
-        raise ValueError(f"is {value}; it must be more than {above}")
-    if most is not None and value > most:
-        raise ValueError(f"is {value}; it must be at most {most}")
+    broken = (("least", operator.lt, "at least"), ("above", operator.le, "more than"), ("most", operator.gt, "at most"))
+    for name, breaks, text in broken:
+        if (limit := limits[name]) is not None and breaks(value, limit):
+            raise ValueError(f"is {value}; it must be {text} {limit}")
 
 
 def _parser_of(hint: Any) -> Callable[[str], Any]:
@@ -286,7 +264,11 @@ def _parser_of(hint: Any) -> Callable[[str], Any]:
         hint = next(option for option in typing.get_args(hint) if option is not type(None))
     if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
         return partial(_parse_choice, hint)
-    parsers: dict[Any, Callable[[str], Any]] = {bool: _parse_bool, int: _parse_int, float: _parse_float}
+    parsers: dict[Any, Callable[[str], Any]] = {
+        bool: _parse_bool,
+        int: partial(_parse_number, int, "is no whole number"),
+        float: _parse_float,
+    }
     assert callable(hint), hint
     return parsers.get(hint) or typing.cast(Callable[[str], Any], hint)
 
@@ -306,18 +288,15 @@ def _parse_bool(text: str) -> bool:
     raise ValueError(f"{text!r} is neither true nor false")
 
 
-def _parse_int(text: str) -> int:
+def _parse_number(kind: type[NumberT], fault: str, text: str) -> NumberT:
     try:
-        return int(text)
+        return kind(text)
     except ValueError as error:
-        raise ValueError(f"{text!r} is no whole number") from error
+        raise ValueError(f"{text!r} {fault}") from error
 
 
 def _parse_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise ValueError(f"{text!r} is no number") from error
+    value = _parse_number(float, "is no number", text)
     if not math.isfinite(value):
         raise ValueError(f"{text!r} is no finite number")
     return value

@@ -54,28 +54,38 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Names:
-    """Setting names of one program, and of all programs."""
+class SettingNames:
+    """Names of one program's settings."""
 
-    program: str
-    """Program name for errors: "kaveri decode"."""
-    section: str
     own: frozenset[str]
     secrets: frozenset[str] = frozenset()
-    """The program's own settings that can be given in a file."""
-    find_sections: Callable[[], Mapping[str, Collection[str]]] = field(default=dict)
-    """Returns the names of all programs by section. Called only for a name that is not the program's own, as it may be
-    slow."""
+    """Settings that may hold a password, and can be given in a file."""
     switches: frozenset[str] = frozenset()
+    """Boolean settings, whose flags need no value."""
 
     @cached_property
     def taken(self) -> frozenset[str]:
         """Names that the program accepts: its own, and `<secret>_file`."""
         return self.own | {secret + FILE_SUFFIX for secret in self.secrets}
 
+
+@dataclass(frozen=True)
+class Names:
+    """Setting names of one program, and of all programs."""
+
+    program: str
+    """Program name for errors: "kaveri decode"; its last word is its section of a file."""
+    settings: SettingNames
+    find_sections: Callable[[], Mapping[str, Collection[str]]] = field(default=dict)
+    """Returns the names of all programs by section. May be slow: called only for a name that is not the program's."""
+
+    @property
+    def section(self) -> str:
+        return self.program.split()[-1]
+
     @cached_property
     def sections(self) -> Mapping[str, Collection[str]]:
-        return {**self.find_sections(), self.section: self.taken}
+        return {**self.find_sections(), self.section: self.settings.taken}
 
     @cached_property
     def all(self) -> frozenset[str]:
@@ -91,7 +101,7 @@ def nearest(name: str, known: Collection[str]) -> str:
 def read_flags(arguments: Sequence[str], names: Names) -> dict[str, Given]:
     """Parse `--max-batch 8` or `--max-batch=8`; the last of several wins. A switch alone is true. CONFIG_FLAG is
     returned as "config". Raises ConfigError for anything else."""
-    flags = {flag_of(name): name for name in names.taken} | {CONFIG_FLAG: "config"}
+    flags = {flag_of(name): name for name in names.settings.taken} | {CONFIG_FLAG: "config"}
     given: dict[str, Given] = {}
     words = deque(arguments)
     while words:
@@ -101,7 +111,7 @@ def read_flags(arguments: Sequence[str], names: Names) -> dict[str, Given]:
         if flag not in flags:
             raise ConfigError(flag, f"is no flag of {names.program}{nearest(flag, flags)}")
         if not equals:
-            text = take_value(flag, words, is_switch=flags[flag] in names.switches)
+            text = take_value(flag, words, is_switch=flags[flag] in names.settings.switches)
         given[flags[flag]] = Given(text, flag)
     return given
 
@@ -118,7 +128,7 @@ def take_value(flag: str, words: deque[str], *, is_switch: bool) -> str:
 def read_variables(environment: Mapping[str, str], names: Names) -> tuple[dict[str, Given], tuple[str, ...]]:
     """Return the settings in KAVERI_* variables, and the ignored variables that Kubernetes made for a Service. Raises
     ConfigError for a variable that no program reads."""
-    variables = {variable_of(name): name for name in names.taken}
+    variables = {variable_of(name): name for name in names.settings.taken}
     given: dict[str, Given] = {}
     links: list[str] = []
     for variable in sorted(name for name in environment if name.startswith(_PREFIX)):
@@ -150,19 +160,19 @@ def read_file(named: Given, names: Names) -> dict[str, Given]:
     for section in table.keys() - shared.keys() - {names.section}:
         if section not in names.sections:
             raise ConfigError(f"{path} [{section}]", f"is no section{nearest(section, names.sections)}")
-    for key in shared.keys() - names.taken:
+    for key in shared.keys() - names.settings.taken:
         if key not in names.all:
             raise ConfigError(f"{path} {key}", f"is no setting of Kaveri{nearest(key, names.all)}")
     own = table.get(names.section, {})
-    for key in own.keys() - names.taken:
+    for key in own.keys() - names.settings.taken:
         raise ConfigError(
-            f"{path} [{names.section}] {key}", f"is no setting of {names.program}{nearest(key, names.taken)}"
+            f"{path} [{names.section}] {key}", f"is no setting of {names.program}{nearest(key, names.settings.taken)}"
         )
-    places = {key: (f"{path} {key}", value) for key, value in shared.items() if key in names.taken}
+    places = {key: (f"{path} {key}", value) for key, value in shared.items() if key in names.settings.taken}
     # A secret and its file are one setting: in the section, either replaces both.
     for key in own:
         plain = key.removesuffix(FILE_SUFFIX)
-        if plain in names.secrets:
+        if plain in names.settings.secrets:
             places.pop(plain, None)
             places.pop(plain + FILE_SUFFIX, None)
     places |= {key: (f"{path} [{names.section}] {key}", value) for key, value in own.items()}
@@ -170,7 +180,6 @@ def read_file(named: Given, names: Names) -> dict[str, Given]:
 
 
 def _as_text(value: Any, place: str) -> str:
-    """Format a TOML value as a flag's text."""
     match value:
         case str():
             return value

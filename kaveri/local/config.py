@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from kaveri.addresses import is_all_addresses
 from kaveri.cluster.store import DEFAULT_CLUSTER
@@ -12,11 +12,12 @@ from kaveri.config.services import ServiceKind, program_of
 from kaveri.config.settings import MAX_PORT, read_settings
 from kaveri.config.sources import CONFIG_VARIABLE, FILE_SUFFIX, flag_of, variable_of
 from kaveri.errors import ConfigError
-from kaveri.local.service_flags import ROLES, names_of, roles_of, secrets_of
+from kaveri.local.service_flags import ROLES, names_of_role, roles_of
 from kaveri.models import KAVERI_TINY
 from kaveri.programs import setting_sections, settings_types
 from kaveri.security.posture import open_ports
 
+PartT = TypeVar("PartT", "ListeningPorts", "Supervision")
 LOOPBACK = "127.0.0.1"
 PUBLIC_ROLES = (ServiceKind.ROUTER, ServiceKind.GATEWAY)
 """Roles that clients connect to: they keep their ports over restarts."""
@@ -29,39 +30,25 @@ _COUNTS: Mapping[ServiceKind, int] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class StackConfig:
-    """Settings of a LocalStack. Services use their own variables and defaults for everything else."""
+class ListeningPorts:
+    """Address and ports of a stack. A port is that of the first instance, others use the next ones; 0: free ports."""
 
-    model: str = KAVERI_TINY
-    """Path, hub id or bundled name of the served model."""
-    counts: Mapping[ServiceKind, int] = field(default_factory=lambda: _COUNTS)
-    """Number of instances by role; 0 for missing roles. Gateways need the packages of the extra `gateway`, predictors
-    the setting `predictor`."""
-    flags: Mapping[ServiceKind, tuple[str, ...]] = field(default_factory=dict)
-    """Additional flags by role: ("--max-requests", "64")."""
-    predictor: str = ""
-    """Bundled name or folder of the length predictor; empty: none."""
-    port: int = 0
-    """Port of the first router; further ones use the next ports. 0: free ports."""
-    gateway_port: int = 0
-    """Port of the first gateway; further ones use the next ports. 0: free ports."""
-    public_port: int = 0
-    """Port of the first router for clients with API keys; further ones use the next ports. 0: none."""
     host: str = LOOPBACK
     """Listening host of the routers and gateways; everything else stays on loopback."""
+    port: int = 0
+    """Port of the first router."""
+    gateway_port: int = 0
+    public_port: int = 0
+    """Port of the first router for clients with API keys. 0: none."""
     metrics_port: int = 0
     """First port, on loopback, for the instances' Prometheus metrics, in the order routers, prefill, decode, colocated
     instances, predictors, gateways, each by id. 0: no metrics."""
-    redis_url: str = ""
-    """URL of the Redis to use; empty: a private Redis."""
-    cluster_name: str = DEFAULT_CLUSTER
-    """Name of the cluster; several clusters can share one Redis."""
-    name: str = ""
-    """Prefix of the instance ids, so that several stacks can form one cluster: "blue-decode-0"."""
-    settings: Mapping[str, object] = field(default_factory=dict)
-    """Settings of services, by name: {"engine": "fake"}. Each goes to the services that roles_of() names."""
-    config_file: str = ""
-    """Configuration file for every service; see `--config`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervision:
+    """Logs, timeouts and restarts of a stack's processes."""
+
     log_dir: Path | None = None
     """Folder of the <instance id>.log files; None: a temporary folder removed with the stack."""
     drain_timeout_s: float = 30.0
@@ -71,47 +58,70 @@ class StackConfig:
     restart: bool = True
     """True to restart a child that dies; fault tests restart children themselves."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class StackConfig:
+    """Settings of a LocalStack. Services use their own variables and defaults for everything else."""
+
+    model: str = KAVERI_TINY
+    """Path, hub id or bundled name of the served model."""
+    counts: Mapping[ServiceKind, int] = field(default_factory=lambda: _COUNTS)
+    """Number of instances by role. Gateways need the extra `gateway` installed, predictors the setting `predictor`."""
+    flags: Mapping[ServiceKind, tuple[str, ...]] = field(default_factory=dict)
+    """Additional flags by role: ("--max-requests", "64")."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """Settings of services, by name: {"engine": "fake"}. Each goes to the services that roles_of() names."""
+    config_file: str = ""
+    """Configuration file for every service; see `--config`."""
+    redis_url: str = ""
+    """URL of the Redis to use; empty: a private Redis."""
+    cluster_name: str = DEFAULT_CLUSTER
+    """Name of the cluster; several clusters can share one Redis."""
+    name: str = ""
+    """Prefix of the instance ids, so that several stacks can form one cluster: "blue-decode-0"."""
+    listening: ListeningPorts = field(default_factory=ListeningPorts)
+    supervision: Supervision = field(default_factory=Supervision)
+
     def __post_init__(self) -> None:
         """Raise ConfigError for a setting that would silently fall back to a default."""
-        for name in ("model", "host"):
-            if not getattr(self, name).strip():
-                raise ConfigError("--" + name.replace("_", "-"), "is empty")
-        for flag, port, role in (
-            ("--port", self.port, ServiceKind.ROUTER),
-            ("--public-port", self.public_port, ServiceKind.ROUTER),
-            ("--gateway-port", self.gateway_port, ServiceKind.GATEWAY),
+        for flag, text in (("--model", self.model), ("--host", self.listening.host)):
+            if not text.strip():
+                raise ConfigError(flag, "is empty")
+        for flag, port, count in (
+            ("--port", self.listening.port, self.counts.get(ServiceKind.ROUTER, 0)),
+            ("--public-port", self.listening.public_port, self.counts.get(ServiceKind.ROUTER, 0)),
+            ("--gateway-port", self.listening.gateway_port, self.counts.get(ServiceKind.GATEWAY, 0)),
+            ("--metrics-port", self.listening.metrics_port, len(self.roles)),
         ):
-            count = self.counts.get(role, 0)
             if port and port + count - 1 > MAX_PORT:
                 raise ConfigError(flag, f"is {port}; {count} ports follow one another, up to {MAX_PORT}")
-        if self.metrics_port and self.metrics_port + len(self.all_instance_ids) - 1 > MAX_PORT:
-            reason = f"is {self.metrics_port}; {len(self.all_instance_ids)} ports follow one another, up to {MAX_PORT}"
-            raise ConfigError("--metrics-port", reason)
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """Create a config from stack fields, service settings, and counts and flags of roles:
-        `StackConfig.of(prefill_count=1, decode_flags=("--max-batch", "8"), engine="fake")`. Settings that are empty or
-        0 keep their defaults."""
+        """Create a config from fields of its parts, service settings (empty or 0: the default), and counts and flags
+        of roles: `StackConfig.of(prefill_count=1, decode_flags=("--max-batch", "8"), engine="fake")`."""
         counts = {role: given.pop(f"{role}_count") for role in ROLES if f"{role}_count" in given}
         flags = {role: given.pop(f"{role}_flags") for role in ROLES if f"{role}_flags" in given}
-        own = {name: value for name, value in given.items() if name in cls.__dataclass_fields__}
-        settings = {name: value for name, value in given.items() if name not in own and (value or value is False)}
+        own: dict[str, Any] = {"listening": _take(ListeningPorts, given), "supervision": _take(Supervision, given)}
+        own |= {name: given.pop(name) for name in cls.__dataclass_fields__ if name in given}
+        settings = {name: value for name, value in given.items() if value or value is False}
         return cls(**own, counts={**_COUNTS, **counts}, flags=flags, settings=settings)
 
     @property
-    def all_instance_ids(self) -> tuple[str, ...]:
-        return tuple(name for role in ROLES for name in self.instance_ids(role))
+    def roles(self) -> dict[str, ServiceKind]:
+        """Role of each instance, by id; in the order in which a stack stops them."""
+        return {name: role for role in ROLES for name in self.instance_ids(role)}
 
     def instance_ids(self, role: ServiceKind) -> tuple[str, ...]:
-        count = 0 if role is ServiceKind.PREDICTOR and not self.predictor else self.counts.get(role, 0)
+        has_none = role is ServiceKind.PREDICTOR and not self.settings.get("predictor")
+        count = 0 if has_none else self.counts.get(role, 0)
         prefix = f"{self.name}-" if self.name else ""
         return tuple(f"{prefix}{role}-{number}" for number in range(count))
 
     @property
     def ports(self) -> dict[str, int]:
         """Ports of routers and gateways by instance id; 0: any free port."""
-        firsts = ((ServiceKind.ROUTER, self.port), (ServiceKind.GATEWAY, self.gateway_port))
+        firsts = ((ServiceKind.ROUTER, self.listening.port), (ServiceKind.GATEWAY, self.listening.gateway_port))
         return {
             name: first and first + number
             for role, first in firsts
@@ -121,13 +131,14 @@ class StackConfig:
     def metrics_port_of(self, instance_id: str) -> int:
         # Gateways last, so that the other roles keep their former ports.
         gateways = self.instance_ids(ServiceKind.GATEWAY)
-        others = [name for name in self.all_instance_ids if name not in gateways]
-        return self.metrics_port and self.metrics_port + [*others, *gateways].index(instance_id)
+        others = [name for name in self.roles if name not in gateways]
+        first = self.listening.metrics_port
+        return first and first + [*others, *gateways].index(instance_id)
 
     @property
     def public_advertise_host(self) -> str:
         """Hostname at which this machine reaches routers and gateways."""
-        return LOOPBACK if is_all_addresses(self.host) else self.host
+        return LOOPBACK if is_all_addresses(self.listening.host) else self.listening.host
 
 
 def service_command(config: StackConfig, role: ServiceKind, instance_id: str, port: int) -> list[str]:
@@ -136,21 +147,21 @@ def service_command(config: StackConfig, role: ServiceKind, instance_id: str, po
     is_public = role in PUBLIC_ROLES
     settings: dict[str, object] = {
         "instance_id": instance_id,
-        "host": config.host if is_public else LOOPBACK,
+        "host": config.listening.host if is_public else LOOPBACK,
         "advertise_host": config.public_advertise_host if is_public else LOOPBACK,
         "port": port,
         "metrics_port": config.metrics_port_of(instance_id),
         "health_port": 0,
         "cluster_name": config.cluster_name,
-        "drain_timeout_s": config.drain_timeout_s,
+        "drain_timeout_s": config.supervision.drain_timeout_s,
     }
-    if role is ServiceKind.ROUTER and config.public_port:
-        settings["public_port"] = config.public_port + config.instance_ids(role).index(instance_id)
-    if "model" in names_of(role):
+    if role is ServiceKind.ROUTER and config.listening.public_port:
+        settings["public_port"] = config.listening.public_port + config.instance_ids(role).index(instance_id)
+    if "model" in names_of_role(role).own:
         settings["model"] = config.model
-    if role is ServiceKind.PREDICTOR:
-        settings["predictor"] = config.predictor
-    settings |= {name: value for name, value in _shared(config, role).items() if name not in secrets_of(role)}
+    settings |= {
+        name: value for name, value in _shared(config, role).items() if name not in names_of_role(role).secrets
+    }
     flags = [text for name, value in settings.items() for text in (flag_of(name), str(value))]
     return [sys.executable, *program_of(role), *flags, *config.flags.get(role, ())]
 
@@ -173,11 +184,11 @@ def service_environment(
 ) -> dict[str, str]:
     """Build a service's environment: the inherited one plus settings that may hold secrets."""
     shared = {**_shared(config, role), "redis_url": redis_url}
-    given = {variable_of(name): str(value) for name, value in shared.items() if name in secrets_of(role)}
+    given = {variable_of(name): str(value) for name, value in shared.items() if name in names_of_role(role).secrets}
     if config.config_file:
         given[CONFIG_VARIABLE] = config.config_file
     # A secret and its file are mutually exclusive.
-    dropped = {variable_of(name + FILE_SUFFIX) for name in secrets_of(role) if variable_of(name) in given}
+    dropped = {variable_of(name + FILE_SUFFIX) for name in names_of_role(role).secrets if variable_of(name) in given}
     return {name: value for name, value in inherited.items() if name not in dropped} | given
 
 
@@ -187,5 +198,9 @@ def _shared(config: StackConfig, role: ServiceKind) -> dict[str, object]:
 
 def stack_flag(field: str) -> str:
     """Return the stack's flag for a service's setting, for errors."""
-    of_secrets = {variable_of(name): flag_of(name) for role in ROLES for name in secrets_of(role)}
+    of_secrets = {variable_of(name): flag_of(name) for role in ROLES for name in names_of_role(role).secrets}
     return of_secrets.get(field, field)
+
+
+def _take(kind: type[PartT], given: dict[str, Any]) -> PartT:
+    return kind(**{name: given.pop(name) for name in kind.__dataclass_fields__ if name in given})

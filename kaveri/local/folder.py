@@ -1,5 +1,4 @@
-"""Temporary folder of one local stack. Removed with the stack, or at the start of the next one if the stack was
-killed."""
+"""Temporary folder of one local stack. Removed with it, or at the start of the next stack if it was killed."""
 
 import contextlib
 import fcntl

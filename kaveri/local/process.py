@@ -15,8 +15,7 @@ _TAIL_BYTES = 16_384
 
 
 class ChildProcess:
-    """Running child in its own process group. Start it from a long-lived thread: when that thread ends, the kernel
-    kills the child."""
+    """Running child in its own process group. The kernel kills it when the thread that has started it ends."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
         self.name = name
@@ -61,8 +60,7 @@ class ChildProcess:
         self._process.send_signal(signal_number)
 
     async def stop(self, grace_s: float) -> int:
-        """Send SIGTERM, and SIGKILL if the child has not exited after `grace_s` seconds, or on cancellation. Reaps
-        it."""
+        """Send SIGTERM, then SIGKILL after `grace_s` seconds or on cancellation. Reaps the child."""
         self.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):

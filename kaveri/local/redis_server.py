@@ -29,12 +29,8 @@ _MAX_SOCKET_PATH_BYTES = 107
 
 def find_redis_server() -> str:
     """Find redis-server or valkey-server on PATH, else in a package. Raises ConfigError if there is none."""
-    system = shutil.which("redis-server") or shutil.which("valkey-server")
-    if system is not None:
-        return system
-    bundled = bundled_server()
-    if bundled is not None:
-        return bundled
+    if found := shutil.which("redis-server") or shutil.which("valkey-server") or bundled_server():
+        return found
     reason = f"no redis-server found: install it, or {install_command('local')}, or name a running one with --redis-url"
     raise ConfigError("redis", reason)
 
@@ -56,8 +52,7 @@ class RedisServer:
     """Private Redis server. Can be killed and restarted under the same URL."""
 
     def __init__(self, directory: Path, port: int | None = None, binary: str | None = None) -> None:
-        """port: on 127.0.0.1; None: a Unix socket in the directory. binary: None: search for one. Raises
-        ConfigError."""
+        """port: on 127.0.0.1; None: a Unix socket in the directory. binary: None: the found one. Raises ConfigError."""
         self._directory = directory
         self._port = port
         self._binary = binary or find_redis_server()

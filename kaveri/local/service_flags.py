@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from kaveri.config.services import INSTANCES, ServiceKind
-from kaveri.config.settings import secret_names, setting_names, switch_names
-from kaveri.config.sources import flag_of, nearest, take_value
+from kaveri.config.settings import names_of
+from kaveri.config.sources import SettingNames, flag_of, nearest, take_value
 from kaveri.errors import ConfigError
 from kaveri.programs import settings_types
 from kaveri.rpc.process import ServiceConfig
@@ -18,18 +18,8 @@ _OF_THE_STACK = frozenset({"instance_id", "advertise_host", "routers", "health_p
 
 
 @cache
-def names_of(role: ServiceKind) -> frozenset[str]:
-    return setting_names(settings_types()[role])
-
-
-@cache
-def secrets_of(role: ServiceKind) -> frozenset[str]:
-    return secret_names(settings_types()[role])
-
-
-@cache
-def switches_of(role: ServiceKind) -> frozenset[str]:
-    return switch_names(settings_types()[role])
+def names_of_role(role: ServiceKind) -> SettingNames:
+    return names_of(settings_types()[role])
 
 
 @cache
@@ -37,11 +27,10 @@ def roles_of(name: str) -> tuple[ServiceKind, ...]:
     """Return the roles that receive a setting of this name given for the whole stack.
 
     All roles if the setting means the same everywhere; else those with engines, since the predictor has its own
-    --device
-    and --max-queue; else those that have the setting.
+    --device and --max-queue; else those that have the setting.
     """
-    having = tuple(role for role in ROLES if name in names_of(role))
-    if name in setting_names(ServiceConfig) or name in ("model", "served_model_name"):
+    having = tuple(role for role in ROLES if name in names_of_role(role).own)
+    if name in names_of(ServiceConfig).own or name in ("model", "served_model_name"):
         return having
     return tuple(role for role in having if role in INSTANCES) or having
 
@@ -70,7 +59,7 @@ def read_service_flags(words: Sequence[str], roles: Iterable[ServiceKind], own_f
         takers = _roles_taking(flag, running, own_flags)
         if not equals:
             name = flag.rpartition(".")[2].removeprefix("--").replace("-", "_")
-            text = take_value(flag, remaining, is_switch=any(name in switches_of(role) for role in ROLES))
+            text = take_value(flag, remaining, is_switch=any(name in names_of_role(role).switches for role in ROLES))
         if not text.strip():
             raise ConfigError(flag, "is empty")
         role, dot, name = flag.removeprefix("--").rpartition(".")
@@ -88,7 +77,9 @@ def _roles_taking(flag: str, running: Sequence[ServiceKind], own_flags: Collecti
     if dot and role not in ROLES:
         raise ConfigError(flag, f"{role!r} is no role; choose {', '.join(ROLES)}{nearest(role, ROLES)}")
     taking = (ServiceKind(role),) if dot else roles_of(setting)
-    known = [flag_of(known) for taker in (taking if dot else ROLES) for known in names_of(taker) - _OF_THE_STACK]
+    known = [
+        flag_of(known) for taker in (taking if dot else ROLES) for known in names_of_role(taker).own - _OF_THE_STACK
+    ]
     if flag_of(setting) not in known or "_" in name:
         hint = nearest(f"--{name}", known if dot else [*known, *own_flags])
         reason = f"is no flag of kaveri {role}{hint}" if dot else f"is no flag of kaveri up or of a service{hint}"

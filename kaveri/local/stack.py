@@ -47,21 +47,14 @@ class LocalStack:
     def __init__(self, config: StackConfig, report: Callable[[str], None] = lambda _: None) -> None:
         """report: receives a line of text for users at each event."""
         self.config = config
-        self.targets: tuple[str, ...] = ()
-        """Addresses of the routers ("host:port") once registered; unchanged over restarts."""
-        self.http_targets: tuple[str, ...] = ()
-        """Addresses of the gateways ("host:port") once registered; unchanged over restarts."""
-        self.redis_url = config.redis_url
         self.log_dir = Path()
         self._report = report
         self._started = False
         self._supervisors: dict[str, Supervisor] = {}
-        self._roles = {name: role for role in ROLES for name in config.instance_ids(role)}
-        # Ports of routers and gateways, kept over restarts.
-        self._ports = config.ports
+        self._addresses: dict[str, str] = {}
+        """Addresses of routers and gateways ("host:port") once registered; their ports are kept over restarts."""
         self._former_lives: dict[str, int] = {}
-        self._store_access = contextlib.AsyncExitStack()
-        self._directory = contextlib.ExitStack()
+        self._resources = contextlib.AsyncExitStack()
         self._redis: RedisServer | None = None
         self._store: RedisStore | None = None
 
@@ -82,13 +75,28 @@ class LocalStack:
             await self._end()
 
     @property
+    def targets(self) -> tuple[str, ...]:
+        """Addresses of the routers ("host:port") once registered; unchanged over restarts."""
+        return self._addresses_of(ServiceKind.ROUTER)
+
+    @property
+    def http_targets(self) -> tuple[str, ...]:
+        """Addresses of the gateways ("host:port") once registered; unchanged over restarts."""
+        return self._addresses_of(ServiceKind.GATEWAY)
+
+    @property
     def target(self) -> str:
         """Address of the first router; empty before it has registered."""
         return self.targets[0] if self.targets else ""
 
     @property
+    def redis_url(self) -> str:
+        """URL of the Redis in use; empty before a private one has started."""
+        return self._redis.url if self._redis is not None else self.config.redis_url
+
+    @property
     def instance_ids(self) -> tuple[str, ...]:
-        return tuple(self._roles)
+        return tuple(self.config.roles)
 
     def process(self, name: str) -> ChildProcess:
         return self._supervisors[name].process
@@ -107,9 +115,9 @@ class LocalStack:
         return await self._store.wait_for_change(timeout_s)
 
     async def stop(self) -> None:
-        """Drain and stop everything: routers first, so no work is sent to stopped instances; Redis last. If cancelled,
-        the remaining processes are killed on leaving the context."""
-        grace_s = self.config.drain_timeout_s + _AFTER_DRAIN_S
+        """Drain and stop all services, routers first, so no work is sent to stopped instances. If cancelled, the
+        remaining ones are killed on leaving the context, which stops Redis too."""
+        grace_s = self.config.supervision.drain_timeout_s + _AFTER_DRAIN_S
         for role in ROLES:
             names = [name for name in self.config.instance_ids(role) if name in self._supervisors]
             if names:
@@ -117,9 +125,6 @@ class LocalStack:
             async with asyncio.TaskGroup() as group:
                 for name in names:
                     group.create_task(self._supervisors[name].stop(grace_s))
-        await self._store_access.aclose()
-        if REDIS in self._supervisors:
-            await self._supervisors[REDIS].stop(_REDIS_GRACE_S)
 
     async def restart(self, name: str) -> None:
         """Start a killed child again, when config.restart is off; Redis answers on return. See wait_until_ready()."""
@@ -149,13 +154,14 @@ class LocalStack:
             missing = still_missing
             self._check_for_dead(missing)
             if not missing:
-                self._keep_ports(view)
+                # Public instances keep their ports over restarts.
+                self._addresses = {name: view.instances[name].record.address for name in self.config.ports}
                 if all([await self._knows_everybody(address) for address in self.targets]):
                     return
         raise Unavailable(f"not ready after {timeout_s:g} s: {', '.join(missing) or 'the router'}")
 
     def _check_for_dead(self, missing: Iterable[str]) -> None:
-        if self.config.restart or not self._started:
+        if self.config.supervision.restart or not self._started:
             return  # The supervisor restarts the child, or ends the start.
         for name in missing:
             child = self.process(name)
@@ -165,8 +171,8 @@ class LocalStack:
 
     async def _start(self) -> None:
         self._check_at_once()
-        directory = self._directory.enter_context(stack_folder())
-        self.log_dir = self.config.log_dir or directory
+        directory = self._resources.enter_context(stack_folder())
+        self.log_dir = self.config.supervision.log_dir or directory
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
             # Children without a writable log could not report why they end.
@@ -174,17 +180,14 @@ class LocalStack:
                 trial.write(b"kaveri" * 1024)
         except OSError as error:
             raise ConfigError("--log-dir", f"cannot write in {self.log_dir}: {error.strerror}") from error
-        if not self.redis_url:
+        if not self.config.redis_url:
             self._redis = RedisServer(directory)
-            self.redis_url = self._redis.url
             self._report("starting a private Redis")
-            process = await self._redis.start()
-            self._supervisors[REDIS] = Supervisor(
-                REDIS, self._redis.launch, process, self._report_restart, restart=self.config.restart
-            )
-        self._store = await self._store_access.enter_async_context(RedisStore(self.redis_url, self.config.cluster_name))
+            self._watch(REDIS, self._redis.launch, await self._redis.start())
+            self._resources.push_async_callback(self._supervisors[REDIS].stop, _REDIS_GRACE_S)
+        self._store = await self._resources.enter_async_context(RedisStore(self.redis_url, self.config.cluster_name))
         self._report(f"starting {', '.join(self.instance_ids)} on {self.config.model}; logs are in {self.log_dir}")
-        for name, role in self._roles.items():
+        for name, role in self.config.roles.items():
             self._supervise(name, role, directory)
         await self._wait_for_first_readiness()
         self._started = True
@@ -196,20 +199,29 @@ class LocalStack:
             raise ConfigError("--model", f"there is no {model}")
         for name, port in self.config.ports.items():
             try:
-                check_address(self.config.host, port)
+                check_address(self.config.listening.host, port)
             except ConfigError as error:
-                flag = "--gateway-port" if self._roles[name] is ServiceKind.GATEWAY else error.field
+                flag = "--gateway-port" if self.config.roles[name] is ServiceKind.GATEWAY else error.field
                 raise ConfigError(flag if error.field == "--port" else error.field, error.reason) from error
 
     async def _end(self) -> None:
-        """Kill everything that still runs."""
-        await self._store_access.aclose()
-        await asyncio.gather(*(supervisor.kill_for_good() for supervisor in self._supervisors.values()))
-        self._directory.close()
+        """Kill all services that still run; then stop Redis and remove the folder."""
+        services = (supervisor for name, supervisor in self._supervisors.items() if name != REDIS)
+        await asyncio.gather(*(supervisor.kill_for_good() for supervisor in services))
+        await self._resources.aclose()
+
+    def _watch(self, name: str, launch: Callable[[], ChildProcess], first: ChildProcess) -> None:
+        restart = self.config.supervision.restart
+        self._supervisors[name] = Supervisor(name, launch, first, self._report_restart, restart=restart)
 
     def _supervise(self, name: str, role: ServiceKind, directory: Path) -> None:
         def launch() -> ChildProcess:
-            command = service_command(self.config, role, name, self._ports.get(name, 0))
+            port = (
+                int(self._addresses[name].rpartition(":")[2])
+                if name in self._addresses
+                else self.config.ports.get(name, 0)
+            )
+            command = service_command(self.config, role, name, port)
             environment = service_environment(self.config, role, self.redis_url, os.environ)
             # Files that a killed child leaves in its temporary folder, such as sockets, are removed with the stack's.
             environment["TMPDIR"] = str(directory)
@@ -222,11 +234,13 @@ class LocalStack:
             first = launch()
         except OSError as error:
             raise ConfigError(name, f"cannot be started: {error}") from error
-        self._supervisors[name] = Supervisor(name, launch, first, self._report_restart, restart=self.config.restart)
+        self._watch(name, launch, first)
 
     async def _wait_for_first_readiness(self) -> None:
         """Wait until ready; fail as soon as any child ends."""
-        readiness: asyncio.Future[Any] = asyncio.create_task(self.wait_until_ready(self.config.start_timeout_s))
+        readiness: asyncio.Future[Any] = asyncio.create_task(
+            self.wait_until_ready(self.config.supervision.start_timeout_s)
+        )
         supervisors = tuple(self._supervisors.values())
         try:
             first_exits = [supervisor.first_exit for supervisor in supervisors]
@@ -244,8 +258,7 @@ class LocalStack:
 
     def _failure(self, supervisor: Supervisor, status: int) -> ConfigError:
         lines = supervisor.process.last_lines(_SHOWN_LINES)
-        role = self._roles.get(supervisor.name)
-        prefix = f"kaveri {role}: "
+        prefix = f"kaveri {self.config.roles.get(supervisor.name)}: "
         if status == CONFIG_ERROR_STATUS and lines and lines[-1].startswith(prefix):
             # The service has reported the invalid setting in one line.
             field, _, reason = lines[-1].removeprefix(prefix).partition(": ")
@@ -268,12 +281,8 @@ class LocalStack:
             and status.record.incarnation != self._former_lives.get(name)
         )
 
-    def _keep_ports(self, view: ClusterView) -> None:
-        addresses = {name: view.instances[name].record.address for name in self._ports}
-        self._ports = {name: int(address.rpartition(":")[2]) for name, address in addresses.items()}
-        self.targets, self.http_targets = (
-            tuple(addresses[name] for name in self.config.instance_ids(role)) for role in PUBLIC_ROLES
-        )
+    def _addresses_of(self, role: ServiceKind) -> tuple[str, ...]:
+        return tuple(self._addresses[name] for name in self.config.instance_ids(role) if name in self._addresses)
 
     async def _knows_everybody(self, address: str) -> bool:
         """Return True if the router at `address` accepts requests and has the same instances in its view. Routers with

@@ -35,8 +35,7 @@ class Supervisor:
         self._watching = asyncio.create_task(self._watch(), name=f"supervisor of {name}")
 
     async def stop(self, grace_s: float) -> None:
-        """Send SIGTERM and stop restarting, SIGKILL after `grace_s` seconds. The child is reaped, even on
-        cancellation."""
+        """Stop restarting, and stop the child with ChildProcess.stop(). It is reaped, even on cancellation."""
         await self._let_go()
         try:
             await self.process.stop(grace_s)

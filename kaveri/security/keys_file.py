@@ -7,15 +7,7 @@ from collections.abc import Callable
 from prometheus_client import Gauge
 
 from kaveri.errors import ConfigError
-from kaveri.security.api_keys import (
-    ApiKey,
-    KeyLimits,
-    digest_of,
-    key_table,
-    new_secret,
-    parse_keys,
-    with_key_revoked,
-)
+from kaveri.security.api_keys import ApiKey, KeyLimits, digest_of, key_table, new_secret, parse_keys, with_key_revoked
 from kaveri.security.regular_file import locked, read_regular, replace
 from kaveri.telemetry.logs import get_logger
 
@@ -46,8 +38,7 @@ class KeysFile:
         """Return the valid key with this secret; None if there is none.
 
         Timing reveals nothing about valid keys: the lookup uses a hash, in a dictionary with a randomized order per
-        process,
-        and the final comparison takes constant time.
+        process, and the final comparison takes constant time.
         """
         digest = digest_of(secret)
         key = self._keys.get(digest)
@@ -107,8 +98,7 @@ def add_key(path: str, name: str, limits: KeyLimits, is_admin: bool = False) -> 
 
 
 def revoke_key(path: str, name: str) -> None:
-    """Mark a key of the file as revoked. Raises ConfigError, also when the file is invalid or has no valid key of this
-    name."""
+    """Mark a key as revoked. Raises ConfigError, also when the file is invalid or has no valid key of this name."""
     _read(path)  # Do not create a missing file.
     _change(path, lambda text: with_key_revoked(text, name, path))
 

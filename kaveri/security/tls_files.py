@@ -7,14 +7,15 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kaveri.errors import ConfigError
 from kaveri.security.regular_file import read_regular
 
 LOOK_EVERY_S = 1.0
+ReadT = TypeVar("ReadT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,32 +132,27 @@ class WatchedTlsFiles:
             raise ConfigError(f"{prefix}cert", reason) from error
 
     def _read(self, generation: int) -> TlsContents:
-        read = {setting: self._read_one(setting, path) for setting, path in self._paths()}
+        # OpenSSL opens the files itself, and would block on a FIFO.
+        read = self._of_each(read_regular)
         self.make_context(ssl.PROTOCOL_TLS_CLIENT)
         certificate, key, authority = (read.get(f"{self._prefix}{end}") for end in ("cert", "key", "ca"))
         return TlsContents(generation, certificate, key, authority)
 
-    def _read_one(self, setting: str, path: str) -> bytes:
-        try:
-            # OpenSSL opens the files itself, and would block on a FIFO.
-            return read_regular(path)
-        except OSError as error:
-            raise ConfigError(setting, f"cannot read {path}: {error.strerror}") from error
+    def _stamps(self) -> dict[str, tuple[int, int, int]]:
+        stats = self._of_each(os.stat)
+        return {setting: (stat.st_mtime_ns, stat.st_size, stat.st_ino) for setting, stat in stats.items()}
 
-    def _stamps(self) -> tuple[tuple[int, int, int], ...]:
-        found = []
-        for setting, path in self._paths():
+    def _of_each(self, read: Callable[[str], ReadT]) -> dict[str, ReadT]:
+        """Apply `read` to the path of each given file; return the results by setting."""
+        found = {}
+        paths = {"cert": self.files.certificate, "key": self.files.key, "ca": self.files.authority}
+        for end, path in paths.items():
             try:
-                stat = os.stat(path)
+                if path:
+                    found[f"{self._prefix}{end}"] = read(path)
             except OSError as error:
-                raise ConfigError(setting, f"cannot read {path}: {error.strerror}") from error
-            found.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
-        return tuple(found)
-
-    def _paths(self) -> tuple[tuple[str, str], ...]:
-        files, prefix = self.files, self._prefix
-        paths = {"cert": files.certificate, "key": files.key, "ca": files.authority}
-        return tuple((f"{prefix}{end}", path) for end, path in paths.items() if path)
+                raise ConfigError(f"{self._prefix}{end}", f"cannot read {path}: {error.strerror}") from error
+        return found
 
 
 def _logger() -> Any:

@@ -122,12 +122,12 @@ class Answers:
                 pump.cancel()
 
     async def _pump(self, index: int, merged: _Merged) -> None:
+        failure = None
         try:
             await self._read(index, merged)
         except Exception as error:
-            await merged.put((index, error))
-        else:
-            await merged.put((index, None))
+            failure = error
+        await merged.put((index, failure))
 
     async def _read(self, index: int, merged: _Merged) -> None:
         stream, finish, reported = self.streams[index], None, self._reported[index // self._asked.n]

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,15 +41,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.connection import CONNECTION_KEY, ClientGone, check_head, header, own_request_id, until_gone
 from services.gateway.event_writer import EventWriter
 from services.gateway.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat
-from services.gateway.http_errors import (
-    CLOSE,
-    Headers,
-    HttpError,
-    http_error_of,
-    is_too_long,
-    refused_key,
-    unavailable,
-)
+from services.gateway.http_errors import CLOSE, Headers, HttpError, http_error_of, is_too_long, unavailable
 from services.gateway.openapi import openapi_document
 from services.gateway.parsed_request import ParsedRequest, read_chat, read_completion
 from services.gateway.shown_prompts import show_prompts
@@ -159,7 +152,8 @@ class App:
             try:
                 caller = await stack.enter_async_context(self.callers.admit(header(scope, b"authorization") or None))
             except Unauthenticated as error:
-                raise refused_key(error) from error
+                headers = [(b"www-authenticate", b"Bearer")]
+                raise HttpError(401, str(error), code="invalid_api_key", headers=headers) from error
             except NoCapacity as error:
                 raise http_error_of(error) from error
             state.key_name = caller.key.name
@@ -285,17 +279,14 @@ def _traced(scope: Scope, state: HttpRequest) -> Iterator[None]:
     # Skip decoding when nothing is traced.
     headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
     traceparent = traceparent_of(headers)
-    error: BaseException | None = None
     with calls_below(f"POST {state.path}", traceparent, state.arrived_s, request_id=state.request_id) as span:
         state.span = span
         try:
             yield
-        except BaseException as raised:
-            error = raised
-            raise
         finally:
             if span is not None:
-                span.end(time.monotonic(), error_in_span(error or state.event_error), answers=state.answers)
+                error = sys.exception() or state.event_error
+                span.end(time.monotonic(), error_in_span(error), answers=state.answers)
 
 
 def _routes(app: App) -> Router:
@@ -391,7 +382,6 @@ _STARTED_S = int(time.time())
 
 
 async def _the_model(client: AsyncClient) -> ModelInfo:
-    """Return the only served model. Raises ModelNotFound when there are several."""
     models = await client.list_models()
     if len(models) != 1:
         raise ModelNotFound("", tuple(one.name for one in models))
@@ -399,7 +389,6 @@ async def _the_model(client: AsyncClient) -> ModelInfo:
 
 
 async def _max_model_len(client: AsyncClient, model: str | None) -> int:
-    """Return the max length of the model in tokens; 0 if currently unknown."""
     try:
         return (await (client.get_model(model) if model else _the_model(client))).max_model_len
     except KaveriError:

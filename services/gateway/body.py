@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope
 from kaveri.errors import InvalidArgument, NoCapacity
 from kaveri.policy.byte_budget import ByteBudget, HeldBytes
 from services.gateway import metrics
-from services.gateway.config import GatewayConfig
+from services.gateway.config import HttpLimits
 from services.gateway.connection import ClientGone, header
 from services.gateway.http_errors import CLOSE, HttpError, unavailable
 
@@ -27,26 +27,22 @@ MAX_NESTED = 2**16
 MAX_FRACTIONS = 2**12
 """Max numbers with a fraction or an exponent, which are slow to parse. logit_bias needs the most."""
 _INLINE_BYTES = 2**16
-_COUNTED = (
-    (b",", MAX_VALUES, "values"),
-    (b"[{:", MAX_NESTED, "objects, lists and fields of objects"),
-)
+_COUNTED = ((b",", MAX_VALUES, "values"), (b"[{:", MAX_NESTED, "objects, lists and fields of objects"))
 """Characters that precede a counted value, with the limit and its name."""
 _TEXT_OR_MARK = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[,\[{:]', re.DOTALL)
 """A text, which may lack its end, or a character of _COUNTED. Each match begins where the last one ended: linear."""
 _DISCARD_S = 1.0
 _DISCARD_FACTOR = 4
-"""Multiple of the size limit that is read and discarded: a client that sends too much reads its answer only
-afterwards."""
+"""Multiple of the size limit that is read and discarded: the client reads its answer only afterwards."""
 MadeT = TypeVar("MadeT")
 
 
 class BodyBudget:
     """Byte budget of all bodies and of other memory of their requests. Not thread-safe."""
 
-    def __init__(self, config: GatewayConfig) -> None:
-        self.config = config
-        self._bytes = ByteBudget("gateway", config.max_bodies_bytes, metrics.BODY_BYTES.set)
+    def __init__(self, limits: HttpLimits) -> None:
+        self.limits = limits
+        self._bytes = ByteBudget("gateway", limits.max_bodies_bytes, metrics.BODY_BYTES.set)
         # A single thread: a parse holds the GIL, and the event loop must get it between two of them.
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="body")
 
@@ -60,8 +56,7 @@ class BodyBudget:
         """Apply `make` to the parsed JSON object; for a large one on a thread."""
         if len(data) <= _INLINE_BYTES:
             return make(parse_object(data))
-        work = asyncio.get_running_loop().run_in_executor(self._parser, lambda: make(parse_object(data)))
-        return await work
+        return await asyncio.get_running_loop().run_in_executor(self._parser, lambda: make(parse_object(data)))
 
 
 class HeldBody:
@@ -83,10 +78,10 @@ class HeldBody:
     async def read(self, scope: Scope, receive: Receive, make: Callable[[dict[str, Any]], MadeT]) -> MadeT:
         """Read the body and apply `make` to the JSON object. make: may run on a thread. Raises HttpError, naming the
         limit, ClientGone, and as make."""
-        within_s = self._budget.config.slow_sender_s
+        within_s = self._budget.limits.slow_sender_s
         try:
             async with asyncio.timeout(within_s):
-                data = await self._read(scope, receive, self._budget.config.max_body_bytes)
+                data = await self._read(scope, receive, self._budget.limits.max_body_bytes)
         except TimeoutError as error:
             message = f"the request's body did not arrive within {within_s:g} s"
             raise HttpError(408, message, code="slow_request", headers=[CLOSE]) from error

@@ -25,8 +25,7 @@ def router_addresses(text: str) -> tuple[str, ...]:
 
 
 def web_origins(text: str) -> tuple[str, ...]:
-    """Parser for `setting`: "https://chat.example.com", several with commas between them, or "*"; empty: none. Raises
-    ValueError."""
+    """Parser for `setting`: "https://chat.example.com", several with commas, or "*"; empty: none. Raises ValueError."""
     origins = tuple(word.strip() for word in text.split(",")) if text.strip() else ()
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
@@ -35,16 +34,9 @@ def web_origins(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(PublicSettings, ServiceConfig):
-    """Answers OpenAI's HTTP API: asks the routers of one cluster, and streams their answers."""
+class HttpLimits:
+    """Limits on clients, their connections and requests."""
 
-    port: int = setting("port to listen on for HTTP; 0: a free one", DEFAULT_PORT, least=0, most=MAX_PORT)
-    routers: tuple[str, ...] = setting(
-        "routers to ask, HOST:PORT with commas between them; then Redis is not used, and `kaveri status` does "
-        "not show this gateway. Empty: those that Redis names",
-        (),
-        router_addresses,
-    )
     request_timeout_s: float = setting(
         "seconds that an answer may take, from the request's arrival", 600.0, above=0, most=7 * 86_400.0
     )
@@ -56,10 +48,7 @@ class GatewayConfig(PublicSettings, ServiceConfig):
         most=3600.0,
     )
     slow_sender_s: float = setting(
-        "seconds that the head of a request may take to arrive, and as many again for its body",
-        30.0,
-        above=0,
-        most=3600.0,
+        "seconds for the head of a request to arrive, and as many again for its body", 30.0, above=0, most=3600.0
     )
     idle_s: float = setting("seconds that a connection may wait for its next request", 75.0, above=0, most=86_400.0)
     max_connections: int = setting("open connections; more are refused with 503", 4096, least=1)
@@ -76,6 +65,20 @@ class GatewayConfig(PublicSettings, ServiceConfig):
         size_bytes,
         least=1024,
     )
+    max_answers: int = setting("answers that one request may ask for: prompts times n", 256, least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(HttpLimits, PublicSettings, ServiceConfig):
+    """Answers OpenAI's HTTP API: asks the routers of one cluster, and streams their answers."""
+
+    port: int = setting("port to listen on for HTTP; 0: a free one", DEFAULT_PORT, least=0, most=MAX_PORT)
+    routers: tuple[str, ...] = setting(
+        "routers to ask, HOST:PORT with commas between them; then Redis is not used, and `kaveri status` does "
+        "not show this gateway. Empty: those that Redis names",
+        (),
+        router_addresses,
+    )
     direct: str = setting(
         "whether to read tokens at the decode instances that draw them, where it can reach these; auto: unless its "
         "routers want an API key",
@@ -88,16 +91,11 @@ class GatewayConfig(PublicSettings, ServiceConfig):
         (),
         web_origins,
     )
-    max_answers: int = setting("answers that one request may ask for: prompts times n", 256, least=1)
 
     @property
     def ports(self) -> tuple[ListeningPort, ...]:
         asks_for = AN_API_KEY if self.keys_file else ""
         http = ListeningPort(
-            flag="--port",
-            host=self.host,
-            port=self.port,
-            is_encrypted=self.public_tls is not None,
-            asks_for=asks_for,
+            flag="--port", host=self.host, port=self.port, is_encrypted=self.public_tls is not None, asks_for=asks_for
         )
         return (http, *super().ports[1:])

@@ -16,7 +16,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from services.gateway.config import GatewayConfig
+from services.gateway.config import HttpLimits
 from services.gateway.http_errors import CLOSE, HttpError, unavailable
 
 CONNECTION_KEY = "kaveri.connection"
@@ -44,7 +44,7 @@ class HttpConnection(H11Protocol):
 
     def __init__(
         self,
-        limits: GatewayConfig,
+        limits: HttpLimits,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
@@ -166,8 +166,7 @@ class HttpConnection(H11Protocol):
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def _probe(self) -> None:
-        """Write bytes that do not change the answer. The kernel of a client that has closed both halves replies with a
-        reset."""
+        """Write bytes that do not change the answer. The kernel of a client that is gone replies with a reset."""
         if not self.cycle.response_started:
             self.transport.write(_FIRST_BYTE)
             self.cycle.transport = _BegunTransport(self.cycle)  # type: ignore[assignment]
@@ -270,8 +269,7 @@ def header(scope: Scope, name: bytes) -> bytes:
 
 @contextlib.asynccontextmanager
 async def until_gone(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the work in the context when the client disconnects, and raise ClientGone. The request's body must have
-    been read."""
+    """Cancel the work in the context, and raise ClientGone, when the client disconnects. Read the body before."""
     task, is_gone = asyncio.current_task(), False
     assert task is not None
 

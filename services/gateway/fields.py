@@ -62,8 +62,7 @@ class Fields:
         return value
 
     def refuse_rest(self, harmless: Mapping[str, Accepts]) -> None:
-        """Raise InvalidArgument for every remaining field, except `harmless` ones: unsupported fields with values that
-        have no effect."""
+        """Raise InvalidArgument for a remaining field. harmless: unsupported fields, with values without effect."""
         for name, value in self._left.items():
             accepts = harmless.get(name)
             if accepts is None:

@@ -37,8 +37,8 @@ def _slices(items: Sequence[ItemT]) -> Iterator[Sequence[ItemT]]:
 
 
 @dataclass(slots=True)
-class _Gathered:
-    """Collected parts of a whole answer. Logprobs are stored as JSON, which is smaller."""
+class _Answer:
+    """State of one answer, and the collected parts of a whole one. Logprobs are stored as JSON, which is smaller."""
 
     # Flat containers: the garbage collector visits each item of a list, which would block the event loop.
     text: StringIO = field(default_factory=StringIO)
@@ -47,6 +47,15 @@ class _Gathered:
     """Fields of the logprobs: the items of lists, or another value."""
     prompt_logprobs: list[bytes] = field(default_factory=list)
     finish: str | None = None
+    usage: Usage | None = None
+    begun: bool = False
+    """True once a chunk was formatted."""
+    token_count: int = 0
+    """Number of tokens in events so far."""
+    prompt: list[PromptToken] = field(default_factory=list)
+    """Logprobs of the prompt, in its first answer, for the other ones."""
+    offsets: PromptOffsets | None = None
+    """Offsets in the prompt, if it precedes the answer and has logprobs."""
 
     def add_report(self, report: Mapping[str, object]) -> None:
         for name, value in report.items():
@@ -82,20 +91,12 @@ class AnswerFormat:
         chunk_head = encode({**self._head, "object": self.chunk_object_name})
         self._start = b"data: " + chunk_head[:-1]
         self._end = b'}],"usage":null}\n\n' if asked.usage_events is UsageEvents.LAST else b"}]}\n\n"
-        self._usages: dict[int, Usage] = {}
-        self._counts: dict[int, int] = {}
-        """Number of tokens of each answer so far."""
-        self._offsets: dict[int, PromptOffsets] = {}
-        """Offsets in prompts that precede answers and have logprobs."""
-        self._gathered: dict[int, _Gathered] = {}
-        self._prompts: dict[int, list[PromptToken]] = {}
-        """Logprobs of prompts with several answers, by the index of the first answer."""
+        self._answers = [_Answer() for _ in range(len(asked.prompts) * asked.n)]
 
     def events(self, index: int, chunk: Chunk, prompt_tokens: int) -> Iterator[bytes]:
         """Yield the events of a chunk of the answer `index`: one, or several if it carries many prompt logprobs."""
-        is_first = index not in self._counts
         # Prompt logprobs are null, or empty, for most requests.
-        prompt = self._prompt_of(index, chunk, is_first) if self._asked.echoes_logprobs else ()
+        prompt = self._prompt_of(index, chunk) if self._asked.echoes_logprobs else ()
         while len(prompt) > _SLICE_TOKENS:
             before = replace(chunk, token_ids=(), text="", logprobs=(), finish_reason=None, usage=None)
             yield self._event(index, before, prompt[:_SLICE_TOKENS], prompt_tokens)
@@ -103,10 +104,10 @@ class AnswerFormat:
         yield self._event(index, chunk, prompt, prompt_tokens)
 
     def _event(self, index: int, chunk: Chunk, prompt: Sequence[PromptToken], prompt_tokens: int) -> bytes:
-        is_first = index not in self._counts
-        count = self._counts[index] = self._counts.get(index, 0) + len(chunk.token_ids)
-        if chunk.usage is not None:
-            self._usages[index] = chunk.usage
+        answer = self._answers[index]
+        is_first, answer.begun = not answer.begun, True
+        answer.token_count += len(chunk.token_ids)
+        answer.usage = chunk.usage or answer.usage
         finish = b"null" if chunk.finish_reason is None else b'"%s"' % chunk.finish_reason.encode()
         report = b"null" if not chunk.logprobs and not prompt else encode(self._report(index, chunk.logprobs, prompt))
         token_ids = b',"token_ids":' + encode(chunk.token_ids) if self._asked.return_token_ids else b""
@@ -118,7 +119,7 @@ class AnswerFormat:
             top, beside = self._prompt_ids(shown)
         end = self._end
         if self._asked.usage_events is UsageEvents.EACH:
-            end = b'}],"usage":%s}\n\n' % encode(_usage_object(prompt_tokens, count))
+            end = b'}],"usage":%s}\n\n' % encode(_usage_object(prompt_tokens, answer.token_count))
         message = self._delta(encode_basestring_ascii(text).encode(), is_first)
         return b'%s%s,"choices":[{"index":%d,%s,"logprobs":%s,"finish_reason":%s%s%s%s' % (
             self._start,
@@ -136,65 +137,62 @@ class AnswerFormat:
         """Return the event with the stream's token counts; empty if not requested."""
         if self._asked.usage_events is UsageEvents.NONE:
             return b""
-        usage = {"object": self.chunk_object_name, "choices": [], "usage": self._sum(self._usages)}
+        usage = {"object": self.chunk_object_name, "choices": [], "usage": self._usage_sum()}
         return b"data: " + encode({**self._head, **usage}) + b"\n\n"
 
     def gather(self, index: int, chunk: Chunk) -> Iterator[None]:
         """Collect a chunk of a whole answer. Yields after each slice of logprobs."""
-        is_first = index not in self._gathered
-        gathered = self._gathered.setdefault(index, _Gathered())
-        if chunk.text:
-            gathered.text.write(chunk.text)
+        answer = self._answers[index]
+        answer.text.write(chunk.text)
         if self._asked.return_token_ids:
-            gathered.token_ids.extend(chunk.token_ids)
-        gathered.finish = chunk.finish_reason
-        if chunk.usage is not None:
-            self._usages[index] = chunk.usage
+            answer.token_ids.extend(chunk.token_ids)
+        answer.finish = chunk.finish_reason
+        answer.usage = chunk.usage or answer.usage
         if self._asked.prompt_logprobs:
             for part in _slices(chunk.prompt_tokens):
-                gathered.prompt_logprobs.append(_items([_prompt_position(token) for token in part]))
+                answer.prompt_logprobs.append(_items([_prompt_position(token) for token in part]))
                 yield
-        for part in _slices(self._prompt_of(index, chunk, is_first) if self._asked.echoes_logprobs else ()):
-            gathered.add_report(self._report(index, (), part))
+        prompt = self._prompt_of(index, chunk) if self._asked.echoes_logprobs else ()
+        answer.begun = True
+        for part in _slices(prompt):
+            answer.add_report(self._report(index, (), part))
             yield
         for entries in _slices(chunk.logprobs):
-            gathered.add_report(self._report(index, entries, ()))
+            answer.add_report(self._report(index, entries, ()))
             yield
 
     def whole(self) -> Iterator[bytes]:
         """Yield all answers, once collected to their last chunks, as parts of one JSON object."""
-        yield encode({**self._head, "object": self.object_name, "usage": self._sum(self._usages)})[:-1]
+        yield encode({**self._head, "object": self.object_name, "usage": self._usage_sum()})[:-1]
         ids = b""
-        for index in range(len(self._gathered)):
-            gathered, of_prompt = self._gathered[index], self._gathered[self._first_of(index)]
-            shown = self._shown_of(index)
-            if gathered is of_prompt and self._asked.return_token_ids:
+        for index, answer in enumerate(self._answers):
+            shown, first = self._shown_of(index), self._first_of(index)
+            if answer is first and self._asked.return_token_ids:
                 ids = encode(shown.token_ids)
             choice: dict[str, object] = {
                 "index": index,
-                **self._message(shown.text + gathered.text.getvalue()),
-                "finish_reason": gathered.finish,
+                **self._message(shown.text + answer.text.getvalue()),
+                "finish_reason": answer.finish,
             }
             parts = [b',"choices":[' if index == 0 else b",", encode(choice)[:-1], b',"logprobs":']
             if self._asked.params.logprobs is None:
                 parts.append(b"null")
             else:
-                gathered.add_report(self._report(index, (), ()))
-                parts += gathered.report_parts()
+                answer.add_report(self._report(index, (), ()))
+                parts += answer.report_parts()
             if self._asked.return_token_ids:
-                parts += [b',"token_ids":', encode(gathered.token_ids.tolist())]
+                parts += [b',"token_ids":', encode(answer.token_ids.tolist())]
             if self._ids_beside_choices:
-                parts += self._about_prompt(of_prompt, ids)
+                parts += self._about_prompt(first, ids)
             yield b"".join([*parts, b"}"])
-        last = b"" if self._ids_beside_choices else b"".join(self._about_prompt(self._gathered[0], ids))
+        last = b"" if self._ids_beside_choices else b"".join(self._about_prompt(self._answers[0], ids))
         yield b"]" + last + b"}"
 
-    def _about_prompt(self, gathered: "_Gathered", ids: bytes) -> list[bytes]:
-        """Build the prompt fields of a whole answer. gathered: the first answer to the prompt. ids: the prompt's, as
-        JSON."""
+    def _about_prompt(self, first: _Answer, ids: bytes) -> list[bytes]:
+        """Build the prompt fields of a whole answer. first: answer to the prompt. ids: of the prompt, as JSON."""
         parts: list[bytes] = []
         if self._asked.prompt_logprobs:
-            parts += [b',"prompt_logprobs":[', b",".join(gathered.prompt_logprobs), b"]"]
+            parts += [b',"prompt_logprobs":[', b",".join(first.prompt_logprobs), b"]"]
         if self._asked.return_token_ids:
             parts += [b',"prompt_token_ids":', ids]
         return parts
@@ -217,19 +215,18 @@ class AnswerFormat:
     def _shown_of(self, index: int) -> ShownPrompt:
         return self._shown[index // self._asked.n]
 
-    def _first_of(self, index: int) -> int:
-        """Return the index of the first answer to the same prompt, which carries the prompt's logprobs."""
-        return index - index % self._asked.n
+    def _first_of(self, index: int) -> _Answer:
+        """Return the first answer to the same prompt, which carries the prompt's logprobs."""
+        return self._answers[index - index % self._asked.n]
 
-    def _prompt_of(self, index: int, chunk: Chunk, is_first: bool) -> Sequence[PromptToken]:
+    def _prompt_of(self, index: int, chunk: Chunk) -> Sequence[PromptToken]:
         """Return the prompt tokens to report with a chunk. The first chunk of a later answer reports all of them."""
-        if self._asked.n == 1:
-            return chunk.prompt_tokens
-        first = self._first_of(index)
-        if index == first:
-            self._prompts.setdefault(index, []).extend(chunk.prompt_tokens)
-            return chunk.prompt_tokens
-        return self._prompts[first] if is_first else ()
+        answer, first = self._answers[index], self._first_of(index)
+        if answer is not first:
+            return () if answer.begun else first.prompt
+        if self._asked.n > 1:
+            answer.prompt.extend(chunk.prompt_tokens)
+        return chunk.prompt_tokens
 
     def _prompt_ids(self, shown: ShownPrompt) -> tuple[bytes, bytes]:
         """Encode a prompt's token ids, for the top of an event or for its choice."""
@@ -238,10 +235,12 @@ class AnswerFormat:
         ids = b',"prompt_token_ids":' + encode(shown.token_ids)
         return (b"", ids) if self._ids_beside_choices else (ids, b"")
 
-    def _sum(self, usages: Mapping[int, Usage]) -> dict[str, int]:
-        """Sum the usages, counting a prompt with several answers once."""
-        prompt_tokens = sum(usage.prompt_tokens for index, usage in usages.items() if index % self._asked.n == 0)
-        return _usage_object(prompt_tokens, sum(usage.completion_tokens for usage in usages.values()))
+    def _usage_sum(self) -> dict[str, int]:
+        usages = [answer.usage for answer in self._answers]
+        return _usage_object(
+            sum(usage.prompt_tokens for usage in usages[:: self._asked.n] if usage),
+            sum(usage.completion_tokens for usage in usages if usage),
+        )
 
 
 class CompletionFormat(AnswerFormat):
@@ -256,10 +255,9 @@ class CompletionFormat(AnswerFormat):
         return b'"text":' + text
 
     def _report(self, index: int, logprobs: Sequence[Logprobs], prompt: Sequence[PromptToken]) -> dict[str, object]:
-        text = self._shown_of(index).text
-        if prompt and index not in self._offsets:
-            self._offsets[index] = PromptOffsets(text)
-        offsets = [self._offsets[index].next(token.text, token.raw_bytes) for token in prompt]
+        text, answer = self._shown_of(index).text, self._answers[index]
+        answer.offsets = in_prompt = answer.offsets or PromptOffsets(text)
+        offsets = [in_prompt.next(token.text, token.raw_bytes) for token in prompt]
         offsets += [len(text) + entry.text_offset for entry in logprobs]
         tokens = [token.text for token in prompt] + [entry.text for entry in logprobs]
         # None for the prompt's first token, which nothing precedes.
@@ -299,8 +297,7 @@ class ChatFormat(AnswerFormat):
 
 
 def _prompt_position(token: PromptToken) -> dict[str, object] | None:
-    """Build the logprobs of a prompt position as in vLLM: by token id. The rank of a token outside the top ones is
-    unknown."""
+    """Build the logprobs of a prompt position as in vLLM: by token id. Ranks outside the top ones are unknown."""
     entry = token.logprobs
     if entry is None:
         return None

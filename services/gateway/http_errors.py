@@ -68,11 +68,10 @@ def http_error_of(error: KaveriError, prompt_param: str = "prompt", max_model_le
         case RequestAlreadyExists():
             return HttpError(409, str(error), code="request_already_exists")
         case NoCapacity():
-            headers = retry_headers(error.retry_after_s)
+            headers = _retry_headers(error.retry_after_s)
             return HttpError(429, str(error), "rate_limit_error", "rate_limit_exceeded", headers=headers)
         case Unauthenticated():
-            # An error of the routers' authentication: the client cannot fix it. Its own key is refused by
-            # refused_key().
+            # An error of the routers' authentication: the client cannot fix it.
             return HttpError(503, f"the routers refuse this gateway: {error}", "service_unavailable", "unauthenticated")
         case Unavailable():
             return unavailable(str(error), error.retry_after_s or 1.0)
@@ -89,16 +88,12 @@ def http_error_of(error: KaveriError, prompt_param: str = "prompt", max_model_le
             return HttpError(500, str(error), "server_error", "internal_error")
 
 
-def refused_key(error: Unauthenticated) -> HttpError:
-    return HttpError(401, str(error), code="invalid_api_key", headers=[(b"www-authenticate", b"Bearer")])
-
-
 def unavailable(message: str, retry_after_s: float, code: str = "service_unavailable") -> HttpError:
     """Build the error for a request that may succeed later."""
-    return HttpError(503, message, "service_unavailable", code, headers=retry_headers(retry_after_s))
+    return HttpError(503, message, "service_unavailable", code, headers=_retry_headers(retry_after_s))
 
 
-def retry_headers(retry_after_s: float) -> Headers:
+def _retry_headers(retry_after_s: float) -> Headers:
     """Build retry headers: in whole seconds for everyone, in milliseconds for clients that support it."""
     milliseconds = max(1, math.ceil(1e3 * retry_after_s))
     return [

@@ -21,8 +21,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.connection import HttpConnection
 
 _SEND_BUFFER_BYTES = 256 * 1024
-"""Kernel send buffer per connection. With the 64 KiB of its transport it bounds the cost of a client that does not
-read."""
+"""Kernel send buffer per connection. With the transport's 64 KiB it bounds the cost of a client that does not read."""
 _BACKLOG = 2048
 _OTHER_FILES = 512
 _POLL_S = 0.02
@@ -71,11 +70,7 @@ class HttpServer:
         # A handshake has the same timeout as the head of a request.
         handshake_s = None if self._tls is None else self._config.slow_sender_s
         self._server = await loop.create_server(
-            self._connection,
-            sock=self._socket,
-            backlog=_BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=handshake_s,
+            self._connection, sock=self._socket, backlog=_BACKLOG, ssl=self._tls, ssl_handshake_timeout=handshake_s
         )
         set_ready(True)
 

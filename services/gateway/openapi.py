@@ -1,16 +1,9 @@
-"""OpenAPI document of the HTTP API, at /openapi.json: the parameters of each path, with their limits, and its
-responses. Lists the common parameters that are accepted for compatibility without effect; docs/doors.md names more.
-Pure."""
+"""OpenAPI document of the HTTP API, at /openapi.json: responses, and parameters with their limits. Lists the common
+parameters that are accepted for compatibility without effect; docs/doors.md names more. Pure."""
 
 from typing import Any
 
-from kaveri.domain.sampling import (
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_STOP_TEXT_BYTES,
-    MAX_STOP_TEXTS,
-    MAX_STOP_TOKEN_IDS,
-)
+from kaveri.domain.sampling import MAX_LOGPROBS, MAX_N, MAX_STOP_TEXT_BYTES, MAX_STOP_TEXTS, MAX_STOP_TOKEN_IDS
 
 Schema = dict[str, Any]
 
@@ -29,6 +22,10 @@ def _or_null(schema: Schema) -> Schema:
 def _object(properties: dict[str, Schema], required: tuple[str, ...] = (), *, is_open: bool = False) -> Schema:
     optional = {name: schema if name in required else _or_null(schema) for name, schema in properties.items()}
     return {"type": "object", "properties": optional, "required": [*required], "additionalProperties": is_open}
+
+
+def _whole_object(properties: dict[str, Schema], *, is_open: bool = False) -> Schema:
+    return _object(properties, tuple(properties), is_open=is_open)
 
 
 def _whole(least: int, most: int) -> Schema:
@@ -51,7 +48,7 @@ IGNORED_OF_CHAT: dict[str, Schema] = {
     **_IGNORED,
     "reasoning_effort": {"const": "none"},
     "verbosity": {"const": "medium"},
-    "response_format": _object({"type": {"const": "text"}}, ("type",)),
+    "response_format": _whole_object({"type": {"const": "text"}}),
     "parallel_tool_calls": _FLAG,
     "tool_choice": {"enum": ["none", "auto"]},
     "tools": {"type": "array", "description": 'Empty, unless tool_choice is "none".'},
@@ -61,10 +58,7 @@ _MESSAGE = _object(
         "role": _TEXT,
         "name": {"type": "string", "description": "Taken, and not shown to the model."},
         "content": {
-            "anyOf": [
-                _TEXT,
-                {"type": "array", "items": _object({"type": {"const": "text"}, "text": _TEXT}, ("type", "text"))},
-            ],
+            "anyOf": [_TEXT, {"type": "array", "items": _whole_object({"type": {"const": "text"}, "text": _TEXT})}],
             "description": "Only an assistant's may be null, which is an empty text.",
         },
     },
@@ -113,44 +107,22 @@ CHAT = _object(
 )
 TOKENIZE = _object({"model": _TEXT, "prompt": _TEXT, "messages": _MESSAGES})
 DETOKENIZE = _object({"model": _TEXT, "tokens": {"type": "array", "items": _COUNT}}, ("tokens",))
-_ERROR = _object(
-    {
-        "error": _object(
-            {"message": _TEXT, "type": _TEXT, "param": _TEXT, "code": _TEXT}, ("message", "type"), is_open=True
-        )
-    },
-    ("error",),
-)
-_USAGE = _object(
-    {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT},
-    ("prompt_tokens", "completion_tokens", "total_tokens"),
-    is_open=True,
-)
+_ERROR = _object(dict.fromkeys(("message", "type", "param", "code"), _TEXT), ("message", "type"), is_open=True)
+_USAGE = _whole_object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT), is_open=True)
+_CHOICES: Schema = {"type": "array", "items": {"type": "object"}}
 _ANSWER = _object(
-    {
-        "id": _TEXT,
-        "object": _TEXT,
-        "created": _COUNT,
-        "model": _TEXT,
-        "choices": {"type": "array", "items": {"type": "object"}},
-        "usage": _USAGE,
-    },
+    {"id": _TEXT, "object": _TEXT, "created": _COUNT, "model": _TEXT, "choices": _CHOICES, "usage": _USAGE},
     ("id", "object", "created", "model", "choices"),
     is_open=True,
 )
+_DEFAULTS: Schema = {
+    "type": "object",
+    "description": "What requests get for temperature, top_p, top_k and max_tokens that they leave out.",
+}
 _MODEL = _object(
-    {
-        "id": _TEXT,
-        "object": {"const": "model"},
-        "default_sampling_params": {
-            "type": "object",
-            "description": "What requests get for temperature, top_p, top_k and max_tokens that they leave out.",
-        },
-    },
-    ("id", "object"),
-    is_open=True,
+    {"id": _TEXT, "object": {"const": "model"}, "default_sampling_params": _DEFAULTS}, ("id", "object"), is_open=True
 )
-_MODELS = _object({"object": {"const": "list"}, "data": {"type": "array", "items": _MODEL}}, ("object", "data"))
+_MODELS = _whole_object({"object": {"const": "list"}, "data": {"type": "array", "items": _MODEL}})
 _TOKENS = _object(
     {"count": _COUNT, "max_model_len": _COUNT, "tokens": {"type": "array", "items": _COUNT}, "token_strs": _TEXTS},
     ("count", "max_model_len", "tokens"),
@@ -166,18 +138,14 @@ def openapi_document(version: str) -> Schema:
             "/v1/completions": {"post": _asking("Complete prompts", COMPLETION, _ANSWER, streams=True)},
             "/v1/chat/completions": {"post": _asking("Answer a conversation", CHAT, _ANSWER, streams=True)},
             "/tokenize": {"post": _asking("The token ids of a text or a conversation", TOKENIZE, _TOKENS)},
-            "/detokenize": {
-                "post": _asking("The text of token ids", DETOKENIZE, _object({"prompt": _TEXT}, ("prompt",)))
-            },
+            "/detokenize": {"post": _asking("The text of token ids", DETOKENIZE, _whole_object({"prompt": _TEXT}))},
             "/v1/models": {"get": _answering("The models that are served", _MODELS)},
             "/v1/models/{model}": {
                 "get": _answering("One model", _MODEL),
                 "parameters": [{"name": "model", "in": "path", "required": True, "schema": _TEXT}],
             },
-            "/health": {
-                "get": _answering("Whether requests are taken", _object({"status": {"const": "ok"}}, ("status",)))
-            },
-            "/version": {"get": _answering("The version of Kaveri", _object({"version": _TEXT}, ("version",)))},
+            "/health": {"get": _answering("Whether requests are taken", _whole_object({"status": {"const": "ok"}}))},
+            "/version": {"get": _answering("The version of Kaveri", _whole_object({"version": _TEXT}))},
         },
         "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
@@ -185,7 +153,10 @@ def openapi_document(version: str) -> Schema:
 
 
 def _answering(summary: str, schema: Schema) -> Schema:
-    error = {"description": "Refused or failed, as OpenAI's errors.", "content": _json(_ERROR)}
+    error = {
+        "description": "Refused or failed, as OpenAI's errors.",
+        "content": _json(_whole_object({"error": _ERROR})),
+    }
     return {
         "summary": summary,
         "responses": {"200": {"description": "Done.", "content": _json(schema)}, "default": error},

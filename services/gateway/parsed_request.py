@@ -27,98 +27,55 @@ _MOST_OF_PROMPTS = 2 * MAX_PROMPT_REPORT
 _TOKEN_ID_BYTES = 4
 _LOGPROB_BYTES = 500
 """Gateway memory of one log-probability until its answer is written: 190 to 290 bytes were measured, plus its JSON."""
+
+
+def _all(names: str, accepts: Accepts) -> dict[str, Accepts]:
+    """Map each name to the predicate. one_of(): no value is accepted."""
+    return dict.fromkeys(names.split(), accepts)
+
+
 _HARMLESS: Mapping[str, Accepts] = {
-    "add_special_tokens": any_of(bool),
-    "allowed_token_ids": empty,
-    "bad_words": empty,
-    "frequency_penalty": number(0),
-    "include_stop_str_in_output": one_of(False),
-    "length_penalty": number(1),
+    **_all("add_special_tokens spaces_between_special_tokens", any_of(bool)),
+    **_all("prompt_cache_key prompt_cache_retention safety_identifier user", any_of(str)),
+    **_all("allowed_token_ids bad_words", empty),
+    **_all("frequency_penalty min_p presence_penalty priority", number(0)),
+    **_all("length_penalty repetition_penalty", number(1)),
+    **_all("include_stop_str_in_output no_stop_trim return_hidden_states return_tokens_as_token_ids", one_of(False)),
+    **_all("store use_beam_search", one_of(False)),
     "logit_bias": lambda value: type(value) is dict and all(map(number(0), value.values())),
     "metadata": any_of(dict),
-    "min_p": number(0),
-    "no_stop_trim": one_of(False),
-    "presence_penalty": number(0),
-    "priority": number(0),
-    "repetition_penalty": number(1),
     "response_format": lambda value: value == {"type": "text"},
-    "return_hidden_states": one_of(False),
-    "return_tokens_as_token_ids": one_of(False),
-    "safety_identifier": any_of(str),
-    "prompt_cache_key": any_of(str),
-    "prompt_cache_retention": any_of(str),
     "service_tier": one_of("auto", "default"),
-    "spaces_between_special_tokens": any_of(bool),
-    "store": one_of(False),
-    "use_beam_search": one_of(False),
-    "user": any_of(str),
-    **dict.fromkeys(
-        (
-            "cache_salt",
-            "guided_choice",
-            "guided_grammar",
-            "guided_json",
-            "guided_regex",
-            "kv_transfer_params",
-            "logits_processors",
-            "request_id",
-            "structured_outputs",
-            "truncate_prompt_tokens",
-            "vllm_xargs",
-        ),
-        lambda _value: False,
-    ),
+    **_all("cache_salt guided_choice guided_grammar guided_json guided_regex kv_transfer_params", one_of()),
+    **_all("logits_processors request_id structured_outputs truncate_prompt_tokens vllm_xargs", one_of()),
 }
 """Unsupported parameters of OpenAI, vLLM and SGLang, with predicates for their values that have no effect."""
 _HARMLESS_OF_COMPLETIONS: Mapping[str, Accepts] = {
     **_HARMLESS,
     "add_special_tokens": one_of(True),
-    "prompt_embeds": lambda _value: False,
+    "prompt_embeds": one_of(),
     "suffix": one_of(""),
 }
 _HARMLESS_OF_CHAT: Mapping[str, Accepts] = {
     **_HARMLESS,
+    **_all("include_reasoning parallel_tool_calls separate_reasoning stream_reasoning", any_of(bool)),
+    **_all("add_special_tokens continue_final_message echo", one_of(False)),
+    **_all("chat_template_kwargs documents functions tools", empty),
+    **_all("audio chat_template mm_processor_kwargs prediction web_search_options", one_of()),
     "add_generation_prompt": one_of(True),
-    "add_special_tokens": one_of(False),
-    "chat_template_kwargs": empty,
-    "continue_final_message": one_of(False),
-    "documents": empty,
-    "echo": one_of(False),
-    "functions": empty,
-    "include_reasoning": any_of(bool),
     "function_call": one_of("none"),
     "modalities": lambda value: value == ["text"],
-    "parallel_tool_calls": any_of(bool),
     "reasoning_effort": one_of("none"),
-    "separate_reasoning": any_of(bool),
-    "stream_reasoning": any_of(bool),
     "tool_choice": one_of("none", "auto"),
-    "tools": empty,
     # OpenAI's default.
     "verbosity": one_of("medium"),
-    **dict.fromkeys(
-        (
-            "audio",
-            "chat_template",
-            "mm_processor_kwargs",
-            "prediction",
-            "web_search_options",
-        ),
-        lambda _value: False,
-    ),
 }
-_HARMLESS_WITHOUT_TOOLS: Mapping[str, Accepts] = {
-    **_HARMLESS_OF_CHAT,
-    "functions": any_of(list),
-    "tools": any_of(list),
-}
+_HARMLESS_WITHOUT_TOOLS: Mapping[str, Accepts] = {**_HARMLESS_OF_CHAT, **_all("functions tools", any_of(list))}
 """Additional fields for tool_choice or function_call "none": the model calls no tools."""
 _HARMLESS_OF_MESSAGE: Mapping[str, Accepts] = {
-    "annotations": empty,
+    **_all("annotations refusal tool_calls", empty),
+    **_all("audio function_call tool_call_id", one_of()),
     "name": any_of(str),
-    "refusal": empty,
-    "tool_calls": empty,
-    **dict.fromkeys(("audio", "function_call", "tool_call_id"), lambda _value: False),
 }
 
 
@@ -180,8 +137,7 @@ class ParsedRequest:
 
     @property
     def report_bytes(self) -> int:
-        """Approximate memory of the prompts' logprobs. Raises InvalidArgument when they are too large. Prompts with
-        logprobs must be token ids."""
+        """Approximate memory of the logprobs of prompts (token ids). Raises InvalidArgument when it is too much."""
         if self.params.prompt_logprobs is None:
             return 0
         size = sum(map(len, self.prompts)) * self.n * (self.params.prompt_logprobs + 1)
@@ -320,8 +276,7 @@ def _read_rest(
 
 
 def _prompt_logprobs(fields: Fields, stream: bool, echoed: int | None) -> int | None:
-    """Parse vLLM's prompt_logprobs. echoed: number of top tokens in an answer's logprobs, if the answer includes the
-    prompt."""
+    """Parse vLLM's prompt_logprobs. echoed: number of top tokens, if the answer includes the prompt's logprobs."""
     count = fields.whole("prompt_logprobs", 0, MAX_LOGPROBS)
     if count is None:
         return None

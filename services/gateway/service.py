@@ -3,7 +3,6 @@
 import asyncio
 import sys
 import time
-from contextlib import AbstractAsyncContextManager
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -40,7 +39,9 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
         reason = f"on does not go with {VARIABLE}: the public ports that ask for it send all tokens themselves"
         raise ConfigError("--direct", reason)
     is_direct = config.direct != "off" and not has_key
-    async with _open_store(config, stopping) as store:
+    # With configured routers a private in-memory cluster replaces Redis.
+    opened = MemoryStore(MemoryCluster()) if config.routers else open_store(config, stopping)
+    async with opened as store:
         if store is None:
             return 0
         targets = config.routers or await _wait_for_routers(store, stopping)
@@ -49,11 +50,6 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
         async with AsyncClient(targets, timeout_s=config.request_timeout_s, direct=is_direct) as client:
             return await gateway_host(Gateway(config, client, store)).serve(stopping)
     return 0
-
-
-def _open_store(config: GatewayConfig, stopping: asyncio.Event) -> AbstractAsyncContextManager[ClusterStore | None]:
-    # With configured routers a private in-memory cluster replaces Redis.
-    return MemoryStore(MemoryCluster()) if config.routers else open_store(config, stopping)
 
 
 class Gateway:

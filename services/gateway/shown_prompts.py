@@ -60,9 +60,8 @@ class ShownPrompt:
 
 
 async def show_prompts(client: AsyncClient, asked: ParsedRequest) -> tuple[ParsedRequest, list[ShownPrompt]]:
-    """Tokenize prompts that are shown, reported on or answered several times, so that each is tokenized once and the
-    ids are those answered. Returns the request with these ids, and the part of each prompt to show. Raises
-    KaveriErrors."""
+    """Tokenize prompts that are shown, reported on or answered several times, each once. Returns the request with these
+    ids, and the part of each prompt to show. Raises KaveriErrors."""
     needs_ids = asked.return_token_ids or asked.params.prompt_logprobs is not None or asked.n > 1
     if not asked.echo and not needs_ids:
         return asked, [ShownPrompt()] * len(asked.prompts)

@@ -56,7 +56,6 @@ def _compose_command() -> list[str] | None:
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, dict[str, Any]]:
-    """The services of the compose file, resolved, those of its profiles included."""
     return _resolved()
 
 

@@ -20,8 +20,6 @@ ENVIRONMENT = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
 
 
 class PageReader(HTMLParser):
-    """Ids of a page, where its links lead, and what it loads."""
-
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.ids: set[str] = set()

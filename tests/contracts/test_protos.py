@@ -28,7 +28,6 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def described(tmp_path_factory: pytest.TempPathFactory) -> descriptor_pb2.FileDescriptorSet:
-    """The protos with their comments."""
     output = tmp_path_factory.mktemp("descriptors") / "all.binpb"
     arguments = ["-I", str(ROOT / "protos"), "--include_source_info", f"--descriptor_set_out={output}"]
     command = [sys.executable, "-m", "grpc_tools.protoc", *arguments, *(str(path) for path in PROTOS)]
@@ -75,7 +74,6 @@ def test_names_follow_the_buf_style(described: descriptor_pb2.FileDescriptorSet)
 
 
 def _names(file: descriptor_pb2.FileDescriptorProto) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every name that wants a comment, with its place as descriptor.proto counts it."""
     for i, message in enumerate(file.message_type):
         assert not message.nested_type, "the walk below does not look into nested messages"
         assert not message.enum_type, "nor into nested enums"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kaveri.config.settings import read_settings, setting_names
+from kaveri.config.settings import names_of, read_settings
 from kaveri.engine.settings import EngineSettings
 from kaveri.errors import ConfigError
 from kaveri.programs import setting_sections, settings_types
@@ -56,4 +56,4 @@ def test_every_setting_of_an_engine_is_declared_once() -> None:
     classes = {base for settings in with_engine for base in settings.__mro__}
     declared = Counter(name for found in classes for name in vars(found).get("__annotations__", ()))
     assert len(with_engine) == 4
-    assert {name for name in setting_names(EngineSettings) if declared[name] != 1} == set()
+    assert {name for name in names_of(EngineSettings).own if declared[name] != 1} == set()

@@ -5,13 +5,24 @@ import importlib.metadata
 import json
 import platform
 import subprocess
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.command import run_kaveri
-from tests.support.local_cluster import run_cluster
+import pytest
+import pytest_asyncio
 
+from tests.support.command import run_kaveri
+from tests.support.local_cluster import LocalCluster, run_cluster
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 EOS = ("--fake-eos-probability", "0.2")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster() -> AsyncIterator[LocalCluster]:
+    async with run_cluster(decode_count=2, gateway_count=1, prefill_flags=EOS, decode_flags=EOS) as cluster:
+        yield cluster
 
 
 async def run_bench(target: str, *flags: str) -> "subprocess.CompletedProcess[str]":
@@ -32,20 +43,18 @@ Which questions should a good engineer ask before building anything?
 """
 
 
-async def test_fake_engines_answer_any_text(tmp_path: Path) -> None:
+async def test_fake_engines_answer_any_text(cluster: LocalCluster, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(TEXTS)
-    async with run_cluster() as cluster:
-        report = await bench(cluster.target, "--prompts", str(prompts), "--concurrency", "1", "--max-output", "4")
+    report = await bench(cluster.target, "--prompts", str(prompts), "--concurrency", "1", "--max-output", "4")
     (run,) = report["runs"]
     assert run["answered"] == 3, run["errors"]
 
 
-async def test_forced_and_natural_lengths_and_the_resource_time_of_every_instance() -> None:
-    async with run_cluster(decode_count=2, prefill_flags=EOS, decode_flags=EOS) as cluster:
-        load = ("--requests", "8", "--concurrency", "2", "--workload", "LPLD")
-        forced = (await bench(cluster.target, *load))["runs"][0]
-        natural = (await bench(cluster.target, *load, "--natural-length"))["runs"][0]
+async def test_forced_and_natural_lengths_and_the_resource_time_of_every_instance(cluster: LocalCluster) -> None:
+    load = ("--requests", "8", "--concurrency", "2", "--workload", "LPLD")
+    forced = (await bench(cluster.target, *load))["runs"][0]
+    natural = (await bench(cluster.target, *load, "--natural-length"))["runs"][0]
     assert (forced["answered"], natural["answered"]) == (8, 8)
     assert all(row["received_tokens"] == row["output_tokens"] for row in forced["rows"])
     # Answers of five tokens on average, where 8 to 128 were planned.
@@ -57,15 +66,14 @@ async def test_forced_and_natural_lengths_and_the_resource_time_of_every_instanc
             assert 0 < of_role["busy_s"] <= of_role["held_s"]
 
 
-async def test_a_run_says_what_it_was_made_with_and_drives_the_gateway_over_http() -> None:
+async def test_a_run_says_what_it_was_made_with_and_drives_the_gateway_over_http(cluster: LocalCluster) -> None:
     load = ("--requests", "6", "--concurrency", "2", "--workload", "LPLD", "--max-prompt", "64", "--max-output", "16")
-    async with run_cluster(gateway_count=1) as cluster:
-        (address,) = cluster.stack.http_targets
-        by_http = await bench(cluster.target, "--http", f"http://{address}", "--max-failed", "0", *load)
-        by_grpc = await bench(cluster.target, *load)
-        failing = await run_bench(
-            "127.0.0.1:1", "--http", f"http://{address}/v1", *load, "--timeout-s", "0.000001", "--max-failed", "5"
-        )
+    (address,) = cluster.stack.http_targets
+    by_http = await bench(cluster.target, "--http", f"http://{address}", "--max-failed", "0", *load)
+    by_grpc = await bench(cluster.target, *load)
+    failing = await run_bench(
+        "127.0.0.1:1", "--http", f"http://{address}/v1", *load, "--timeout-s", "0.000001", "--max-failed", "5"
+    )
     for run in (by_http["runs"][0], by_grpc["runs"][0]):
         assert (run["answered"], run["errors"]) == (6, {})
         assert all(row["received_tokens"] == row["output_tokens"] for row in run["rows"])

@@ -20,7 +20,6 @@ EOS = ("--fake-eos-probability", "0.01")
 
 
 def _requests() -> list[tuple[list[int], SamplingParams]]:
-    """Greedy and drawn, with stop texts, stop tokens and log-probabilities among them."""
     rng = random.Random(SEED)
     found = []
     for number in range(PROMPT_COUNT):

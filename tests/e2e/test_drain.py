@@ -15,8 +15,6 @@ MODEL = FakeModel()
 
 
 async def _ask(client: AsyncClient, count: int) -> None:
-    """Ask at once, and compare the answers with the model's own."""
-
     async def ask(number: int) -> None:
         prompt = tuple(1 + (7 * number + place * place) % 900 for place in range(100))
         params = SamplingParams(max_tokens=(20, 60, 120)[number % 3], temperature=0, ignore_eos=True)

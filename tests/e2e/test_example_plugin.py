@@ -42,7 +42,6 @@ def _run(*command: str, cwd: Path | None = None, timeout_s: float = 60.0) -> str
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the example: installing leaves files beside the source."""
     copy = tmp_path_factory.mktemp("example") / "plugin"
     shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
     return copy
@@ -50,7 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(folder: Path) -> str:
-    """Of a fresh environment that sees this one's packages, and has the example installed."""
     home = folder.parent / "environment"
     _run(sys.executable, "-m", "venv", "--without-pip", str(home))
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(home), "platbase": str(home)}))

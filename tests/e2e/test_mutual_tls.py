@@ -3,6 +3,9 @@
 import asyncio
 import json
 import shutil
+import ssl
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
-from kaveri import AsyncClient, SamplingParams, TlsFiles
+from kaveri import AsyncClient, NoCapacity, SamplingParams, TlsFiles, Unauthenticated
 from kaveri.client.api_key import key_metadata
 from kaveri.rpc.server import open_channel
 from kaveri.rpc.tls import RpcTls, process_tls, use_tls
@@ -32,6 +35,7 @@ from tests.support.redis_fixture import free_port
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl command to make certificates with")
 _WITHIN_S = 60.0
+_KEYS = {"stranger": KeyLimits(), "small": KeyLimits(tokens_per_min=5)}
 
 
 @pytest.fixture
@@ -41,7 +45,6 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture
 def files(authority: Authority) -> Iterator[TlsFiles]:
-    """Of all services; the stack in this process uses them too."""
     files, former = authority.certify("service"), process_tls()
     use_tls(RpcTls(files))
     yield files
@@ -93,14 +96,16 @@ async def test_every_port_refuses_strangers_and_a_request_goes_through_all_servi
         assert await asyncio.to_thread(_command, files, "health", "--target", cluster.target) == "SERVING\n"
 
 
-async def test_answers_are_read_at_decode_with_a_certificate_and_with_an_api_key_at_the_router_alone(
+async def test_a_certificate_reads_answers_at_decode_and_an_api_key_opens_the_public_doors_alone(
     authority: Authority, files: TlsFiles, tmp_path: Path
 ) -> None:
     keys_file = str(tmp_path / "keys.toml")
-    stranger = key_metadata(add_key(keys_file, "stranger", KeyLimits()))
+    key, small = (add_key(keys_file, name, limits) for name, limits in _KEYS.items())
+    stranger = key_metadata(key)
     host, public_port, metrics_port = "models.example.com", free_port(), free_port()
     public = authority.certify("public", dns=host)
     settings = {
+        "gateway_count": 1,
         "public_port": public_port,
         "public_tls_cert": public.certificate,
         "public_tls_key": public.key,
@@ -137,6 +142,45 @@ async def test_answers_are_read_at_decode_with_a_certificate_and_with_an_api_key
             with pytest.raises(aio.AioRpcError) as refused:
                 await DecodeServiceStub(channel).StreamAnswers(opened, metadata=stranger, timeout=_WITHIN_S).read()
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        await _check_public_doors(
+            f"127.0.0.1:{public_port}", replace(files, certificate="", key="", name=host), key, small
+        )
+        url = f"https://{cluster.stack.http_targets[0]}/v1/models"
+        for secret, status in ((key, 200), ("none", 401), (small, 429)):
+            # The last one was counted in Redis, where the router had used it up.
+            assert await asyncio.to_thread(_http_status, url, files, secret) == status
+        logs = "".join(cluster.log_text(name) for name in ("router-0", "gateway-0"))
+        assert key not in logs
+        assert small not in logs
+
+
+async def _check_public_doors(public: str, trusts: TlsFiles, key: str, small: str) -> None:
+    """A key opens the router's public port, and its limit holds there."""
+    four = SamplingParams(max_tokens=4, ignore_eos=True)
+    async with AsyncClient(public, tls=trusts, api_key=key, timeout_s=_WITHIN_S) as client:
+        answer = await client.generate("hello", params=four)
+        assert answer.usage.completion_tokens == 4
+        assert client.targets == (public,)
+    async with AsyncClient(public, tls=trusts, api_key="none", timeout_s=_WITHIN_S) as client:
+        with pytest.raises(Unauthenticated):
+            await client.generate("hello", params=four)
+    async with AsyncClient(public, tls=trusts, api_key=small, timeout_s=_WITHIN_S) as client:
+        await client.generate("hello", params=four)
+        with pytest.raises(NoCapacity):
+            await client.generate("hello", params=four)
+
+
+def _http_status(url: str, files: TlsFiles, key: str) -> int:
+    context = ssl.create_default_context(cafile=files.authority)
+    # The certificate has the name of a host that this one is not.
+    context.check_hostname = False
+    request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, context=context, timeout=_WITHIN_S) as answer:
+            status: int = answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    return status
 
 
 async def _status(channel: aio.Channel) -> grpc.StatusCode:

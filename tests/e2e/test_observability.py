@@ -11,13 +11,15 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
+from prometheus_client.parser import text_string_to_metric_families
 
 from kaveri import AsyncClient, SamplingParams
 from kaveri.domain.view import ClusterView
-from tests.support.local_cluster import LocalCluster, run_cluster
+from tests.support.local_cluster import LocalCluster, all_blocks_free, run_cluster
 from tests.support.metrics_pages import read_page
 from tests.support.prometheus import PrometheusApi, rule_groups, run_prometheus
 from tests.support.reading import Reading
@@ -26,7 +28,12 @@ from tests.support.redis_fixture import free_port
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 DASHBOARDS = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "dashboards"
-INSTANCES = {"router-0", "router-1", "gateway-0", "prefill-0", "decode-0", "decode-1"}
+INSTANCES = {
+    **dict.fromkeys(("router-0", "router-1"), "router"),
+    "gateway-0": "gateway",
+    **dict.fromkeys(("prefill-0", "decode-0", "decode-1"), "engine"),
+}
+"""Roles by instance id."""
 WITHIN_S = 100.0
 FOR_RARE_EVENTS = {
     "panel Length predictions",
@@ -50,8 +57,6 @@ _THRESHOLD = re.compile(r"(==|!=|>|<) (?=[\d.]+$)")
 
 
 class Observed:
-    """A cluster under observation, and what sends it requests."""
-
     def __init__(self, cluster: LocalCluster, client: AsyncClient, prometheus: PrometheusApi, ports: range) -> None:
         self.cluster = cluster
         self.client = client
@@ -59,7 +64,6 @@ class Observed:
         self._ports = ports
 
     async def ask(self) -> None:
-        """One request over the SDK, one over HTTP, streamed."""
         body = {"prompt": "hello", "max_tokens": 6, "ignore_eos": True, "stream": True}
         url = f"http://{self.cluster.stack.http_targets[0]}/v1/completions"
         request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
@@ -84,6 +88,11 @@ class Observed:
                 f"after {WITHIN_S} s still: {missing}; of all: {[name async for name in condition()]}"
             )
             await self.ask()
+
+    def discovered(self) -> dict[str, Any]:
+        """What the first router's /sd names, by instance id."""
+        groups = json.loads(read_page(f"127.0.0.1:{self._ports[0]}", "sd"))
+        return {group["labels"]["kaveri_instance_id"]: group for group in groups}
 
     def exposed(self) -> set[str]:
         """The names of all metrics that the living processes declare, also of those without a series."""
@@ -135,6 +144,31 @@ def _rules() -> Iterator[tuple[str, str]]:
             yield f"record {rule['record']}", rule["record"]
         else:
             yield f"alert {rule['alert']}", _THRESHOLD.sub(r"\1 bool ", rule["expr"])
+
+
+async def test_one_routers_sd_names_every_process_and_each_can_be_scraped_there(observed: Observed) -> None:
+    await observed.ask()
+    await observed.cluster.wait_for_view(all_blocks_free)
+    groups = observed.discovered()
+    assert {name: group["labels"]["kaveri_role"] for name, group in groups.items()} == INSTANCES
+    scraped: dict[str, dict[str, list[Any]]] = {}
+    for name, group in groups.items():
+        for family in text_string_to_metric_families(read_page(group["targets"][0])):
+            for sample in family.samples:
+                scraped.setdefault(name, {}).setdefault(sample.name, []).append(sample)
+    for name, samples in scraped.items():
+        (built,) = samples["kaveri_build_info"]
+        assert (built.labels["role"], built.value) == (INSTANCES[name], 1)
+        if INSTANCES[name] == "engine":
+            (usage,) = samples["kaveri_kv_usage_ratio"]
+            assert (usage.labels, usage.value) == ({"model": "kaveri-tiny"}, 0)
+            states = {(one.labels["phase"], one.labels["state"]) for one in samples["kaveri_phase_requests"]}
+            assert states == {(phase, state) for phase in ("prefill", "decode") for state in ("queued", "running")}
+    tpot, e2e = (
+        [float(one.labels["le"]) for one in scraped["router-0"][f"kaveri_router_{name}_seconds_bucket"]][:-1]
+        for name in ("tpot", "e2e")
+    )
+    assert (tpot[0], tpot[-1], e2e[-1]) == (0.001, 0.5, 600)
 
 
 async def test_a_cluster_that_is_well_is_scraped_once_through_two_routers_and_raises_no_alert(
@@ -192,6 +226,7 @@ async def test_every_panel_has_series_after_an_instance_was_lost_and_the_loss_ra
                     yield f"{name}: {expr}"
 
         await observed.until(missing)
+        assert observed.discovered().keys() == INSTANCES.keys() - {owner}
     finally:
         reading.task.cancel()
         await asyncio.gather(reading.task, return_exceptions=True)

@@ -45,6 +45,5 @@ def test_the_first_plan_works_as_printed() -> None:
 
 
 def _printed(command: str, page: str) -> list[str]:
-    """Arguments of a command as a page prints it."""
     line = next(line for line in page.splitlines() if line.startswith(command))
     return shlex.split(line, comments=True)[1:]

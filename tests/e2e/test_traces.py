@@ -20,8 +20,6 @@ _WITHIN_S = 60.0
 
 
 class SpanReceiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what is sent, by the service that has sent it."""
-
     def __init__(self) -> None:
         self.spans: list[tuple[str, Span]] = []
 
@@ -49,7 +47,6 @@ async def receiver(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SpanReceive
 
 
 def _trace_id(cluster: LocalCluster) -> str:
-    """Of the request `by-name`, by its router's log."""
     (line,) = [line for line in cluster.log_text("router-0").splitlines() if "by-name" in line and "trace_id" in line]
     return str(json.loads(line)["trace_id"])
 

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,6 +23,7 @@ from tests.support.command import PROGRAM, run_kaveri
 from tests.support.redis_fixture import free_port
 
 _READY = re.compile(r"kaveri is ready at (127\.0\.0\.1:\d+(?:,127\.0\.0\.1:\d+)*)\n")
+_HTTP = re.compile(r"OpenAI's HTTP API is at (http://127\.0\.0\.1:\d+)/v1\n")
 _SMALL = ("--engine", "fake", "--prefill", "1", "--decode", "1", "--drain-timeout-s", "5", "--gateways", "0")
 _WITHIN_S = 60.0
 
@@ -101,31 +104,37 @@ def _up(directory: Path, *flags: str, python: str = sys.executable) -> Iterator[
             up.assert_nothing_left()
 
 
-def test_request_and_status_succeed_after_the_ready_line_and_sigterm_leaves_nothing(tmp_path: Path) -> None:
-    with _up(tmp_path, *_SMALL, "--port", "0", "--log-dir", str(tmp_path / "logs")) as up:
+def test_requests_and_status_succeed_after_the_ready_line_and_sigterm_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "kaveri.toml"
+    path.write_text("[up]\nport = 0\nprefill = 1\ndecode = 1\n[decode]\nkv_cache_memory = '1MiB'\n")
+    flags = ("--config", str(path), "--engine", "fake", "--prefill.chunk-tokens", "7", "--drain-timeout-s", "5")
+    with _up(tmp_path, *flags, "--gateways", "0", "--routers", "2", "--log-dir", str(tmp_path / "logs")) as up:
         up.wait_until_ready()
-        generated = run_kaveri("generate", "hello", "--target", up.target, "--max-tokens", "3")
-        assert generated.returncode == 0, generated.stderr
-        assert generated.stdout.strip()
-        _status_shows_every_instance(up.target)
-        assert sorted(os.listdir(tmp_path / "logs")) == ["decode-0.log", "prefill-0.log", "router-0.log"]
+        first, second = up.target.split(",")
+        shown = json.loads(run_kaveri("status", "--target", up.target, "--json").stdout)
+        assert shown["store_connected"] is True
+        instances = {one["record"]["instance_id"]: one for one in shown["instances"]}
+        assert list(instances) == ["decode-0", "prefill-0", "router-0", "router-1"]
+        addresses = [instances[name]["record"]["address"] for name in ("router-0", "router-1")]
+        assert addresses == [first, second]
+        decode, prefill = (instances[name]["load"] for name in ("decode-0", "prefill-0"))
+        assert decode["state"] == "ready"
+        assert decode["free_blocks"] == decode["total_blocks"] > 0
+        assert instances["decode-0"]["heartbeat_age_s"] < 1.0
+        # The file's section, and the flag of a role, are for those services alone.
+        assert prefill["total_blocks"] == 128 * decode["total_blocks"]
+        assert "--chunk-tokens 7" in " ".join(up.child_of("prefill").cmdline())
+        for target in (first, f"127.0.0.1:{free_port()},{second}"):
+            generated = run_kaveri("generate", "hello", "--target", target, "--max-tokens", "3")
+            assert generated.returncode == 0, generated.stderr
+            assert generated.stdout.strip()
+            table = run_kaveri("status", "--target", target)
+            assert table.returncode == 0
+            assert [word for word in (*instances, "ready") if word not in table.stdout] == []
+        assert sorted(os.listdir(tmp_path / "logs")) == [f"{name}.log" for name in instances]
         assert up.end() == 0
         assert up.process.stdout is not None
         assert up.process.stdout.read() == "", "more than the ready line on stdout"
-
-
-def test_several_routers_are_named_and_shown_and_one_of_them_is_enough(tmp_path: Path) -> None:
-    with _up(tmp_path, *_SMALL, "--routers", "2", "--port", "0") as up:
-        up.wait_until_ready()
-        first, second = up.target.split(",")
-        assert first != second
-        shown = json.loads(run_kaveri("status", "--target", up.target, "--json").stdout)["instances"]
-        addresses = [one["record"]["address"] for one in shown if one["record"]["instance_id"].startswith("router-")]
-        assert addresses == [first, second]
-        for target in (first, second, f"127.0.0.1:{free_port()},{second}"):
-            assert run_kaveri("generate", "hello", "--target", target, "--max-tokens", "3").returncode == 0
-            assert run_kaveri("status", "--target", target).returncode == 0
-        assert up.end() == 0
 
 
 def test_a_preset_counts_where_no_flag_says_something_else(tmp_path: Path) -> None:
@@ -145,32 +154,6 @@ def test_a_preset_counts_where_no_flag_says_something_else(tmp_path: Path) -> No
         assert up.end() == 0
 
 
-def test_router_ports_that_do_not_fit_are_refused_at_once() -> None:
-    answer = run_kaveri("up", "--routers", "2", "--port", "65535")
-    assert (answer.returncode, answer.stderr.count("\n")) == (2, 1)
-    assert "--port" in answer.stderr
-
-
-def _status_shows_every_instance(target: str) -> None:
-    shown = json.loads(run_kaveri("status", "--target", target, "--json").stdout)
-    assert shown["store_connected"] is True
-    assert [one["record"]["instance_id"] for one in shown["instances"]] == ["decode-0", "prefill-0", "router-0"]
-    decode = shown["instances"][0]
-    assert decode["load"]["state"] == "ready"
-    assert decode["load"]["free_blocks"] == decode["load"]["total_blocks"] > 0
-    assert decode["heartbeat_age_s"] < 1.0
-    table = run_kaveri("status", "--target", target)
-    assert table.returncode == 0
-    assert [word for word in ("decode-0", "prefill-0", "router-0", "ready") if word not in table.stdout] == []
-
-
-def test_sigkill_of_up_leaves_no_process(tmp_path: Path) -> None:
-    with _up(tmp_path, *_SMALL, "--port", "0") as up:
-        up.wait_until_ready()
-        assert len(up.children()) == 4
-        assert up.end(signal.SIGKILL) == -signal.SIGKILL
-
-
 def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
     with _up(tmp_path, *_SMALL, "--port", "0") as up:
         until(lambda: len(up.children()) == 4, "children did not start")
@@ -178,10 +161,20 @@ def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
         assert "Traceback" not in up.stderr
 
 
-def test_killed_children_are_restarted_with_a_word_about_it(tmp_path: Path) -> None:
-    with _up(tmp_path, *_SMALL, "--port", "0") as up:
+def test_killed_children_are_restarted_with_a_word_about_it_and_sigkill_of_up_leaves_no_process(tmp_path: Path) -> None:
+    with _up(tmp_path, "--engine", "fake", "--prefill", "1", "--decode", "1", "--port", "0") as up:
         up.wait_until_ready()
-        for service in ("decode", "router"):
+        assert len(up.children()) == 5
+        found = _HTTP.search(up.stderr)
+        assert found is not None, up.stderr
+        assert _post(found[1])["usage"]["completion_tokens"] == 3
+        shown = json.loads(run_kaveri("status", "--target", up.target, "--json").stdout)["instances"]
+        roles = {one["record"]["instance_id"]: one["record"]["role"] for one in shown}
+        assert roles["gateway-0"] == "gateway"
+        drained = run_kaveri("drain", "gateway-0", "--target", up.target)
+        assert drained.returncode == 1
+        assert "SIGTERM" in drained.stderr
+        for service in ("decode", "router", "gateway"):
             victim = up.child_of(service)
             victim.kill()
             until(lambda: f"{service}-0 was ended by SIGKILL; starting it again" in up.stderr, "not a word about it")  # noqa: B023
@@ -190,7 +183,21 @@ def test_killed_children_are_restarted_with_a_word_about_it(tmp_path: Path) -> N
             generated = run_kaveri("generate", "hello", "--target", up.target, "--max-tokens", "3", "--timeout-s", "50")
             assert generated.returncode == 0, generated.stderr
             assert up.child_of(service).pid != victim.pid
-        assert up.end() == 0
+
+        def answers_again() -> bool:
+            with contextlib.suppress(OSError):
+                return bool(_post(found[1])["choices"])
+            return False
+
+        until(answers_again, "the gateway was not started again", 60.0)
+        assert up.end(signal.SIGKILL) == -signal.SIGKILL
+
+
+def _post(url: str) -> Any:
+    body = json.dumps({"prompt": "hello", "max_tokens": 3}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
 
 
 def _fails_to_start(tmp_path: Path, flags: tuple[str, ...], within_s: float) -> str:
@@ -215,11 +222,10 @@ def _fails_to_start(tmp_path: Path, flags: tuple[str, ...], within_s: float) -> 
     ("flags", "said"),
     [
         (("--model", "/no/such/model", "--port", "0"), ("--model", "/no/such/model")),
-        (("--model", "{folder}", "--port", "0"), ("--model", "{folder}")),
+        (("--model", "{folder}", *_SMALL[2:], "--port", "0"), ("--model", "{folder}")),
         (("--redis-url", "redis://127.0.0.1:1/0", *_SMALL, "--port", "0"), ("--redis-url", "redis://127.0.0.1:1/0")),
-        (("--engine", "fake", "--colocated", "2", "--decode", "1"), ("--colocated",)),
     ],
-    ids=["no model", "an empty folder", "no Redis", "colocated and decode"],
+    ids=["no model", "an empty folder", "no Redis"],
 )
 def test_what_cannot_work_is_one_clear_line(tmp_path: Path, flags: tuple[str, ...], said: tuple[str, ...]) -> None:
     (folder := tmp_path / "empty").mkdir()
@@ -248,43 +254,6 @@ def test_redis_url_and_cluster_name_may_come_by_the_environment(
     monkeypatch.setenv("KAVERI_CLUSTER_NAME", "a:b")
     error = _fails_to_start(tmp_path, (*_SMALL, "--port", "0"), within_s=15.0)
     assert "--cluster-name: is 'a:b'" in error
-
-
-def test_a_flag_of_one_role_and_a_file_reach_the_services_whose_they_are(tmp_path: Path) -> None:
-    path = tmp_path / "kaveri.toml"
-    path.write_text("[up]\nport = 0\nprefill = 1\ndecode = 1\n[decode]\nkv_cache_memory = '1MiB'\n")
-    flags = ("--config", str(path), "--engine", "fake", "--prefill.chunk-tokens", "7", "--drain-timeout-s", "5")
-    with _up(tmp_path, *flags, "--gateways", "0") as up:
-        up.wait_until_ready()
-        assert "--chunk-tokens 7" in " ".join(up.child_of("prefill").cmdline())
-        shown = json.loads(run_kaveri("status", "--target", up.target, "--json").stdout)["instances"]
-        blocks = {one["record"]["instance_id"]: one["load"]["total_blocks"] for one in shown}
-        assert len(shown) == 3
-        assert blocks["prefill-0"] == 128 * blocks["decode-0"]
-        assert up.end() == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (["--max-btch", "8"], "--max-btch: is no flag of kaveri up or of a service; the nearest is --max-batch"),
-        (["--prefil.max-batch", "8"], "--prefil.max-batch: 'prefil' is no role; choose gateway, router, prefill"),
-        (["--prefill.kv-prt", "8"], "--prefill.kv-prt: is no flag of kaveri prefill"),
-        (["--prefill.chunk-tokens", "many"], "--prefill.chunk-tokens: 'many' is no whole number"),
-        (["--chunk-tokens", "many"], "--chunk-tokens: 'many' is no whole number"),
-        (["--chunk-tokens"], "--chunk-tokens: has no value; write --chunk-tokens VALUE"),
-        (
-            ["--colocated.max-batch", "8"],
-            "--colocated.max-batch: would change nothing: no colocated instance is started",
-        ),
-        (["--instance-id", "a"], "--instance-id: is no flag of kaveri up or of a service"),
-    ],
-)
-def test_a_flag_that_no_service_takes_is_one_clear_line_before_anything_starts(flags: list[str], line: str) -> None:
-    ended = run_kaveri("up", "--engine", "fake", *flags)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    (told,) = ended.stderr.splitlines()
-    assert told.startswith(f"kaveri: {line}")
 
 
 def test_status_of_a_router_that_is_not_there_is_one_line() -> None:

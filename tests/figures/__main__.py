@@ -36,7 +36,6 @@ def collect() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Collects, prints and, where asked, writes the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="a file to write them to")
     arguments = parser.parse_args()

@@ -50,7 +50,6 @@ class Passage:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Numbers of files, classes and functions."""
         return {"files": len(self.files), "classes": len(self.classes), "functions": len(self.functions)}
 
 
@@ -74,7 +73,7 @@ async def trace_request() -> Mapping[str, Passage]:
 async def _trace_in(folder: Path) -> Mapping[str, Passage]:
     config = StackConfig.of(prefill_count=1, decode_count=1, engine="transformers", kv_transports="tcp", restart=False)
     async with LocalStack(config) as stack:
-        await stack.wait_until_ready(config.start_timeout_s)
+        await stack.wait_until_ready(config.supervision.start_timeout_s)
         client = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.figures.client", stack.target),
             stdin=asyncio.subprocess.PIPE,

@@ -15,7 +15,6 @@ _GENERATED = ("kaveri", "v1")
 
 
 def product_files() -> list[Path]:
-    """Python files of the product; generated ones are left out."""
     return [path for room in ("kaveri", "services") for path in _python_files(room) if not _is_generated(path)]
 
 
@@ -25,12 +24,10 @@ def product_lines() -> Mapping[str, int]:
 
 
 def test_lines() -> int:
-    """Lines of the tests, without those of the simulated cluster."""
     return sum(_line_count(path) for path in _python_files("tests") if "simulation" not in path.parts)
 
 
 def file_lines() -> list[int]:
-    """Lines of each file of the product, ascending."""
     return sorted(_line_count(path) for path in product_files())
 
 
@@ -93,7 +90,6 @@ def circles() -> Circles:
 
 
 def words(name: str) -> int:
-    """Words of a document, as `wc -w` counts them."""
     return len((ROOT / name).read_text().split())
 
 

@@ -75,8 +75,6 @@ def stack_settings(engine: str, metrics_port: int, *, over_links: bool) -> dict[
 
 @dataclass(slots=True)
 class Rest:
-    """Looks for what is left in a cluster without requests."""
-
     cluster: LocalCluster
     metrics_port: int
     new: dict[str, tuple[int, int, int]] = field(default_factory=dict)
@@ -101,7 +99,6 @@ class Rest:
         return [*found, *self.errors_logged()]
 
     def errors_logged(self) -> list[str]:
-        """Lines of errors that processes have logged since the last call."""
         found = []
         for name in self.cluster.stack.instance_ids:
             path = Path(self.cluster.stack.process(name).log_path)

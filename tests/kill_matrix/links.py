@@ -78,7 +78,6 @@ class Links:
         self._tasks = [asyncio.create_task(self._scan()), asyncio.create_task(self._find_sources())]
 
     async def close(self) -> None:
-        """Breaks every connection."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -184,13 +183,10 @@ class _LinkedPair(RelayedConnection):
 
     @property
     def ends(self) -> frozenset[str | None]:
-        """Who is connected."""
         return frozenset((self.source, self.target))
 
 
 class _Socket(NamedTuple):
-    """One line of /proc/net/tcp."""
-
     address: str
     state: str
     inode: str
@@ -212,12 +208,10 @@ def _sockets() -> Iterator[_Socket]:
 
 
 def _written(host: str, port: int) -> str:
-    """An address as the kernel writes it."""
     return "".join(f"{int(part):02X}" for part in reversed(host.split("."))) + f":{port:04X}"
 
 
 def _socket_inodes(pid: int | None) -> Iterator[str]:
-    """Of the sockets that a process has open."""
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):

@@ -88,7 +88,6 @@ class KillMatrix:
         self._leaver: ChildProcess | None = None
 
     async def run(self) -> None:
-        """All faults, with a look at the rest now and then and at the end."""
         options = self._options
         self._start_leaver()
         try:
@@ -186,7 +185,7 @@ class KillMatrix:
     async def _restart(self, target: str, down_s: float, *, drains: bool) -> None:
         stack = self._cluster.stack
         if drains:
-            status = await stack.process(target).stop(stack.config.drain_timeout_s + _DRAIN_GRACE_S)
+            status = await stack.process(target).stop(stack.config.supervision.drain_timeout_s + _DRAIN_GRACE_S)
             if status:
                 self.account.violations.append(f"{target} ended its drain with status {status}")
         else:
@@ -273,7 +272,7 @@ async def run_matrix(options: MatrixOptions) -> dict[str, Any]:
     async with contextlib.AsyncExitStack() as stack:
         links = None
         if over_links:
-            links = Links(StackConfig.of(**settings).all_instance_ids)
+            links = Links(tuple(StackConfig.of(**settings).roles))
             await links.open()
             stack.push_async_callback(links.close)
             stack.enter_context(links.between_processes())

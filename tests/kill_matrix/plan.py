@@ -35,8 +35,6 @@ class RequestPhase(enum.StrEnum):
 
 
 class Aim(enum.StrEnum):
-    """Which instance of the role is hit."""
-
     ANY = "any"
     OWNER = "owner"
     """The one that has the request."""
@@ -86,7 +84,6 @@ class MatrixQuestion:
 
 
 def draw_questions(rng: random.Random, count: int, largest_token: int) -> tuple[MatrixQuestion, ...]:
-    """Greedy and sampled ones, short and long ones, some with log-probabilities and some with a stop text."""
     return tuple(_question(rng, number, largest_token) for number in range(count))
 
 

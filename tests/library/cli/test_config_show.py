@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import run_kaveri
+from tests.library.cli.conftest import Run
 
 
-def test_it_shows_every_setting_its_value_and_its_origin_without_secrets(tmp_path: Path) -> None:
+def test_it_shows_every_setting_its_value_and_its_origin_without_secrets(tmp_path: Path, kaveri: Run) -> None:
     path = tmp_path / "kaveri.toml"
     path.write_text("dtype = 'float32'\nmax_requests = 9\n[decode]\nmax_batch = 8\n")
     flags = ("--config", str(path), "--kv-port", "7")
-    shown = run_kaveri(
+    shown = kaveri(
         "config",
         "show",
         "decode",
@@ -32,8 +32,8 @@ def test_it_shows_every_setting_its_value_and_its_origin_without_secrets(tmp_pat
 
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode", "colocated", "predictor"])
-def test_it_knows_every_service(role: str) -> None:
-    shown = run_kaveri("config", "show", role)
+def test_it_knows_every_service(kaveri: Run, role: str) -> None:
+    shown = kaveri("config", "show", role)
     assert shown.returncode == 0, shown.stderr
     assert len(shown.stdout.splitlines()) > 15
 
@@ -46,8 +46,8 @@ def test_it_knows_every_service(role: str) -> None:
         (["decode", "--max-batch", "0"], "kaveri: --max-batch: is 0; it must be at least 1"),
     ],
 )
-def test_what_is_wrong_is_one_line(arguments: list[str], line: str) -> None:
-    shown = run_kaveri("config", "show", *arguments)
+def test_what_is_wrong_is_one_line(kaveri: Run, arguments: list[str], line: str) -> None:
+    shown = kaveri("config", "show", *arguments)
     assert (shown.returncode, shown.stdout) == (2, "")
     (told,) = shown.stderr.splitlines()
     assert told.startswith(line)

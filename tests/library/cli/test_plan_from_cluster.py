@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
@@ -20,11 +21,12 @@ COUNT = 40
 
 
 class ScriptedClusterService(cluster_pb2_grpc.ClusterServiceServicer):
-    """One router's account: a request a second, each of 64 and 1,000 tokens."""
+    """One router's account: a request a second, each of 64 tokens and `answer_tokens`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.instances: list[InstanceStatus] = []
+        self.answer_tokens = 1000
 
     async def GetClusterView(  # noqa: N802
         self, request: cluster_pb2.GetClusterViewRequest, context: Any
@@ -38,7 +40,7 @@ class ScriptedClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     ) -> cluster_pb2.GetWorkloadResponse:
         ago_s = [float(number) for number in range(COUNT)]
         answered = cluster_pb2.SampledRequests(
-            ended_ago_s=ago_s, prompt_tokens=[64] * COUNT, answer_tokens=[1000] * COUNT
+            ended_ago_s=ago_s, prompt_tokens=[64] * COUNT, answer_tokens=[self.answer_tokens] * COUNT
         )
         return cluster_pb2.GetWorkloadResponse(
             router_instance_id=self._name, observed_s=float(COUNT), arrived_ago_s=ago_s, answered=answered
@@ -47,7 +49,6 @@ class ScriptedClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
 @contextlib.asynccontextmanager
 async def scripted_router(name: str) -> AsyncIterator[tuple[ScriptedClusterService, str]]:
-    """The service, whose instances the test says, and its address."""
     service = ScriptedClusterService(name)
     server = RpcServer("127.0.0.1", 0, ["kaveri.v1.ClusterService"])
     server.add(partial(cluster_pb2_grpc.add_ClusterServiceServicer_to_server, service))
@@ -63,7 +64,6 @@ def instance(name: str, role: Role, address: str, phases: Sequence[Phase] = ()) 
 
 
 def running(address: str, count: int) -> list[InstanceStatus]:
-    """A router at the address, and so many instances of each phase."""
     engines = [
         instance(f"{phase.value}-{number}", Role.ENGINE, "127.0.0.1:1", [phase])
         for phase in (Phase.PREFILL, Phase.DECODE)
@@ -97,3 +97,33 @@ async def test_an_overloaded_cluster_without_a_plan_is_shown_to_miss_all_the_sam
     assert found[-1] == "what runs misses 90%; there is no plan to compare it with"
     # Twice what runs may be used.
     assert "--gpus: is 12; 4 requests/s need at least" in error
+
+
+async def test_a_cluster_is_planned_again_by_what_all_its_routers_were_asked_for() -> None:
+    plan = ("--profile", "opt-13b-a100", "--prefill-tp-pp", "1,1", "--decode-tp-pp", "1,1", "--requests", "50")
+    # Small batches: the search simulates as many requests as the instances bear in some seconds.
+    plan += ("--slo-ttft-s", "2", "--slo-tpot-s", "0.2", "--max-batch", "8", "--json")
+    async with scripted_router("router-0") as (first, address), scripted_router("router-1") as (second, other):
+        for service in (first, second):
+            service.answer_tokens = 16
+            service.instances = [*running(address, 1), instance("router-1", Role.ROUTER, other)]
+            service.instances.append(instance("decode-1", Role.ENGINE, "127.0.0.1:1", [Phase.DECODE]))
+        asking = (
+            asyncio.to_thread(run_kaveri, "plan", *plan, "--from-cluster", target, *more)
+            for target, more in ((address, ("--burstiness", "1")), (other, ("--recorded",)))
+        )
+        planned, recorded = await asyncio.gather(*asking)
+    assert planned.returncode == 0, planned.stderr
+    found = json.loads(planned.stdout)
+    observed, attainment = found["observed"], found["running"]["attainment"]
+    counts = [observed[name] for name in ("routers", "arrivals", "answers", "cut_short", "running")]
+    assert counts == [2, 2 * COUNT, 2 * COUNT, 0, 0]
+    assert found["rate_per_s"] == pytest.approx(2 * COUNT / observed["period_s"])
+    assert [found["running"][phase]["count"] for phase in ("prefill", "decode")] == [1, 2]
+    # Two instances carry so little; a third one is not needed.
+    assert (found["running"]["gpus"], found["gpus"], found["advice"]) == (3, 2, "change")
+    assert "2 GPUs are enough, and 3 run" in found["reason"]
+    assert attainment["low"] >= 0.9
+    assert recorded.returncode == 0, recorded.stderr
+    # From the first arrival to the last.
+    assert json.loads(recorded.stdout)["rate_per_s"] > found["rate_per_s"]

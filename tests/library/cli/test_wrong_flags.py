@@ -4,16 +4,8 @@ import sys
 
 import pytest
 
-from kaveri.cli.main import main
 from kaveri.predictor.__main__ import main as predictor_main
-
-
-def _run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["kaveri", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
+from tests.library.cli.conftest import Run
 
 
 @pytest.mark.parametrize(
@@ -32,20 +24,41 @@ def _run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
         (["predictor", "nope"], ("kaveri predictor: ", "nope")),
     ],
 )
-def test_a_wrong_flag_is_one_line(
-    arguments: list[str], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_flag_is_one_line(kaveri: Run, arguments: list[str], words: tuple[str, ...]) -> None:
+    ended = kaveri(*arguments)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert all(word in ended.stderr for word in words), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--max-btch", "8"], "--max-btch: is no flag of kaveri up or of a service; the nearest is --max-batch"),
+        (["--prefil.max-batch", "8"], "--prefil.max-batch: 'prefil' is no role; choose gateway, router, prefill"),
+        (["--prefill.kv-prt", "8"], "--prefill.kv-prt: is no flag of kaveri prefill"),
+        (["--prefill.chunk-tokens", "many"], "--prefill.chunk-tokens: 'many' is no whole number"),
+        (["--chunk-tokens", "many"], "--chunk-tokens: 'many' is no whole number"),
+        (["--chunk-tokens"], "--chunk-tokens: has no value; write --chunk-tokens VALUE"),
+        (
+            ["--colocated.max-batch", "8"],
+            "--colocated.max-batch: would change nothing: no colocated instance is started",
+        ),
+        (["--instance-id", "a"], "--instance-id: is no flag of kaveri up or of a service"),
+        (["--colocated", "2", "--decode", "1"], "--colocated: these instances do both phases"),
+        (["--routers", "2", "--port", "65535"], "--port: is 65535; 2 ports follow one another, up to 65535"),
+    ],
+)
+def test_up_refuses_what_cannot_work_in_one_line_before_anything_starts(
+    kaveri: Run, flags: list[str], line: str
 ) -> None:
-    assert _run(arguments, monkeypatch) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.count("\n") == 1
-    assert all(word in shown.err for word in words), shown.err
+    ended = kaveri("up", "--engine", "fake", *flags)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert ended.stderr.startswith(f"kaveri: {line}")
 
 
 def test_a_wrong_flag_of_a_step_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`kaveri predictor train` runs in a process of its own."""
     monkeypatch.setattr(sys, "argv", ["kaveri predictor", "train", "--nope"])
     with pytest.raises(SystemExit) as ended:
         predictor_main()
@@ -53,19 +66,12 @@ def test_a_wrong_flag_of_a_step_is_one_line(
     assert capsys.readouterr().err.startswith("kaveri predictor train: No such option: --nope")
 
 
-def test_without_a_command_the_help_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _run([], monkeypatch)
-    shown = capsys.readouterr()
-    assert "Commands:" in shown.out + shown.err
+def test_without_a_command_the_help_is_shown(kaveri: Run) -> None:
+    shown = kaveri()
+    assert "Commands:" in shown.stdout + shown.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["generate", "--help"]])
-def test_what_is_asked_for_is_no_error(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(arguments, monkeypatch) == 0
-    shown = capsys.readouterr()
-    assert shown.out
-    assert shown.err == ""
+def test_what_is_asked_for_is_no_error(kaveri: Run, arguments: list[str]) -> None:
+    ended = kaveri(*arguments)
+    assert (ended.returncode, bool(ended.stdout), ended.stderr) == (0, True, "")

@@ -3,7 +3,7 @@
 import pytest
 
 from kaveri.config.presets import Preset, preset_settings
-from kaveri.config.services import ServiceKind
+from kaveri.config.services import UP_SECTION, ServiceKind
 from kaveri.config.settings import read_settings
 from kaveri.errors import ConfigError
 from kaveri.policy.admission import AdmissionPolicy
@@ -48,7 +48,7 @@ def test_services_read_the_settings_of_a_preset(preset: Preset, role: ServiceKin
 @pytest.mark.parametrize("preset", Preset)
 def test_a_role_that_a_preset_does_not_have_is_refused(preset: Preset) -> None:
     settings = preset_settings(preset)
-    other = "prefill" if "colocated" in settings.up else "colocated"
+    other = "prefill" if "colocated" in settings.of(UP_SECTION) else "colocated"
     with pytest.raises(ConfigError, match=f"--{other}: gives {other} instances, which preset {preset} does not have"):
         settings.require_roles(preset, [other])
-    settings.require_roles(preset, [name for name in settings.up if name != "predictor"])
+    settings.require_roles(preset, [name for name in settings.of(UP_SECTION) if name != "predictor"])

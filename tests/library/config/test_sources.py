@@ -39,9 +39,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_flag_wins_over_a_variable_over_the_section_over_the_top_of_the_file_over_the_default(
-    tmp_path: Path,
-) -> None:
+def test_a_flag_wins_over_a_variable_over_the_section_over_the_top_of_the_file_over_the_default(tmp_path: Path) -> None:
     path = written(tmp_path, "max_batch = 2\nlease_ttl_s = 3\n[decode]\nmax_batch = 4\n")
     assert read(None).config.max_batch == 64
     assert read(path).config == SourcedSettings(max_batch=4, lease_ttl_s=3.0)

@@ -11,7 +11,6 @@ from typing import BinaryIO
 
 import psutil
 import pytest
-from redis.asyncio import Redis
 
 from kaveri import AsyncClient, SamplingParams
 from kaveri.config.services import ServiceKind
@@ -23,6 +22,7 @@ from kaveri.rpc.process import CONFIG_ERROR_STATUS
 from tests.support.local_cluster import run_cluster
 from tests.support.redis_fixture import run_redis
 
+pytestmark = pytest.mark.usefixtures("warm_services")
 _PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
@@ -56,68 +56,43 @@ async def test_whichever_instance_is_killed_the_cluster_is_whole_again_after_its
             assert status.load.state is InstanceState.READY
             # The router too has kept its address.
             assert await _answer_tokens(cluster.target) == 4
-
-
-async def test_killed_redis_is_followed_by_an_empty_one_and_requests_go_on() -> None:
-    async with run_cluster() as cluster:
         await cluster.kill("redis")
         await cluster.wait_for_view(lambda view: not view.store_connected)
         assert await _answer_tokens(cluster.target) == 4
         await cluster.restart("redis")
         assert await _answer_tokens(cluster.target) == 4
+        # One that ends again is named at once, with its last words.
+        await cluster.stack.wait_until_ready(60.0)
+        await cluster.kill("decode-0")
+        cluster.stack.config = replace(cluster.stack.config, flags={ServiceKind.DECODE: ("--chunk-tokens", "many")})
+        started_at_s = time.monotonic()
+        with pytest.raises(Unavailable, match=r"decode-0 exited with status 2.*many"):
+            await cluster.restart("decode-0")
+        assert time.monotonic() - started_at_s < 30.0
 
 
-async def test_two_stacks_share_a_redis_that_they_were_given_and_leave_it_running() -> None:
+async def test_stacks_share_a_redis_by_their_names_and_one_of_the_same_name_ends_the_other() -> None:
     async with run_redis() as redis:
         async with (
             run_cluster(redis_url=redis.url, name="blue") as blue,
             run_cluster(redis_url=redis.url, name="green") as green,
+            run_cluster(redis_url=redis.url, name="blue", cluster_name="other") as other,
         ):
             assert "redis" not in blue.pids()
-            await blue.wait_for_view(lambda view: {"blue-decode-0", "green-decode-0"} <= set(view.instances))
-            assert await _answer_tokens(green.target) == 4
+            both = {f"{name}-{role}-0" for name in ("blue", "green") for role in ("router", "prefill", "decode")}
+            await blue.wait_for_view(lambda view: set(view.instances) == both)
+            assert set(other.view().instances) == {name for name in both if name.startswith("blue-")}
+            for cluster in (green, other):
+                assert await _answer_tokens(cluster.target) == 4
+            lives = [{status.record.incarnation for status in one.view().instances.values()} for one in (blue, other)]
+            assert not lives[0] & lives[1]
+            async with run_cluster(redis_url=redis.url, name="blue") as newer:
+                for name in blue.stack.instance_ids:
+                    assert await asyncio.wait_for(blue.stack.process(name).wait(), 60.0) == CONFIG_ERROR_STATUS
+                    (line,) = blue.stack.process(name).last_lines(1)
+                    assert f"--instance-id: another process has registered as '{name}'" in line
+                assert set(newer.pids()) == set(newer.stack.instance_ids)
         assert redis.process.exit_status is None
-
-
-async def test_two_stacks_of_other_names_share_a_redis_with_the_same_instance_ids() -> None:
-    async with (
-        run_redis() as redis,
-        run_cluster(redis_url=redis.url, cluster_name="blue") as blue,
-        run_cluster(redis_url=redis.url, cluster_name="green") as green,
-    ):
-        for cluster in (blue, green):
-            assert await _answer_tokens(cluster.target) == 4
-            assert set(cluster.view().instances) == {"router-0", "prefill-0", "decode-0"}
-        lives = [{status.record.incarnation for status in one.view().instances.values()} for one in (blue, green)]
-        assert not lives[0] & lives[1]
-
-
-async def test_second_stack_with_the_same_names_in_one_cluster_ends_the_first_ones_processes() -> None:
-    async with (
-        run_redis() as redis,
-        run_cluster(redis_url=redis.url) as older,
-        run_cluster(redis_url=redis.url) as newer,
-    ):
-        for name in older.stack.instance_ids:
-            assert await asyncio.wait_for(older.stack.process(name).wait(), 60.0) == CONFIG_ERROR_STATUS
-            (line,) = older.stack.process(name).last_lines(1)
-            assert f"--instance-id: another process has registered as '{name}'" in line
-        assert set(newer.pids()) == set(newer.stack.instance_ids)
-
-
-async def test_password_is_on_no_command_line_and_in_no_log() -> None:
-    async with run_redis() as redis, Redis.from_url(redis.url) as client:
-        await client.config_set("requirepass", "hunter2")
-        url = redis.url.replace("redis://", "redis://:hunter2@")
-        async with run_cluster(redis_url=url) as cluster:
-            assert await _answer_tokens(cluster.target) == 4
-            children = [psutil.Process(pid) for pid in cluster.pids().values()]
-            assert len(children) == 3
-            for child in children:
-                assert "hunter2" not in " ".join(child.cmdline())
-                assert child.environ()["KAVERI_REDIS_URL"] == url
-            for name in cluster.stack.instance_ids:
-                assert "hunter2" not in cluster.log_text(name)
 
 
 async def test_log_that_cannot_be_written_is_named_when_its_child_ends(tmp_path: Path) -> None:
@@ -146,13 +121,13 @@ async def test_log_folder_that_cannot_be_written_is_named_at_once(
 
 
 async def test_bad_setting_of_a_service_is_its_own_words_and_nothing_is_left() -> None:
-    children = set(psutil.Process().children(recursive=True))
-    config = StackConfig.of(engine="fake", prefill_flags=("--chunk-tokens", "many"), start_timeout_s=60.0)
+    stack = LocalStack(StackConfig.of(engine="fake", prefill_flags=("--chunk-tokens", "many"), start_timeout_s=60.0))
     with pytest.raises(ConfigError, match="many") as caught:
-        async with LocalStack(config):
+        async with stack:
             pass
     assert caught.value.field == "--chunk-tokens"
-    assert set(psutil.Process().children(recursive=True)) == children
+    started = ["redis", *stack.instance_ids]
+    assert not [name for name in started if psutil.pid_exists(stack.process(name).pid)]
 
 
 async def test_child_that_crashes_at_the_start_is_named_with_its_last_words() -> None:
@@ -168,19 +143,7 @@ async def test_instance_that_never_gets_ready_fails_the_start_at_its_deadline() 
     assert caught.value.field == "start"
 
 
-async def test_restarted_instance_that_ends_again_is_named_at_once_with_its_last_words() -> None:
-    async with run_cluster() as cluster:
-        await cluster.kill("decode-0")
-        cluster.stack.config = replace(cluster.stack.config, flags={ServiceKind.DECODE: ("--chunk-tokens", "many")})
-        started_at_s = time.monotonic()
-        with pytest.raises(Unavailable, match=r"decode-0 exited with status 2.*many"):
-            await cluster.restart("decode-0")
-        assert time.monotonic() - started_at_s < 30.0
-
-
 class _Saboteur(LocalStack):
-    """A stack one of whose children gets a signal as soon as it was started."""
-
     def __init__(self, config: StackConfig, victim: str, signal_number: signal.Signals = signal.SIGKILL) -> None:
         super().__init__(config)
         self._victim = victim

@@ -21,8 +21,6 @@ WITHIN_S = 60.0
 
 @dataclass
 class HttpAnswer:
-    """A whole response."""
-
     status: int
     headers: dict[str, str]
     body: bytes
@@ -47,8 +45,6 @@ class HttpAnswer:
 
 @dataclass
 class GatewayUnderTest:
-    """A running gateway, its router, and ways to ask both."""
-
     gateway: Gateway
     port: int
     router: RouterUnderTest
@@ -62,7 +58,6 @@ class GatewayUnderTest:
 
     @property
     def connection(self) -> Any:
-        """The only one."""
         (found,) = self.gateway.server.state.connections
         return found
 
@@ -104,7 +99,6 @@ def request_bytes(method: str, path: str, body: bytes = b"", headers: dict[str, 
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Status and headers of a response."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
     named = (line.split(": ", 1) for line in head[1:] if line)
     headers = {name.lower(): value for name, value in named}
@@ -112,7 +106,6 @@ async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
 
 
 async def read_answer(reader: asyncio.StreamReader) -> HttpAnswer:
-    """A whole response."""
     status, headers = await read_head(reader)
     if headers.get("transfer-encoding") == "chunked":
         body = b""
@@ -128,7 +121,6 @@ async def read_answer(reader: asyncio.StreamReader) -> HttpAnswer:
 
 @pytest.fixture
 async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
-    """One scripted prefill and one scripted decode instance."""
     async with scripted_cluster(tokenizer) as cluster:
         yield cluster
 

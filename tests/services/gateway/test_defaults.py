@@ -22,7 +22,6 @@ def path(tmp_path: Path) -> str:
 
 
 def sent(cluster: ScriptedCluster) -> list[dict[str, Any]]:
-    """The sampling parameters that instances have got."""
     return [
         {name: round(getattr(request.params, name), 6) for name in NEUTRAL if request.params.HasField(name)}
         for request in cluster.taken()
@@ -30,31 +29,27 @@ def sent(cluster: ScriptedCluster) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("door", BODIES)
-async def test_what_a_body_leaves_out_is_the_models(cluster: ScriptedCluster, path: str, door: str) -> None:
-    async with run_gateway(cluster, generation_config=path) as gateway:
-        for given in ({}, dict.fromkeys(VALUES), {"n": 3, "seed": 5}, {"stream": True}):
-            answer = await gateway.ask(door, BODIES[door] | {"max_tokens": 3} | given)
-            assert answer.status == 200, answer.body
-    assert sent(cluster) == [VALUES] * 6
-
-
-@pytest.mark.parametrize("door", BODIES)
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"temperature": 1.0, "top_p": 1, "top_k": -1}, NEUTRAL),
-        ({"temperature": 0}, VALUES | {"temperature": 0.0}),
-        ({"top_k": 0}, VALUES | {"top_k": 0}),
-        ({"top_p": 0.5, "n": 2}, VALUES | {"top_p": 0.5}),
-    ],
-)
-async def test_what_a_body_says_wins(
-    cluster: ScriptedCluster, path: str, door: str, given: dict[str, Any], expected: dict[str, Any]
+async def test_what_a_body_leaves_out_is_the_models_and_what_it_says_wins(
+    cluster: ScriptedCluster, path: str, door: str
 ) -> None:
     async with run_gateway(cluster, generation_config=path) as gateway:
-        answer = await gateway.ask(door, BODIES[door] | {"max_tokens": 3} | given)
-        assert answer.status == 200, answer.body
-    assert sent(cluster) == [expected] * given.get("n", 1)
+        for given, expected in (
+            ({}, VALUES),
+            (dict.fromkeys(VALUES), VALUES),
+            ({"n": 3, "seed": 5}, VALUES),
+            ({"stream": True}, VALUES),
+            ({"temperature": 1.0, "top_p": 1, "top_k": -1}, NEUTRAL),
+            ({"temperature": 0}, VALUES | {"temperature": 0.0}),
+            ({"top_k": 0}, VALUES | {"top_k": 0}),
+            ({"top_p": 0.5, "n": 2}, VALUES | {"top_p": 0.5}),
+        ):
+            before = len(sent(cluster))
+            answer = await gateway.ask(door, BODIES[door] | {"max_tokens": 3} | given)
+            assert answer.status == 200, answer.body
+            assert sent(cluster)[before:] == [expected] * (given.get("n") or 1)
+        listed = (await gateway.ask("/v1/models")).json["data"]
+        one = (await gateway.ask("/v1/models/kaveri-tiny")).json
+    assert [model["default_sampling_params"] for model in (*listed, one)] == [VALUES, VALUES]
 
 
 async def test_the_length_of_a_chat_is_the_models_and_that_of_a_completion_openais(
@@ -67,13 +62,6 @@ async def test_the_length_of_a_chat_is_the_models_and_that_of_a_completion_opena
         shown = (await gateway.ask("/v1/models")).json["data"]
     assert lengths == [16, 19]
     assert [model["default_sampling_params"] for model in shown] == [{"max_tokens": 19}]
-
-
-async def test_models_are_shown_with_their_defaults(cluster: ScriptedCluster, path: str) -> None:
-    async with run_gateway(cluster, generation_config=path) as gateway:
-        listed = (await gateway.ask("/v1/models")).json["data"]
-        one = (await gateway.ask("/v1/models/kaveri-tiny")).json
-    assert [model["default_sampling_params"] for model in (*listed, one)] == [VALUES, VALUES]
 
 
 async def test_a_model_without_values_is_shown_with_none_and_draws_as_ever(

@@ -90,7 +90,6 @@ async def _connect(gateway: GatewayUnderTest, files: TlsFiles) -> tuple[asyncio.
 
 
 async def _ask(gateway: GatewayUnderTest, files: TlsFiles, headers: dict[str, str]) -> tuple[int, bytes]:
-    """The status of /v1/models, and the certificate that was shown."""
     async with asyncio.timeout(WITHIN_S):
         reader, writer = await _connect(gateway, files)
         shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)

@@ -25,7 +25,6 @@ _POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 
 def in_pieces(request: bytes, way: str) -> list[bytes]:
-    """The packets of a request."""
     head_bytes = request.index(b"\r\n\r\n") + 4
     if way == "one packet":
         return [request]
@@ -35,29 +34,26 @@ def in_pieces(request: bytes, way: str) -> list[bytes]:
 
 
 def texts(answer: HttpAnswer) -> list[str]:
-    """The answers' texts, streamed or whole."""
     if b"data: " in answer.body:
         return ["".join(event["choices"][0]["text"] for event in answer.events)]
     return [choice["text"] for choice in answer.json["choices"]]
 
 
 @pytest.mark.parametrize("way", ["one packet", "body behind", "byte by byte"])
-@pytest.mark.parametrize("client", [*OFFERS, *PLAIN])
-async def test_a_clients_bytes_get_an_answer_whatever_protocol_they_offer(
-    gateway: GatewayUnderTest, client: str, way: str
-) -> None:
+async def test_a_clients_bytes_get_an_answer_whatever_protocol_they_offer(gateway: GatewayUnderTest, way: str) -> None:
     expected = texts(await gateway.complete())
-    reader, writer = await gateway.connect()
-    # Twice: the connection stays usable, unless the client speaks HTTP/1.0.
-    for _ in range(1 if "1.0" in client else 2):
-        for piece in in_pieces({**OFFERS, **PLAIN}[client], way):
-            writer.write(piece)
-            await asyncio.sleep(0)
-        if "Expect" in client:
-            assert (await read_head(reader))[0] == 100
-        answer = await asyncio.wait_for(read_answer(reader), WITHIN_S)
-        assert (answer.status, texts(answer)) == (200, expected)
-    writer.close()
+    for client, request_sent in {**OFFERS, **PLAIN}.items():
+        reader, writer = await gateway.connect()
+        # Twice: the connection stays usable, unless the client speaks HTTP/1.0.
+        for _ in range(1 if "1.0" in client else 2):
+            for piece in in_pieces(request_sent, way):
+                writer.write(piece)
+                await asyncio.sleep(0)
+            if "Expect" in client:
+                assert (await read_head(reader))[0] == 100
+            answer = await asyncio.wait_for(read_answer(reader), WITHIN_S)
+            assert (answer.status, texts(answer)) == (200, expected), client
+        writer.close()
 
 
 _OFFER = OFFERS["Java 17, length"].replace(b'"temperature": 0}', b'"max_tokens": 8000}').replace(b": 62", b": 64")
@@ -82,19 +78,19 @@ async def test_a_client_that_leaves_is_missed(
     cluster.let_all_go()
 
 
-@pytest.mark.parametrize("connection", ["", "Connection: close\r\n", "Connection: keep-alive\r\n"])
 @pytest.mark.parametrize("body", [_BODY, _STREAM], ids=["whole", "streamed"])
-async def test_http_1_0_gets_no_chunks(gateway: GatewayUnderTest, body: bytes, connection: str) -> None:
+async def test_http_1_0_gets_no_chunks(gateway: GatewayUnderTest, body: bytes) -> None:
     expected = texts(await gateway.complete(max_tokens=20))
-    reader, writer = await gateway.connect()
-    head = f"POST /v1/completions HTTP/1.0\r\n{connection}Content-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
-    answer = await asyncio.wait_for(read_answer(reader), WITHIN_S)
-    assert await asyncio.wait_for(reader.read(), WITHIN_S) == b""
-    assert "transfer-encoding" not in answer.headers
-    assert answer.headers["connection"] == "close"
-    assert (answer.status, texts(answer)) == (200, expected)
-    writer.close()
+    for connection in ("", "Connection: close\r\n", "Connection: keep-alive\r\n"):
+        reader, writer = await gateway.connect()
+        head = f"POST /v1/completions HTTP/1.0\r\n{connection}Content-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        answer = await asyncio.wait_for(read_answer(reader), WITHIN_S)
+        assert await asyncio.wait_for(reader.read(), WITHIN_S) == b""
+        assert "transfer-encoding" not in answer.headers
+        assert answer.headers["connection"] == "close"
+        assert (answer.status, texts(answer)) == (200, expected)
+        writer.close()
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
@@ -163,26 +159,25 @@ async def test_a_request_without_its_rest_ends_with_its_connection(gateway: Gate
 
 
 @pytest.mark.parametrize("coding", ["gzip", "br", "deflate, gzip"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
-async def test_a_compressed_body_is_415(gateway: GatewayUnderTest, path: str, coding: str) -> None:
-    got = await gateway.ask(path, gzip.compress(_BODY), headers={"Content-Encoding": coding})
-    assert (got.status, got.error["code"]) == (415, "unsupported_content_encoding")
-    assert got.headers["accept-encoding"] == "identity"
-    assert coding in got.error["message"]
+async def test_a_compressed_body_is_415(gateway: GatewayUnderTest, coding: str) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+        got = await gateway.ask(path, gzip.compress(_BODY), headers={"Content-Encoding": coding})
+        assert (got.status, got.error["code"]) == (415, "unsupported_content_encoding")
+        assert got.headers["accept-encoding"] == "identity"
+        assert coding in got.error["message"]
     assert (await gateway.ask("/v1/completions", _BODY, headers={"Content-Encoding": "identity"})).status == 200
 
 
-@pytest.mark.parametrize("request_id", ["", "a" * 129, "with space", "ümlaut"])
-async def test_a_request_id_that_cannot_be_used_is_replaced(gateway: GatewayUnderTest, request_id: str) -> None:
-    got = await gateway.ask("/v1/completions", _BODY, headers={"X-Request-ID": request_id})
-    assert got.status == 200
-    assert got.headers["x-request-id"] not in ("", request_id)
+async def test_a_request_id_that_cannot_be_used_is_replaced(gateway: GatewayUnderTest) -> None:
+    for request_id in ("", "a" * 129, "with space", "ümlaut"):
+        got = await gateway.ask("/v1/completions", _BODY, headers={"X-Request-ID": request_id})
+        assert got.status == 200
+        assert got.headers["x-request-id"] not in ("", request_id)
     assert (await gateway.ask("/version", headers={"X-Request-ID": "mine"})).headers["x-request-id"] == "mine"
 
 
-@pytest.mark.parametrize(
-    ("request_head", "status"),
-    [
+async def test_a_head_gets_the_status_that_the_rfcs_give_it(gateway: GatewayUnderTest) -> None:
+    for request_head, status in (
         (b"GET http://x/version HTTP/1.1\r\nHost: x\r\n\r\n", 200),
         (b"GET /version HTTP/1.0\r\n\r\n", 200),
         (b"HEAD /version HTTP/1.1\r\nHost: x\r\n\r\n", 200),
@@ -196,19 +191,16 @@ async def test_a_request_id_that_cannot_be_used_is_replaced(gateway: GatewayUnde
         (_POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501),
         (_POST + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n", 400),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
-    ],
-)
-async def test_a_head_gets_the_status_that_the_rfcs_give_it(
-    gateway: GatewayUnderTest, request_head: bytes, status: int
-) -> None:
-    reader, writer = await gateway.connect()
-    writer.write(request_head)
-    found, headers = await asyncio.wait_for(read_head(reader), WITHIN_S)
-    assert found == status
-    if status != 200:
-        assert headers["connection"] == "close"
-        assert json.loads(await reader.readexactly(int(headers["content-length"])))["error"]["code"] == "invalid_http"
-    writer.close()
+    ):
+        reader, writer = await gateway.connect()
+        writer.write(request_head)
+        found, headers = await asyncio.wait_for(read_head(reader), WITHIN_S)
+        assert found == status, request_head
+        if status != 200:
+            assert headers["connection"] == "close"
+            refusal = json.loads(await reader.readexactly(int(headers["content-length"])))
+            assert refusal["error"]["code"] == "invalid_http"
+        writer.close()
 
 
 async def test_what_is_wrong_after_a_good_request_is_400(gateway: GatewayUnderTest) -> None:

@@ -17,8 +17,6 @@ from tests.services.router.scripted_answers import eventually
 
 
 class CountingSampler(Sampler):
-    """Leaves every trace out, and counts them."""
-
     def __init__(self) -> None:
         self.count = 0
 

@@ -36,11 +36,7 @@ from tests.services.router.scripted_answers import eventually
     ],
 )
 async def test_a_prompt_with_several_answers_is_tokenized_once(
-    gateway: GatewayUnderTest,
-    monkeypatch: pytest.MonkeyPatch,
-    path: str,
-    asked: dict[str, Any],
-    stream: bool,
+    gateway: GatewayUnderTest, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any], stream: bool
 ) -> None:
     tokenized: list[str] = []
     for name in ("encode", "encode_chat"):
@@ -159,8 +155,6 @@ async def test_long_prompts_of_many_connections_are_packed_in_slices_one_prompt_
 
 
 class ReadyStream:
-    """An answer all of whose chunks are there."""
-
     request_id = "ready"
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:

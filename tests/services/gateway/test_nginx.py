@@ -42,7 +42,6 @@ def nginx_program() -> str:
 
 @contextlib.asynccontextmanager
 async def nginx_before(gateway: GatewayUnderTest, folder: Path, more: str) -> AsyncIterator[GatewayUnderTest]:
-    """The gateway as it is reached through nginx."""
     port = free_port()
     config = folder / "nginx.conf"
     config.write_text(_MAIN.format(folder=folder, port=port, backend=gateway.port, more=more))

@@ -28,21 +28,13 @@ async def test_with_max_tokens_0_the_prompt_is_scored_and_nothing_is_shown_behin
         assert (choice["token_ids"], choice["finish_reason"]) == ([], "length")
     prompt_tokens = longer["usage"]["prompt_tokens"]
     assert got["usage"] == {"prompt_tokens": prompt_tokens, "completion_tokens": 0, "total_tokens": prompt_tokens}
-
-
-@pytest.mark.parametrize("prompt", PROMPTS)
-async def test_a_streamed_score_is_the_whole_one(gateway: GatewayUnderTest, prompt: Any) -> None:
-    fields = {"prompt": prompt, "echo": True, "logprobs": 2, "return_token_ids": True, "max_tokens": 0}
-    whole = (await gateway.complete(**fields)).json
-    got = await gateway.complete(**fields, stream=True, stream_options={"include_usage": True})
-    for choice in whole["choices"]:
-        _assert_streamed(got, choice)
-    assert got.events[-1]["usage"] == whole["usage"]
-
-
-async def test_echo_without_logprobs_takes_max_tokens_0_too(gateway: GatewayUnderTest) -> None:
-    (choice,) = (await gateway.complete(prompt="hello world", echo=True, max_tokens=0)).json["choices"]
-    assert (choice["text"], choice["logprobs"], choice["finish_reason"]) == ("hello world", None, "length")
+    streamed = await gateway.complete(**fields, max_tokens=0, stream=True, stream_options={"include_usage": True})
+    for choice in got["choices"]:
+        _assert_streamed(streamed, choice)
+    assert streamed.events[-1]["usage"] == got["usage"]
+    (choice, *_) = (await gateway.complete(prompt=prompt, echo=True, max_tokens=0)).json["choices"]
+    assert (choice["text"], choice["logprobs"]) == (got["choices"][0]["text"], None)
+    assert choice["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("prompt", PROMPTS[:3])
@@ -110,7 +102,6 @@ def _tokens_of_others(answers: Any) -> bool:
 
 
 def _assert_streamed(got: HttpAnswer, whole: dict[str, Any]) -> None:
-    """The events of a stream bring this choice, and nothing behind its end."""
     choices = [choice for event in got.events for choice in event["choices"] if choice["index"] == whole["index"]]
     assert "".join(choice["text"] for choice in choices) == whole["text"]
     reports = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
