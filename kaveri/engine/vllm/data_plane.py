@@ -187,7 +187,8 @@ class RankCopies:
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
 
-    def open(self, ticket: Ticket, *, part: bool = False) -> None:
+    def open(self, ticket: Ticket, parts: Sequence[Ticket] = ()) -> None:
+        """Begin a push. Each rank finds its own parts of the ticket."""
         self._plane.open_copy(ticket)
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
