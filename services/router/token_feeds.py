@@ -6,13 +6,12 @@ A stream that breaks is opened again and goes on where the requests are; only wh
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from grpc import aio
 
 from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
 from kaveri.domain.silence import SilenceWatch
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance
@@ -48,7 +47,7 @@ from services.router.lifecycle_values import (
 )
 from services.router.request_table import RequestTable
 from services.router.requests import RequestEntry
-from services.router.subscriptions import PromptTie, Subscription, Tie, key_of
+from services.router.subscriptions import OpenStream, PromptTie, Subscription, Tie
 
 _ABORTED_COUNT = 4096
 """Max remembered aborts; more than are in flight at once."""
@@ -69,16 +68,14 @@ class TokenFeeds:
         stream_id: str,
         channels: Channels,
         table: RequestTable,
-        relayed: Callable[[int], object],
         suspect_after_s: float,
         holders: Holders,
     ) -> None:
-        """stream_id: the router_id of FeedService. relayed: called with the number of tokens of each message.
-        suspect_after_s: silence, counted while this process runs, after which a stream is broken off."""
+        """stream_id: the router_id of FeedService. suspect_after_s: silence, counted while this process runs, after
+        which a stream is broken off."""
         self._stream_id = stream_id
         self._channels = channels
         self._table = table
-        self._relayed = relayed
         self._holders = holders
         self._silence: SilenceWatch[Subscription] = SilenceWatch(suspect_after_s, time.monotonic())
         self._reopening: SilenceWatch[Subscription] = SilenceWatch(REOPEN_GRACE_S, time.monotonic())
@@ -150,7 +147,7 @@ class TokenFeeds:
         tie = Tie(entry, attempt, life, is_there)
         subscription.tie(tie)
         self._tied.set()
-        if subscription.ties.get(key_of(tie)) is tie:
+        if tie.needs_attach and subscription.ties.get((entry, False)) is tie:
             self._attach_if_due(subscription, tie)
 
     def unfollow(self, entry: RequestEntry) -> None:
@@ -172,8 +169,8 @@ class TokenFeeds:
     def drop(self, tie: PromptTie) -> None:
         """Stop collecting reports. Idempotent."""
         subscription = self._subscriptions.get(tie.record.instance_id)
-        if subscription is not None and subscription.ties.get(key_of(tie)) is tie:
-            del subscription.ties[key_of(tie)]
+        if subscription is not None:
+            subscription.drop(tie)
 
     def may_lack_reports(self, tie: PromptTie, since_s: float) -> bool:
         """Return True if the stream has broken since this time. Reports on a request that was not known to be there
@@ -242,7 +239,7 @@ class TokenFeeds:
                 subscription.break_off(f"it sent nothing for {self._silence.after_s:g} s")
                 self._find_silent()
             for subscription in self._subscriptions.values():
-                if subscription.connected and subscription.ties and not subscription.quiet:
+                if subscription.ties and subscription.stream is not None and not subscription.stream.quiet:
                     self._silence.begin(subscription)
                 else:
                     self._silence.forget(subscription)
@@ -278,7 +275,7 @@ class TokenFeeds:
     def is_connected(self, life: InstanceLife) -> bool:
         """Return True if this life's stream is open."""
         subscription = self._subscriptions.get(life.instance_id)
-        if subscription is None or subscription.record is None or not subscription.connected:
+        if subscription is None or subscription.record is None or subscription.stream is None:
             return False
         return subscription.record.incarnation == life.incarnation
 
@@ -295,7 +292,7 @@ class TokenFeeds:
         return subscription.let_go_s if subscription is not None else 0.0
 
     def _attach_if_due(self, subscription: Subscription, tie: Tie) -> None:
-        is_due = subscription.connected and tie.needs_attach and subscription.is_of_life(tie)
+        is_due = subscription.stream and tie.needs_attach and subscription.is_of_life(tie)
         if is_due and subscription.record is not None:
             tie.needs_attach = False
             self._own(asyncio.create_task(self._attach(subscription, subscription.record, tie)))
@@ -307,7 +304,7 @@ class TokenFeeds:
         try:
             await self.attach(record, attachment)
         except KaveriError as error:
-            if isinstance(error, Unavailable) and not subscription.connected:
+            if isinstance(error, Unavailable) and subscription.stream is None:
                 # Tried again with the next stream.
                 tie.needs_attach = True
                 return
@@ -345,10 +342,10 @@ class TokenFeeds:
             except Exception as unexpected:
                 log.exception("stream_failed", requests=len(subscription.ties))
                 error = Unavailable(f"the stream failed in the router: {unexpected!r}")
-            if not subscription.connected or subscription.fault:
+            if subscription.stream is None or subscription.fault:
                 why = subscription.fault or f"it cannot be reached: {error}"
                 self._lose_those_that_do_not_wait(subscription, why)
-            if subscription.connected:
+            if subscription.stream is not None:
                 log.warning("stream_broken", error=str(error), requests=len(subscription.ties))
                 subscription.disconnect()
                 backoff_s = _RECONNECT_MIN_S
@@ -369,14 +366,13 @@ class TokenFeeds:
         request = feed_pb2.FollowRequest(router_id=self._stream_id, requests=subscription.open())
         call = self._channels.stub(FeedServiceStub, record.address).Follow(request)
         life = InstanceLife(record.instance_id, record.incarnation)
-        subscription.call = call
         try:
             async for message in call:
-                if not subscription.connected:
+                if (stream := subscription.stream) is None:
                     if message.incarnation != record.incarnation:
                         # Another life answers at this address; the view will bring its record.
                         return
-                    subscription.connected, subscription.connected_s = True, time.monotonic()
+                    stream = subscription.stream = OpenStream(call, time.monotonic())
                     if subscription.fault:
                         subscription.fault = ""
                         self._find_silent()
@@ -392,8 +388,8 @@ class TokenFeeds:
                     token_count += len(update.token_ids)
                     self._deliver(life, update, now_s)
                 if token_count:
-                    self._relayed(token_count)
-                subscription.quiet = message.quiet
+                    metrics.RELAYED_TOKENS.inc(token_count)
+                stream.quiet = message.quiet
                 if message.quiet:
                     self._silence.forget(subscription)
                 else:
@@ -406,7 +402,8 @@ class TokenFeeds:
         entry, owner = self._table.get(report.request_id), Owner(report.session, report.attempt)
         tie = subscription.ties.get((entry, True)) if entry is not None else None
         if isinstance(tie, PromptTie) and (tie.entry.accepted.session, tie.number) == owner:
-            tie.report(report)
+            tie.is_there = True
+            tie.news.put_nowait(report)
             return
         if report.HasField("ended") or self._table.is_left_to_a_later_session(report.request_id, report.session):
             return
@@ -430,9 +427,13 @@ class TokenFeeds:
             return
         try:
             if update.HasField("replica"):
-                entry.note_replica(ReplicaNamed(update.attempt, life, _replica_of(update)), now_s)
+                replica = replica_from_proto(update.replica)
+                event = ReplicaNamed(update.attempt, life, replica if replica.holder_id else None)
+                entry.handle(event, now_s)
+                entry.note_holder()
             if entry.direct is not None:
-                entry.note_read_here(update.attempt, update.read_here)
+                entry.direct.note_read(update.attempt, update.read_here)
+                entry.wake()
                 if update.error and update.token_ids:
                     # The client may have them already: the next attempt continues after them.
                     entry.handle(Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs), now_s)
@@ -449,11 +450,6 @@ class TokenFeeds:
                 decode_instance_id=life.instance_id,
             )
             entry.stop(InternalError(f"the router could not take in the tokens of request {update.request_id!r}"))
-
-
-def _replica_of(update: decode_pb2.RequestTokens) -> ReplicaLocation | None:
-    replica = replica_from_proto(update.replica)
-    return replica if replica.holder_id else None
 
 
 def _event_of(life: InstanceLife, update: decode_pb2.RequestTokens) -> Tokens | GivenUp:

@@ -146,7 +146,8 @@ class VllmEngineServicer:
         turn = asyncio.Lock()
         try:
             # Tokenize once for all answers.
-            token_ids, _ = await self._router.intake.tokenize(asked.prompt, self._inner.until_s(context))
+            first = asked.request(0, asked.prompt)
+            token_ids, _ = await self._router.intake.tokenize(first, self._inner.until_s(context))
             async with asyncio.TaskGroup() as group:
                 for index in range(asked.n):
                     group.create_task(self._answer(asked, index, token_ids, several, turn, context))
@@ -169,7 +170,7 @@ class VllmEngineServicer:
         if several.aborted:
             await writer.write_aborted()
         else:
-            await self._inner.generate(asked.request(index, prompt), progress, cast(ServicerContext, writer))
+            await self._inner.Generate(asked.request(index, prompt), cast(ServicerContext, writer), progress)
 
     async def Abort(self, request: Any, context: ServicerContext) -> Any:  # noqa: N802
         try:
@@ -201,7 +202,7 @@ class VllmEngineServicer:
         files = await self._model_files()
         limit, largest = max_model_len(view, name), largest_prompt(view, name)
         longest = min(limit - 1, limit if largest is None else largest)
-        vocab_size, defaults = router.tokenizer.vocab_size, router.default_params
+        vocab_size, defaults = router.intake.tokenizer.vocab_size, router.intake.defaults.params
         return model_info(router.config.model, name, limit, longest, vocab_size, files, defaults)
 
     async def GetServerInfo(self, request: Any, context: ServicerContext) -> Any:  # noqa: N802

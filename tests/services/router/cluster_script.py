@@ -18,6 +18,7 @@ from kaveri.text.generation_config import read_sampling_defaults
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import decode_pb2_grpc, feed_pb2_grpc, inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.router.config import RouterConfig
+from services.router.peers import router_addresses
 from services.router.service import Router, router_host
 from tests.services.router.scripted_answers import MAX_MODEL_LEN, MODEL, ask, eventually
 from tests.services.router.scripted_decode import ScriptedDecode
@@ -248,6 +249,10 @@ class RouterUnderTest:
     def ask(self, *prompt: Any, timeout_s: float = 60.0, **fields: Any) -> Any:
         """The call of a request as ask() makes it."""
         return self.stub.Generate(ask(*prompt, **fields), timeout=timeout_s)
+
+    def addresses(self, **named: bool) -> list[str]:
+        """Addresses of the routers that this one sees."""
+        return router_addresses(self.router.store.view(), self.router.config, **named)
 
     async def drain(self) -> None:
         """Returns when the router has ended."""

@@ -16,7 +16,7 @@ from grpc import aio
 from kaveri.errors import InvalidArgument
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.status import error_of
-from services.router.accepted_request import OwnerHint
+from services.router.accepted_request import OwnerHint, hint_to_proto
 
 MODEL = "kaveri-tiny"
 MAX_MODEL_LEN = 8_192
@@ -58,7 +58,7 @@ def ask_again(received: Iterable[int], owner: OwnerHint | None = None, **fields:
     request.received.token_ids.extend(received)
     request.received.max_tokens = 20
     if owner is not None:
-        request.received.owner.CopyFrom(owner.to_proto())
+        request.received.owner.CopyFrom(hint_to_proto(owner))
     return request
 
 

@@ -257,7 +257,7 @@ async def test_a_re_attached_request_that_is_cancelled_before_it_is_looked_for_e
         request = ask(request_id="mine", session=1, secret=SECRET)
         request.received.token_ids.extend(received)
         # Its last character may begin a stop text, so the router before held it back.
-        detokenizer = router.router.tokenizer.detokenizer(PROMPT, ())
+        detokenizer = router.router.intake.tokenizer.detokenizer(PROMPT, ())
         text = "".join(map(detokenizer.push, received)) + detokenizer.flush()
         request.params.stop.append(f"{text[-1]} and so on")
         request.received.characters = len(text) - 1

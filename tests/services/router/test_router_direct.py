@@ -143,4 +143,4 @@ def _counts() -> tuple[float, float]:
 
 def _is_read(router: RouterUnderTest, request_id: str) -> bool:
     entry = router.router.table.get(request_id)
-    return entry is not None and entry.direct is not None and entry.direct.is_read(entry.attempt_number)
+    return entry is not None and entry.direct is not None and entry.direct.read == entry.attempt_number

@@ -263,7 +263,7 @@ async def _streaming_at_the_first_of_two(
         _public_router(cluster, keys_file, instance_id="router-1") as second,
         _public_router(cluster, keys_file) as first,
     ):
-        await eventually(lambda: len(first.inner.router.peers.addresses(public=True)) == 2)
+        await eventually(lambda: len(first.inner.addresses(public=True)) == 2)
         async with first.client(secret) as client:
             stream = client.stream(prompt_token_ids=[300, 301, 302], params=_FIVE)
             await anext(stream)

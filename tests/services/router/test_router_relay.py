@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from kaveri.models import resolve_model
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
+from services.router.lifecycle_values import Ended
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import (
     MAX_MODEL_LEN,
@@ -113,7 +114,7 @@ async def test_an_answer_of_two_tokens_still_tells_of_its_kv_transfer(
         responses = [await call.read()]
         entry = router.router.table.get("two")
         await eventually(lambda: entry.finish is not None)
-        assert not entry.ended, "it did not wait for the report of its hand-over"
+        assert not isinstance(entry.state, Ended), "it did not wait for the report of its hand-over"
         cluster.let_all_go()
         responses += await rest_of(call)
         assert tokens_of(responses) == answer(PROMPT, 2)
@@ -136,13 +137,13 @@ async def test_a_slow_reader_gets_a_long_answer_in_responses_of_a_bounded_size(
         monkeypatch.setattr(entry, "wait_for_output", taken.wait)
         await eventually(lambda: decode.is_paused)
         cluster.let_all_go()
-        await eventually(lambda: entry.ended)
+        await eventually(lambda: isinstance(entry.state, Ended))
         taken.set()
         responses += await rest_of(call)
         assert max(response.ByteSize() for response in responses) < limit
         assert len(responses) > 10
         assert tokens_of(responses) == answer(PROMPT, 400)
-        assert text_of(responses) == router.router.tokenizer.backend.decode(answer(PROMPT, 400))
+        assert text_of(responses) == router.router.intake.tokenizer.backend.decode(answer(PROMPT, 400))
         logprobs = [each for response in responses for each in response.logprobs]
         text_offsets = [each.text_offset for each in logprobs]
         assert text_offsets == sorted(text_offsets)

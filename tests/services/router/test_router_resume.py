@@ -16,7 +16,7 @@ from kaveri.cluster.store import RequestClaim
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, StaleAttempt, Unsupported
 from kaveri.v1 import decode_pb2, inference_pb2
 from services.router import request_placer, subscriptions, token_feeds
-from services.router.accepted_request import OwnerHint
+from services.router.accepted_request import OwnerHint, hint_to_proto
 from services.router.lifecycle_values import Decoding, InstanceLife, Resuming, SeekingOwner
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
 from tests.services.router.scripted_answers import (
@@ -189,7 +189,7 @@ async def test_a_client_that_has_more_than_a_former_owner_is_placed_again(
         if "store" in hinted:
             # It was away when the request went on elsewhere.
             hint = OwnerHint(decode=InstanceLife("decode-0", former.incarnation))
-            stored = hint.to_proto().SerializeToString()
+            stored = hint_to_proto(hint).SerializeToString()
             claim = RequestClaim("one", "router-9", 1, secret_hash=sha256(SECRET).hexdigest(), hint=stored)
             cluster.cluster.put_request(claim, 60.0)
         if hinted != "none":

@@ -53,7 +53,7 @@ async def set_limit(single: ScriptedCluster, router: Any, limit: int) -> None:
 
 def in_line(router: Any) -> list[str]:
     """Ids of the requests that wait for room, in their order."""
-    return [entry.request_id for entry in router.router.placer._line._line]
+    return [entry.request_id for entry in router.router.placer._line.in_line]
 
 
 def ask_many(router: Any, count: int, timeout: float = 30) -> list[asyncio.Task[Any]]:
@@ -219,14 +219,13 @@ def test_requests_wait_longer_for_instances_than_engines_take_to_start() -> None
     assert 60 < config.unavailable_after_s < config.default_timeout_s
 
 
-def test_a_request_in_line_that_must_rest_gives_its_place_to_the_next() -> None:
+async def test_a_request_in_line_that_must_rest_gives_its_place_to_the_next() -> None:
     line, first, second = PlacementLine(), cast(RequestEntry, "first"), cast(RequestEntry, "second")
-    line.join(first)
-    line.join(second)
-    line.rest(first)
+    for request, rests in ((first, False), (second, False), (first, True)):
+        await line.wait(request, 0.0, rests=rests)
     assert len(line) == 2
-    line.join(first)
-    assert list(line._line) == [second, first]
+    await line.wait(first, 0.0, rests=False)
+    assert list(line.in_line) == [second, first]
     line.leave(first)
     line.leave(second)
     assert not len(line)
