@@ -16,7 +16,7 @@ from kaveri.wire.messages import drawing_to_proto, finish_to_proto, name_tokens
 from services.router import metrics
 from services.router.accepted_request import hint_to_proto
 from services.router.lifecycle_values import Ended, InstanceLife
-from services.router.requests import DirectReading, Interrupted, RequestEntry, SentAway
+from services.router.requests import Interrupted, RequestEntry, SentAway
 
 ServicerContext = aio.ServicerContext[Any, Any]
 
@@ -75,8 +75,10 @@ async def write_answer(
             if entry.direct is not None:
                 response.first_character = part.first_character
                 # The prompt's logprobs come from the router alone, before the client reads elsewhere.
-                if not part.prompt_logprobs:
-                    _offer(entry, entry.direct, response, address_of)
+                decode = None if part.prompt_logprobs else entry.direct.offer(entry.state)
+                if decode is not None and (address := address_of(decode)):
+                    response.tokens_at.address, response.tokens_at.incarnation = address, decode.incarnation
+                    entry.direct.offered = entry.attempt_number
                 response.interrupted = ended and isinstance(error, Interrupted)
             if ended and error is None:
                 _complete(entry, response)
@@ -98,19 +100,6 @@ def _report_prompt(
     report.logprobs.extend(sampling_pb2.Logprobs() if entry is None else entry for entry in part.prompt_logprobs)
     if token_piece is not None:
         name_tokens(part.prompt_token_ids, report.logprobs, token_piece)
-
-
-def _offer(
-    entry: RequestEntry,
-    direct: DirectReading,
-    response: inference_pb2.GenerateResponse,
-    address_of: Callable[[InstanceLife], str],
-) -> None:
-    """Name the decode instance to the client, unless the client knows it."""
-    decode = direct.offer(entry.state)
-    if decode is not None and (address := address_of(decode)):
-        response.tokens_at.address, response.tokens_at.incarnation = address, decode.incarnation
-        direct.offered = entry.attempt_number
 
 
 async def write_cancelled(

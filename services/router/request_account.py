@@ -84,11 +84,6 @@ class RequestAccount:
         if self.owner_change is None:
             self.owner_change = OwnerChange(cause, former.instance_id, last_token_s or now_s)
 
-    def note_not_found(self, now_s: float) -> None:
-        """Record that the attempt found no instance that has the request."""
-        self.steps.append((now_s, "not found there"))
-        self.end_span(now_s, "not found")
-
     def note_new_owner(
         self, outcome: str, life: InstanceLife, attempt: int, held_tokens: int, context_tokens: int
     ) -> None:

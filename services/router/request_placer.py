@@ -355,7 +355,8 @@ class RequestPlacer:
         if isinstance(found, Missing):
             entry.account.timing.attempts -= 1
             now_s = time.monotonic()
-            entry.account.note_not_found(now_s)
+            entry.account.steps.append((now_s, "not found there"))
+            entry.account.end_span(now_s, "not found")
             entry.handle(lives.NotFound(), now_s)
         else:
             # The owner has not changed, even if the holder of a replica was asked before.

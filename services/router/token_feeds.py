@@ -119,15 +119,20 @@ class TokenFeeds:
                 self._followed.update({tie.entry: successor for tie in successor.ties.values() if not tie.at_prefill})
                 subscription.stop("has restarted")
                 successor.start(record, self._follow(successor, record))
-        for instance_id, record in records.items():
-            if instance_id not in self._subscriptions:
-                subscription = self._subscriptions[instance_id] = Subscription(instance_id, self._over.get)
-                subscription.start(record, self._follow(subscription, record))
+        for instance_id in [name for name in records if name not in self._subscriptions]:
+            subscription, record = self._subscription(instance_id), records[instance_id]
+            subscription.start(record, self._follow(subscription, record))
         self._find_silent()
 
     def _end_life(self, record: InstanceRecord | None) -> None:
         if record is not None:
             self._over.put(InstanceLife(record.instance_id, record.incarnation), True)
+
+    def _subscription(self, instance_id: str) -> Subscription:
+        """The instance's subscription; a new one, without a record, if a prefill instance has seen it first."""
+        if instance_id not in self._subscriptions:
+            self._subscriptions[instance_id] = Subscription(instance_id, self._over.get)
+        return self._subscriptions[instance_id]
 
     def follow(self, entry: RequestEntry, attempt: Attempt, life: InstanceLife, is_there: bool) -> None:
         """Deliver the tokens of an attempt from this life of a decode instance. The attempt fails when the instance
@@ -137,10 +142,7 @@ class TokenFeeds:
         Attaches if the attempt is older than the stream, because tokens may be lost on a former one, or was taken over,
         because its tokens go to another router.
         """
-        subscription = self._subscriptions.get(life.instance_id)
-        if subscription is None:
-            # A prefill instance has seen it first.
-            subscription = self._subscriptions[life.instance_id] = Subscription(life.instance_id, self._over.get)
+        subscription = self._subscription(life.instance_id)
         if self._followed.get(entry) is not subscription:
             self.unfollow(entry)
         self._followed[entry] = subscription
@@ -159,10 +161,7 @@ class TokenFeeds:
     def expect_reports(self, entry: RequestEntry, number: int, record: InstanceRecord) -> PromptTie:
         """Collect the reports on an attempt from this life of a prefill instance, until drop()."""
         tie = PromptTie(entry, number, record, InstanceLife(record.instance_id, record.incarnation))
-        subscription = self._subscriptions.get(record.instance_id)
-        if subscription is None:
-            subscription = self._subscriptions[record.instance_id] = Subscription(record.instance_id, self._over.get)
-        subscription.tie(tie)
+        self._subscription(record.instance_id).tie(tie)
         self._tied.set()
         return tie
 
