@@ -36,15 +36,7 @@ from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
 from services.router.holders import Holders
-from services.router.lifecycle_values import (
-    Attempt,
-    Decoding,
-    GivenUp,
-    InstanceLife,
-    Lost,
-    ReplicaNamed,
-    Tokens,
-)
+from services.router.lifecycle_values import Attempt, Decoding, GivenUp, InstanceLife, Lost, ReplicaNamed, Tokens
 from services.router.request_table import RequestTable
 from services.router.requests import RequestEntry
 from services.router.subscriptions import OpenStream, PromptTie, Subscription, Tie

@@ -18,9 +18,7 @@ from kaveri.domain.sampling import FinishReason
 from kaveri.domain.view import ClusterView, Phase
 from kaveri.errors import InvalidArgument, KaveriError, RequestAlreadyExists, SlowReader, Unsupported
 from kaveri.hosting.read_limit import ReadLimit
-from kaveri.hosting.vllm_grpc import (
-    SERVICE_NAME as SERVICE_NAME,
-)
+from kaveri.hosting.vllm_grpc import SERVICE_NAME as SERVICE_NAME
 from kaveri.hosting.vllm_grpc import (
     AnswerMessages,
     VllmAsked,

@@ -35,7 +35,6 @@ class ScriptedInstance:
     server: RpcServer
     heartbeat: Heartbeat
     task: "asyncio.Task[None]"
-    register: Callable[[aio.Server], None]
 
     async def kill(self) -> None:
         """Cuts every connection at once and lets the lease run out, as SIGKILL does."""
@@ -45,12 +44,6 @@ class ScriptedInstance:
     async def die(self) -> None:
         """Cuts every connection at once; its heartbeats go on, as for the lease of a killed process."""
         await self.server.stop(0)
-
-    async def come_back(self) -> None:
-        """Answers at the same address as before, in the same life."""
-        self.server = RpcServer("127.0.0.1", self.server.port, ())
-        self.server.add(self.register)
-        await self.server.start()
 
     async def leave(self) -> None:
         """Deregisters and stops."""
@@ -212,7 +205,7 @@ class ScriptedCluster:
             async with store:
                 await heartbeat.run()
 
-        return ScriptedInstance(record, load, server, heartbeat, asyncio.create_task(beat()), register)
+        return ScriptedInstance(record, load, server, heartbeat, asyncio.create_task(beat()))
 
 
 @contextlib.asynccontextmanager

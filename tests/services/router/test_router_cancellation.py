@@ -22,7 +22,6 @@ from tests.services.router.scripted_answers import (
     finish,
     refused,
     rest_of,
-    text_of,
     tokens_of,
 )
 from tests.support.scripted_ports import plain_channel
@@ -133,20 +132,6 @@ async def test_cancel_reaches_a_request_that_waits_for_an_instance(tokenizer: Mo
         (response,) = await collecting
         assert response.request_id == "early"
         assert response.finish_reason == sampling_pb2.FINISH_REASON_CANCELLED
-
-
-async def test_text_held_back_for_a_stop_text_is_delivered_on_cancel(
-    cluster: ScriptedCluster, tokenizer: ModelTokenizer
-) -> None:
-    cluster.pausing()
-    text = tokenizer.backend.decode(answer(PROMPT, 7))
-    async with cluster.router() as router:
-        call = router.ask(request_id="held", stop=(text[-1] + "\x00 never",))
-        responses = [await call.read()]
-        await eventually(lambda: len(router.router.table.get("held").answer.token_ids) == 7)
-        await router.stub.Cancel(inference_pb2.CancelRequest(request_id="held"))
-        responses += await rest_of(call)
-        assert text_of(responses) == text
 
 
 async def test_a_full_router_refuses_with_a_delay_and_takes_again_when_there_is_room(cluster: ScriptedCluster) -> None:

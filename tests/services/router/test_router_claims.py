@@ -54,12 +54,6 @@ def is_refused(call: "asyncio.Task[object]") -> bool:
     return isinstance(error, aio.AioRpcError) and error.code() is grpc.StatusCode.ALREADY_EXISTS
 
 
-async def test_the_request_id_of_a_router_that_is_gone_is_free(cluster: ScriptedCluster) -> None:
-    async with cluster.router() as router:
-        cluster.cluster.put_request(HELD, 60.0)
-        await finish(router.ask(request_id="mine"))
-
-
 async def test_an_id_that_its_client_drew_from_the_secret_waits_for_no_claim(cluster: ScriptedCluster) -> None:
     """Another's claim would make a request with this id wait."""
     async with beside_another(cluster) as (router, other):
@@ -175,22 +169,6 @@ async def test_a_request_that_another_router_has_begun_ends_at_once_and_is_not_p
         cluster.let_all_go()
         await refused(rest_of(call), grpc.StatusCode.ALREADY_EXISTS)
         assert len(cluster.taken()) == 1
-
-
-async def test_an_id_that_is_used_again_names_other_attempts(cluster: ScriptedCluster) -> None:
-    # So that a token or an Abort of the former request, late as it may be, does not touch the new one.
-    async with cluster.router() as router:
-        for number in range(3):
-            cluster.pausing()
-            call = router.ask((300 + number,), request_id="again")
-            await cluster.read_until_paused(call)
-            call.cancel()
-            await eventually(lambda: len(router.router.table) == 0)
-            cluster.let_all_go()
-        last = await finish(router.ask(request_id="again"))
-        assert last.timing.attempts == 1
-        attempts = [request.attempt for request in cluster.taken()]
-        assert sorted(attempts) == [1, 2, 3, 4]
 
 
 class CountingStore(MemoryStore):

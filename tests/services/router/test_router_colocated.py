@@ -10,15 +10,7 @@ from kaveri.policy.placement import PlacementPolicy
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
 from tests.services.router.cluster_script import ScriptedCluster, scripted_cluster
-from tests.services.router.scripted_answers import (
-    MAX_MODEL_LEN,
-    MODEL,
-    collect,
-    eventually,
-    finish,
-    refused,
-    tokens_of,
-)
+from tests.services.router.scripted_answers import MAX_MODEL_LEN, MODEL, collect, eventually, finish, refused, tokens_of
 
 
 @pytest.fixture

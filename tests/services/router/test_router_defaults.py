@@ -73,6 +73,7 @@ async def test_what_a_request_leaves_unset_is_the_models(cluster: ScriptedCluste
         assert tokens_of(responses) == answer(PROMPT, 9)
         assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
         assert responses[0].max_tokens == 9
+        assert cluster.taken()[0].params.HasField("seed")
         resolved = responses[0].resolved_params
         assert {name: getattr(resolved, name) for name in DRAWN} == VALUES
 

@@ -172,18 +172,6 @@ async def test_instances_that_only_beat_and_stalls_of_the_router_cost_no_attempt
         assert suspicions() == before
 
 
-async def test_a_restarted_decode_instance_is_followed_in_its_new_life(cluster: ScriptedCluster) -> None:
-    cluster.pausing()
-    async with cluster.router() as router:
-        call = router.ask()
-        responses = await cluster.read_until_paused(call)
-        await cluster.kill("decode-0")
-        await cluster.add_decode("decode-0")
-        cluster.place_on = "decode-0"
-        last = await finish(call, responses)
-        assert last.timing.decode_instance_id == "decode-0"
-
-
 async def test_a_gap_in_the_tokens_is_a_lost_attempt_and_not_a_hole_in_the_answer(cluster: ScriptedCluster) -> None:
     cluster.decodes["decode-0"].skip_once = True
     async with cluster.router() as router:

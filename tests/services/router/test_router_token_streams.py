@@ -194,21 +194,6 @@ async def test_the_aborts_of_many_requests_reach_an_instance_in_few_messages(clu
             assert decode.abort_messages == [True]
 
 
-async def test_a_request_that_decode_had_before_the_token_stream_stood_is_answered_whole(
-    cluster: ScriptedCluster,
-) -> None:
-    decode = cluster.pausing()
-    decode.thawed.clear()
-    async with cluster.router() as router:
-        call, responses = await read_once_placed(cluster, router, "early", "decode-0")
-        # The router cannot know what went over a former stream: it attaches the request.
-        decode.thawed.set()
-        await eventually(lambda: decode.is_paused)
-        cluster.let_all_go()
-        last = await finish(call, responses)
-        assert last.timing.attempts == 1
-
-
 async def test_an_answer_to_attach_that_is_of_no_use_loses_the_attempt_and_not_the_request(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

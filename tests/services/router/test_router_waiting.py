@@ -151,20 +151,6 @@ async def collect_cancelled(router: Any, request_id: str) -> None:
     assert response.found
 
 
-async def test_an_instance_that_is_back_at_its_address_within_its_lease_costs_no_attempt(
-    single: ScriptedCluster, lines: list[Any]
-) -> None:
-    instance = single.instances["prefill-0"]
-    await instance.die()
-    async with single.router(max_attempts=1) as router:
-        tasks = ask_many(router, 10)
-        await eventually(lambda: len(router.router.placer._line._resting) == 10)
-        await instance.come_back()
-        await check_answers(tasks)
-    assert not [line for line in lines if line["event"] == "attempt_lost"]
-    assert not single.decodes["decode-0"].aborted, "nothing was reserved for what was never sent"
-
-
 async def test_an_attempt_that_was_never_connected_costs_nothing_when_its_instance_begins_a_new_life(
     single: ScriptedCluster,
 ) -> None:
