@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,40 +80,20 @@ class ScriptedCluster:
 
     async def add_decode(self, instance_id: str) -> ScriptedDecode:
         decode = self.decodes[instance_id] = ScriptedDecode(instance_id)
-        decode.incarnation = self.incarnations + 1
-
-        def register(server: aio.Server) -> None:
-            decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
-            feed_pb2_grpc.add_FeedServiceServicer_to_server(ScriptedFeed(decode=decode), server)
-
-        self.instances[instance_id] = await self._start(instance_id, (Phase.DECODE,), register)
+        await self._start(instance_id, (Phase.DECODE,), None, decode)
         return decode
 
     async def add_prefill(self, instance_id: str) -> ScriptedPrefill:
         prefill = self.prefills[instance_id] = ScriptedPrefill(instance_id, self._decode, self._life)
-        prefill.incarnation = self.incarnations + 1
-
-        def register(server: aio.Server) -> None:
-            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server)
-            feed_pb2_grpc.add_FeedServiceServicer_to_server(ScriptedFeed(prefill=prefill), server)
-
-        self.instances[instance_id] = await self._start(instance_id, (Phase.PREFILL,), register)
+        await self._start(instance_id, (Phase.PREFILL,), prefill, None)
         return prefill
 
-    async def add_colocated(self, instance_id: str) -> tuple[ScriptedPrefill, ScriptedDecode]:
+    async def add_colocated(self, instance_id: str) -> None:
         """One server for both; what it prefills it decodes itself."""
         decode = ScriptedDecode(instance_id)
         prefill = ScriptedPrefill(instance_id, lambda: decode)
         self.colocated[instance_id] = prefill, decode
-        prefill.incarnation = decode.incarnation = self.incarnations + 1
-
-        def register(server: aio.Server) -> None:
-            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server)
-            decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
-            feed_pb2_grpc.add_FeedServiceServicer_to_server(ScriptedFeed(prefill, decode), server)
-
-        self.instances[instance_id] = await self._start(instance_id, BOTH_PHASES, register)
-        return prefill, decode
+        await self._start(instance_id, BOTH_PHASES, prefill, decode)
 
     def taken(self) -> list[prefill_pb2.SubmitRequest]:
         """Every request that any prefill instance has got, an instance at a time."""
@@ -173,12 +153,26 @@ class ScriptedCluster:
             await under_test.check_integrity()
 
     async def _start(
-        self, instance_id: str, phases: tuple[Phase, ...], register: Callable[[aio.Server], None]
-    ) -> ScriptedInstance:
+        self,
+        instance_id: str,
+        phases: tuple[Phase, ...],
+        prefill: ScriptedPrefill | None,
+        decode: ScriptedDecode | None,
+    ) -> None:
+        self.incarnations += 1
+
+        def register(server: aio.Server) -> None:
+            if prefill is not None:
+                prefill.incarnation = self.incarnations
+                prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server)
+            if decode is not None:
+                decode.incarnation = self.incarnations
+                decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
+            feed_pb2_grpc.add_FeedServiceServicer_to_server(ScriptedFeed(prefill, decode), server)
+
         server = RpcServer("127.0.0.1", 0, ())
         server.add(register)
         await server.start()
-        self.incarnations += 1
         record = InstanceRecord(
             instance_id=instance_id,
             incarnation=self.incarnations,
@@ -196,8 +190,8 @@ class ScriptedCluster:
 
         def load_now() -> InstanceLoad:
             stated = self.instances[instance_id].load if instance_id in self.instances else load
-            prefill = self.prefills.get(instance_id)
-            return stated if prefill is None else replace(stated, queue_room=prefill.queue_room)
+            scripted = self.prefills.get(instance_id)
+            return stated if scripted is None else replace(stated, queue_room=scripted.queue_room)
 
         heartbeat = Heartbeat(store, record, load_now, 0.02)
 
@@ -205,7 +199,7 @@ class ScriptedCluster:
             async with store:
                 await heartbeat.run()
 
-        return ScriptedInstance(record, load, server, heartbeat, asyncio.create_task(beat()))
+        self.instances[instance_id] = ScriptedInstance(record, load, server, heartbeat, asyncio.create_task(beat()))
 
 
 @contextlib.asynccontextmanager

@@ -72,11 +72,21 @@ async def collect(call: AsyncIterator[inference_pb2.GenerateResponse]) -> list[i
     return responses
 
 
-async def rest_of(call: Any) -> list[inference_pb2.GenerateResponse]:
-    """The responses after those that were read one by one."""
-    responses = []
+async def rest_of(
+    call: Any, responses: list[inference_pb2.GenerateResponse] | None = None
+) -> list[inference_pb2.GenerateResponse]:
+    """The responses after those that were read one by one. responses: gets them, also before an error."""
+    responses = [] if responses is None else responses
     while (response := await call.read()) is not aio.EOF:
         responses.append(response)
+    return responses
+
+
+async def read_tokens(call: Any, count: int) -> list[inference_pb2.GenerateResponse]:
+    """The responses with the first `count` tokens, or a few more."""
+    responses: list[inference_pb2.GenerateResponse] = []
+    while len(tokens_of(responses)) < count:
+        responses.append(await call.read())
     return responses
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc import aio
 from structlog.testing import capture_logs
 
 from kaveri.cluster.store import RequestClaim
@@ -33,20 +32,10 @@ from tests.services.router.scripted_answers import (
 )
 
 
-def ask_attachable(request_id: str, **fields: Any) -> inference_pb2.GenerateRequest:
-    """A request whose client can re-attach."""
-    return ask(request_id=request_id, secret=SECRET, **fields)
-
-
 async def moved(call: Any) -> list[inference_pb2.GenerateResponse]:
     """The rest of an answer whose client is sent away."""
     responses: list[inference_pb2.GenerateResponse] = []
-
-    async def read_all() -> None:
-        while (response := await call.read()) is not aio.EOF:
-            responses.append(response)
-
-    await refused(read_all(), grpc.StatusCode.UNAVAILABLE, "another router")
+    await refused(rest_of(call, responses), grpc.StatusCode.UNAVAILABLE, "another router")
     return responses
 
 
@@ -59,7 +48,7 @@ async def test_clients_get_what_is_there_and_the_other_routers_and_nothing_is_ab
         cluster.hold("started")
     async with cluster.router(drain_timeout_s=10) as router, cluster.router(instance_id="router-1") as other:
         await eventually(lambda: router.addresses(includes_own=False))
-        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
+        call = router.ask(request_id="mine", secret=SECRET)
         if phase == "decoding":
             # Also those that the decode instance has sent must have come.
             await eventually(lambda: any(len(entry.answer.token_ids) == 7 for entry in router.router.table.entries()))
@@ -115,7 +104,7 @@ async def test_tokens_of_a_request_that_was_sent_away_do_not_abort_it(cluster: S
     decode = cluster.pausing()
     async with cluster.router() as router, cluster.router(instance_id="router-1"):
         await eventually(lambda: router.addresses(includes_own=False))
-        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
+        call = router.ask(request_id="mine", secret=SECRET)
         await eventually(lambda: decode.is_paused)
         router.router.drain()
         await moved(call)
@@ -131,7 +120,7 @@ async def test_tokens_of_a_session_do_not_abort_it_while_the_input_of_the_next_o
 ) -> None:
     decode = cluster.pausing()
     async with cluster.router() as router:
-        former = router.stub.Generate(ask_attachable("mine"), timeout=60)
+        former = router.ask(request_id="mine", secret=SECRET)
         await eventually(lambda: decode.is_paused)
         # The cluster store answers late.
         open_claim, is_checked, may_go_on = router.router.claims.open, asyncio.Event(), asyncio.Event()
@@ -142,7 +131,7 @@ async def test_tokens_of_a_session_do_not_abort_it_while_the_input_of_the_next_o
             return await open_claim(claim, ttl_s)
 
         monkeypatch.setattr(router.router.claims, "open", open_late)
-        again = ask_attachable("mine", session=1)
+        again = ask(request_id="mine", secret=SECRET, session=1)
         later = asyncio.create_task(collect(router.stub.Generate(again, timeout=60)))
         await is_checked.wait()
         read: list[int] = []
@@ -162,7 +151,7 @@ async def test_tokens_of_a_session_do_not_abort_it_while_the_input_of_the_next_o
 async def test_a_single_router_waits_and_sends_clients_away_when_another_one_comes(cluster: ScriptedCluster) -> None:
     decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=30) as router:
-        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
+        call = router.ask(request_id="mine", secret=SECRET)
         await eventually(lambda: decode.is_paused)
         draining = asyncio.create_task(router.drain())
         await eventually(lambda: router.router.draining)
@@ -181,7 +170,7 @@ async def test_routers_that_drain_together_send_no_client_to_one_another(
     decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=30) as router, cluster.router(instance_id="router-1") as other:
         await eventually(lambda: len(router.addresses()) == len(other.addresses()) == 2)
-        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
+        call = router.ask(request_id="mine", secret=SECRET)
         (first,) = await cluster.read_until_paused(call)
         began_s = time.monotonic()
         draining = [asyncio.create_task(router.drain())]
@@ -202,11 +191,11 @@ async def test_routers_that_drain_together_send_no_client_to_one_another(
 async def test_the_last_router_takes_requests_back_while_it_drains(cluster: ScriptedCluster) -> None:
     decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=30) as router:
-        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
+        call = router.ask(request_id="mine", secret=SECRET)
         (first,) = await cluster.read_until_paused(call)
         draining = asyncio.create_task(router.drain())
         await eventually(lambda: router.router.draining)
-        again = ask_attachable("sent-away-by-another", session=1)
+        again = ask(request_id="sent-away-by-another", secret=SECRET, session=1)
         taken_back = router.stub.Generate(again, timeout=60)
         # Else the router ends with its last request before this one comes.
         await eventually(lambda: router.router.table.get("sent-away-by-another") is not None)
@@ -220,7 +209,7 @@ async def test_the_last_router_takes_requests_back_while_it_drains(cluster: Scri
 async def test_at_the_end_of_its_time_a_single_router_leaves_requests_where_they_are(cluster: ScriptedCluster) -> None:
     decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=0.1) as router:
-        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
+        call = router.ask(request_id="mine", secret=SECRET)
         await eventually(lambda: decode.is_paused)
         draining = asyncio.create_task(router.drain())
         await moved(call)
@@ -236,7 +225,7 @@ async def test_a_request_whose_input_is_checked_meanwhile_is_sent_away_then(
         await cluster.leave(name)
     async with cluster.router(drain_timeout_s=10) as router, cluster.router(instance_id="router-1") as other:
         await eventually(lambda: len(other.addresses()) == 2)
-        request = ask_attachable("early", session=session)
+        request = ask(request_id="early", secret=SECRET, session=session)
         call = router.stub.Generate(request, timeout=60)
         # No instance tells its limits: it waits.
         await eventually(lambda: router.router.table.slot_of("early") is not None)
@@ -263,13 +252,13 @@ async def test_the_last_router_serves_what_it_has_sent_away_when_the_other_one_d
     async with cluster.router() as router:
         async with cluster.router(instance_id="router-1") as other:
             await eventually(lambda: router.addresses(includes_own=False))
-            call = router.stub.Generate(ask_attachable("mine"), timeout=60)
+            call = router.ask(request_id="mine", secret=SECRET)
             await eventually(lambda: decode.is_paused)
             await router.host.drain()
             assert list((await moved(call))[-1].routers) == [other.address]
             await router.check_integrity()
         await eventually(lambda: not router.addresses(includes_own=False))
-        again = ask_attachable("mine", session=1)
+        again = ask(request_id="mine", secret=SECRET, session=1)
         decode.may_step.set()
         assert tokens_of(await collect(router.stub.Generate(again, timeout=60))) == answer(PROMPT, 20)
 

@@ -19,6 +19,7 @@ from tests.services.router.scripted_answers import (
     collect,
     eventually,
     finish,
+    read_tokens,
     refused,
     rest_of,
     tokens_of,
@@ -79,9 +80,7 @@ async def test_a_decode_instance_killed_in_mid_stream_is_followed_by_another_wit
     async with cluster.router() as router:
         decode.pause_at = 7
         call = router.ask(request_id="moved")
-        responses = [await call.read()]
-        while len(tokens_of(responses)) < 7:
-            responses.append(await call.read())
+        responses = await read_tokens(call, 7)
         await cluster.kill("decode-0")
         last = await finish(call, responses)
         timing = last.timing
@@ -98,9 +97,7 @@ async def test_requests_of_a_frozen_decode_instance_go_on_elsewhere_within_a_sec
     async with cluster.router() as router:
         frozen.pause_at = 7
         call = router.ask(request_id="moved")
-        responses = [await call.read()]
-        while len(tokens_of(responses)) < 7:
-            responses.append(await call.read())
+        responses = await read_tokens(call, 7)
         running = router.router.feeds._silence._clock
         before = suspicions()
         cluster.place_on = "decode-1"

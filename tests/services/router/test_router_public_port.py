@@ -25,7 +25,7 @@ from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.router.config import RouterConfig
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster, scripted_cluster
-from tests.services.router.scripted_answers import SECRET, ask, eventually, refused
+from tests.services.router.scripted_answers import SECRET, ask, eventually, read_tokens, refused, rest_of
 from tests.support.certificates import Authority
 from tests.support.redis_fixture import free_port
 
@@ -350,16 +350,9 @@ async def test_strangers_are_not_told_where_decode_instances_are(cluster: Script
             decode.pause_at = 3
             request = ask(max_tokens=20, request_id=name, secret=SECRET, direct=True)
             call = stub.Generate(request, timeout=WITHIN_S, metadata=metadata)
-            responses = [await call.read()]
-            while sum(len(response.token_ids) for response in responses) < 3:
-                responses.append(await call.read())
+            responses = await read_tokens(call, 3)
             decode.may_step.set()
-            responses += [response async for response in _rest(call)]
+            await rest_of(call, responses)
             told = [response.tokens_at.address for response in responses if response.HasField("tokens_at")]
             assert len(told) == is_told
             assert responses[-1].usage.completion_tokens == 20
-
-
-async def _rest(call: Any) -> AsyncIterator[inference_pb2.GenerateResponse]:
-    while (response := await call.read()) is not aio.EOF:
-        yield response

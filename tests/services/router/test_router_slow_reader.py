@@ -16,7 +16,17 @@ from kaveri.errors import SlowReader
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from kaveri.wire.status import error_of
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
-from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, finish, refused, tokens_of
+from tests.services.router.scripted_answers import (
+    PROMPT,
+    answer,
+    ask,
+    collect,
+    eventually,
+    finish,
+    refused,
+    rest_of,
+    tokens_of,
+)
 from tests.support.scripted_ports import plain_channel
 
 TOKENS = 7_000
@@ -35,11 +45,6 @@ async def client(router: RouterUnderTest) -> AsyncIterator[inference_pb2_grpc.In
 def large(**fields: Any) -> inference_pb2.GenerateRequest:
     """Its answer is 1.5 MB: far more than the window."""
     return ask(max_tokens=TOKENS, logprobs=20, **fields)
-
-
-async def read_into(responses: list[inference_pb2.GenerateResponse], call: Any) -> None:
-    while (response := await call.read()) is not aio.EOF:
-        responses.append(response)
 
 
 def ended_count(outcome: str) -> float:
@@ -74,7 +79,7 @@ async def test_a_client_that_stops_reading_loses_its_request_and_frees_everythin
         cluster.let_all_go()
         assert tokens_of(await collect(router.stub.Generate(again, timeout=60))) == answer(PROMPT, 3)
         responses = [first]
-        caught = await refused(read_into(responses, call), grpc.StatusCode.ABORTED)
+        caught = await refused(rest_of(call, responses), grpc.StatusCode.ABORTED)
         error = error_of(caught)
         assert isinstance(error, SlowReader)
         assert error.limit_s == LIMIT_S
@@ -144,6 +149,6 @@ async def test_the_fields_grpc_gives_up_on_such_a_client_too(cluster: ScriptedCl
         assert ended_count("slow_reader") > before
         await eventually(lambda: unread_count() == 1)
         cluster.let_all_go()
-        caught = await refused(read_into([], call), grpc.StatusCode.ABORTED)
+        caught = await refused(rest_of(call), grpc.StatusCode.ABORTED)
         assert isinstance(error_of(caught), SlowReader)
         await eventually(lambda: unread_count() == 0)

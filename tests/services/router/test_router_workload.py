@@ -19,6 +19,7 @@ from tests.services.router.scripted_answers import (
     ask_again,
     collect,
     eventually,
+    read_tokens,
     rest_of,
     tokens_of,
 )
@@ -63,9 +64,7 @@ async def test_a_request_that_runs_has_the_tokens_that_it_has_so_far_and_is_cut_
         decode.pause_at = 10
     async with cluster.router() as router:
         call = router.ask(request_id="one")
-        got = 0
-        while got < 10:
-            got += len((await call.read()).token_ids)
+        await read_tokens(call, 10)
         during = await workload_of(router.address)
         assert lengths_of(during.running) == [(len(PROMPT), 10)]
         assert len(during.arrived_ago_s) == 1
@@ -86,9 +85,7 @@ async def test_a_client_that_re_attaches_neither_arrives_again_nor_ends_twice(cl
     async with cluster.router() as router:
         request = ask(request_id="one", secret=SECRET)
         first = router.stub.Generate(request, timeout=60)
-        tokens: list[int] = []
-        while len(tokens) < 10:
-            tokens += (await first.read()).token_ids
+        tokens = tokens_of(await read_tokens(first, 10))
         again = ask_again(tokens)
         second = router.stub.Generate(again, timeout=60)
         reading = asyncio.create_task(rest_of(second))
