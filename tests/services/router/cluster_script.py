@@ -46,7 +46,6 @@ class ScriptedInstance:
         await self.server.stop(0)
 
     async def leave(self) -> None:
-        """Deregisters and stops."""
         self.heartbeat.stop()
         await self.task
         await self.server.stop(0)
@@ -54,8 +53,6 @@ class ScriptedInstance:
 
 @dataclass
 class ScriptedCluster:
-    """Scripted instances around one in-memory store, and routers on top."""
-
     tokenizer: ModelTokenizer
     cluster: MemoryCluster = field(default_factory=MemoryCluster)
     instances: dict[str, ScriptedInstance] = field(default_factory=dict)
@@ -112,16 +109,13 @@ class ScriptedCluster:
         return responses
 
     def hold(self, step: str) -> None:
-        """Holds every prompt before this step, until let_all_go()."""
         for prefill in self.prefills.values():
             prefill.hold.add(step)
 
     async def until_held(self) -> None:
-        """Returns when a prompt is held."""
         await eventually(lambda: any(prefill.waiting_requests for prefill in self.prefills.values()))
 
     def let_all_go(self) -> None:
-        """Ends every hold."""
         for prefill in self.prefills.values():
             prefill.release.set()
         for decode in self.decodes.values():
@@ -220,8 +214,6 @@ async def scripted_cluster(
 
 @dataclass
 class RouterUnderTest:
-    """A running router and a client's way to it."""
-
     router: Router
     host: ServiceHost
     stub: Any
@@ -234,11 +226,9 @@ class RouterUnderTest:
         return self.host.address
 
     def ask(self, *prompt: Any, timeout_s: float = 60.0, **fields: Any) -> Any:
-        """The call of a request as ask() makes it."""
         return self.stub.Generate(ask(*prompt, **fields), timeout=timeout_s)
 
     def addresses(self, **named: bool) -> list[str]:
-        """Addresses of the routers that this one sees."""
         return router_addresses(self.router.store.view(), self.router.config, **named)
 
     async def drain(self) -> None:

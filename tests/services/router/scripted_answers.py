@@ -25,12 +25,10 @@ VOCAB_FLOOR = 300
 
 
 def token_at(prompt: tuple[int, ...], index: int) -> int:
-    """The token at `index` of the answer to `prompt`."""
     return VOCAB_FLOOR + (sum(prompt) + 31 * index + index * index) % 1_000
 
 
 def answer(prompt: tuple[int, ...], token_count: int) -> list[int]:
-    """The whole answer."""
     return [token_at(prompt, index) for index in range(token_count)]
 
 
@@ -110,19 +108,16 @@ async def refused(asking: Awaitable[object], code: grpc.StatusCode, *details: st
 
 
 async def invalid(asking: Awaitable[object]) -> InvalidArgument:
-    """The error of a call that must be refused for one of its fields."""
     error = error_of(await refused(asking, grpc.StatusCode.INVALID_ARGUMENT))
     assert isinstance(error, InvalidArgument)
     return error
 
 
 def tokens_of(responses: list[inference_pb2.GenerateResponse]) -> list[int]:
-    """All tokens of an answer."""
     return [token_id for response in responses for token_id in response.token_ids]
 
 
 def text_of(responses: list[inference_pb2.GenerateResponse]) -> str:
-    """The whole text of an answer."""
     return "".join(response.text for response in responses)
 
 
@@ -133,7 +128,6 @@ def logprobs_at(index: int, top_count: int) -> sampling_pb2.Logprobs:
 
 
 def prompt_logprobs_at(prompt: tuple[int, ...], place: int, top_count: int) -> sampling_pb2.Logprobs:
-    """Recognizable log-probabilities for the token at this position of a prompt."""
     top = [sampling_pb2.TokenLogprob(token_id=VOCAB_FLOOR + rank, logprob=-float(rank)) for rank in range(top_count)]
     return sampling_pb2.Logprobs(logprob=-float(place) - prompt[place] / 1024, top=top)
 

@@ -147,7 +147,6 @@ def test_who_has_announced_a_request_is_told_when_it_ends_before_its_placement_i
 
 
 LAST = lives.Attempt(1, PREFILL, 0, 3)
-"""An attempt for an answer of three tokens."""
 
 
 @pytest.mark.parametrize(
@@ -264,7 +263,6 @@ def test_prefill_may_die_once_the_answer_has_a_token_of_decode_and_not_before() 
 
 
 def test_a_prefill_that_ends_without_its_first_token_loses_the_attempt() -> None:
-    """The tokens of decode waited for it until the deadline."""
     state, _ = run(lives.DecodeNamed(ONE), lives.HandOverReported(), tokens(ONE, 1, 8, 9), lives.PrefillEnded())
     assert isinstance(state, lives.Lost)
     assert "without its first token" in str(state.error)
@@ -302,7 +300,6 @@ FINISHES = st.sampled_from([None, None, None, FinishReason.LENGTH, FinishReason.
 
 
 def token_of(attempt: int, source: lives.InstanceLife, index: int) -> Any:
-    """A token that says who drew it."""
     return attempt, source, index
 
 
@@ -508,7 +505,6 @@ class AnyOrder(RuleBasedStateMachine):
 
     @property
     def awaits_holder(self) -> bool:
-        """Whether the answer of a holder may come."""
         match self.state:
             case lives.Resuming() | lives.Decoding(lives.Attempt(_, lives.InstanceLife("", 0))):
                 return True
@@ -517,7 +513,6 @@ class AnyOrder(RuleBasedStateMachine):
 
     @property
     def reads_prefill(self) -> bool:
-        """Whether the service reads a prefill stream."""
         match self.state:
             case lives.Prefilling() | lives.Finishing():
                 return True

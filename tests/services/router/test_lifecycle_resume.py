@@ -8,6 +8,7 @@ from kaveri.errors import KaveriError, NoCapacity, RequestNotFound, Unavailable
 from kaveri.policy.retry import Setback
 from services.router import lifecycle_values as lives
 from services.router.lifecycle import step
+from tests.services.router.test_lifecycle import appended
 
 PREFILL, OWNER, HOLDER = (
     lives.InstanceLife("prefill-0", 1),
@@ -28,7 +29,6 @@ END_OF_OWNER, END_OF_HOLDER = lives.Abort(1, OWNER), lives.Abort(2, HOLDER)
 
 
 def run(state: lives.State, *events: lives.Event) -> tuple[lives.State, list[lives.Action]]:
-    """The state after the events, and all actions."""
     actions: list[lives.Action] = []
     for event in events:
         state, more = step(state, event, 100.0)
@@ -38,10 +38,6 @@ def run(state: lives.State, *events: lives.Event) -> tuple[lives.State, list[liv
 
 def aborts(actions: list[lives.Action]) -> list[lives.Action]:
     return [action for action in actions if isinstance(action, lives.Abort | lives.Disown)]
-
-
-def appended(actions: list[lives.Action]) -> list[int]:
-    return [token_id for action in actions if isinstance(action, lives.Append) for token_id in action.token_ids]
 
 
 def lost() -> lives.State:

@@ -17,13 +17,11 @@ from tests.services.router.scripted_answers import (
     MAX_MODEL_LEN,
     MODEL,
     answer,
-    ask,
     collect,
     invalid,
     refused,
     tokens_of,
 )
-from tests.support.scripted_ports import plain_channel
 
 
 def with_params(**fields: Any) -> inference_pb2.GenerateRequest:
@@ -99,23 +97,6 @@ async def test_the_longest_request_that_fits_is_taken(cluster: ScriptedCluster) 
     prompt = (300,) * (MAX_MODEL_LEN - 1)
     async with cluster.router() as router:
         assert tokens_of(await collect(router.ask(prompt, max_tokens=1))) == answer(prompt, 1)
-
-
-async def test_a_message_over_the_size_limit_disturbs_nothing_else(cluster: ScriptedCluster) -> None:
-    async with (
-        cluster.router() as router,
-        plain_channel(router.address, (("grpc.max_send_message_length", -1),)) as channel,
-    ):
-        generate = channel.unary_stream(
-            "/kaveri.v1.InferenceService/Generate",
-            request_serializer=inference_pb2.GenerateRequest.SerializeToString,
-            response_deserializer=inference_pb2.GenerateResponse.FromString,
-        )
-        await refused(
-            collect(generate(inference_pb2.GenerateRequest(text="x" * 5_000_000), timeout=60)),
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-        )
-        assert tokens_of(await collect(generate(ask(), timeout=60))) == answer((300, 301, 302), 20)
 
 
 async def test_a_long_text_is_tokenized_like_a_short_one(cluster: ScriptedCluster) -> None:

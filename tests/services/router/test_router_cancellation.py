@@ -161,7 +161,6 @@ async def test_a_request_id_in_flight_is_refused_here_and_at_another_router(clus
 
 
 async def test_attempts_of_an_id_that_is_used_again_go_on_counting(cluster: ScriptedCluster) -> None:
-    """Otherwise a late Abort of the former request would end the new one."""
     for decode in cluster.decodes.values():
         decode.pause_at = 7
     async with cluster.router() as router:

@@ -15,7 +15,6 @@ from tests.services.router.scripted_answers import MAX_MODEL_LEN, MODEL, collect
 
 @pytest.fixture
 async def colocated(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
-    """Two scripted colocated instances only."""
     async with scripted_cluster(tokenizer, 0, 0) as cluster:
         for name in ("colocated-0", "colocated-1"):
             await cluster.add_colocated(name)

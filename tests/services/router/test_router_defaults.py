@@ -41,14 +41,12 @@ def model(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> str:
-    """The path of another such file."""
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"temperature": 0.25, "max_new_tokens": 4}))
     return str(path)
 
 
 def asks(**params: Any) -> inference_pb2.GenerateRequest:
-    """A request that says nothing but these parameters."""
     tokens = inference_pb2.TokenIds(ids=PROMPT)
     if not params:
         return inference_pb2.GenerateRequest(token_ids=tokens)

@@ -33,7 +33,6 @@ from tests.services.router.scripted_answers import (
 
 
 async def moved(call: Any) -> list[inference_pb2.GenerateResponse]:
-    """The rest of an answer whose client is sent away."""
     responses: list[inference_pb2.GenerateResponse] = []
     await refused(rest_of(call, responses), grpc.StatusCode.UNAVAILABLE, "another router")
     return responses
@@ -188,24 +187,6 @@ async def test_routers_that_drain_together_send_no_client_to_one_another(
         await draining[0]
 
 
-async def test_the_last_router_takes_requests_back_while_it_drains(cluster: ScriptedCluster) -> None:
-    decode = cluster.pausing()
-    async with cluster.router(drain_timeout_s=30) as router:
-        call = router.ask(request_id="mine", secret=SECRET)
-        (first,) = await cluster.read_until_paused(call)
-        draining = asyncio.create_task(router.drain())
-        await eventually(lambda: router.router.draining)
-        again = ask(request_id="sent-away-by-another", secret=SECRET, session=1)
-        taken_back = router.stub.Generate(again, timeout=60)
-        # Else the router ends with its last request before this one comes.
-        await eventually(lambda: router.router.table.get("sent-away-by-another") is not None)
-        decode.may_step.set()
-        assert tokens_of(await collect(taken_back)) == answer(PROMPT, 20)
-        await rest_of(call)
-        assert first.token_ids
-        await draining
-
-
 async def test_at_the_end_of_its_time_a_single_router_leaves_requests_where_they_are(cluster: ScriptedCluster) -> None:
     decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=0.1) as router:
@@ -264,8 +245,6 @@ async def test_the_last_router_serves_what_it_has_sent_away_when_the_other_one_d
 
 
 class Instances(dict[str, Any]):
-    """Counts how often all of them are looked at."""
-
     looks = 0
 
     def items(self) -> Any:

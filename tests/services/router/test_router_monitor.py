@@ -24,8 +24,6 @@ _PATIENT_S = 30.0
 
 
 class _Recorder(MonitoredMembership):
-    """Hears every broadcast on a MemoryCluster."""
-
     def __init__(self) -> None:
         super().__init__(time.monotonic)
         self.heard: list[LoadBroadcast] = []
@@ -46,7 +44,6 @@ def _recorded() -> tuple[MemoryCluster, _Recorder]:
 
 @contextlib.asynccontextmanager
 async def _monitor(cluster: MemoryCluster, router_id: str, interval_s: float = 0.02) -> AsyncIterator[Monitor]:
-    """A monitor that sees the cluster's changes as a router's does."""
     async with MemoryStore(cluster) as store, asyncio.TaskGroup() as group:
         monitor = Monitor(store, router_id, interval_s)
 

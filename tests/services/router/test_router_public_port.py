@@ -1,6 +1,5 @@
 """A router's port for clients with API keys: who gets in, how much each key may ask for, and what is not served."""
 
-import asyncio
 import contextlib
 import shutil
 from collections.abc import AsyncIterator
@@ -40,11 +39,8 @@ _FIVE = SamplingParams(max_tokens=5, temperature=0.0)
 
 @dataclass
 class PublicRouter:
-    """A router with a public port."""
-
     inner: RouterUnderTest
     target: str
-    """Of the public port."""
 
     def client(self, secret: str, **given: Any) -> AsyncClient:
         return AsyncClient(self.target, api_key=secret, timeout_s=WITHIN_S, **given)
@@ -161,7 +157,6 @@ async def test_a_key_past_a_limit_is_refused_with_a_delay_and_others_go_on(
     cluster: ScriptedCluster, keys_file: str
 ) -> None:
     few = add_key(keys_file, "few", KeyLimits(tokens_per_min=6))
-    slow = add_key(keys_file, "slow", KeyLimits(requests_per_s=1))
     other = add_key(keys_file, "other", KeyLimits())
     async with _public_router(cluster, keys_file) as router:
         async with router.client(few) as client:
@@ -169,11 +164,6 @@ async def test_a_key_past_a_limit_is_refused_with_a_delay_and_others_go_on(
             with pytest.raises(NoCapacity, match="6 tokens a minute") as refused:
                 await client.generate(prompt_token_ids=[300, 301, 302], params=_FIVE)
             assert 0 < refused.value.retry_after_s <= 60
-        async with router.client(slow) as client:
-            outcomes = await asyncio.gather(*(client.list_models() for _ in range(20)), return_exceptions=True)
-            limited = [outcome for outcome in outcomes if isinstance(outcome, NoCapacity)]
-            assert limited
-            assert "1 requests a second" in str(limited[0])
         async with router.client(other) as client:
             assert (await client.generate(prompt_token_ids=[300, 301], params=_FIVE)).usage.completion_tokens == 5
 

@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 from kaveri.cluster.store import RequestClaim
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, StaleAttempt, Unsupported
 from kaveri.v1 import decode_pb2, inference_pb2
-from services.router import request_placer, subscriptions, token_feeds
+from services.router import request_placer, subscriptions
 from services.router.accepted_request import OwnerHint, hint_to_proto
 from services.router.lifecycle_values import Decoding, InstanceLife, Resuming, SeekingOwner
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
@@ -198,21 +198,6 @@ async def test_a_client_that_has_more_than_a_former_owner_is_placed_again(
         with pytest.raises(aio.AioRpcError) as refused:
             await rest_of(router.stub.Generate(request, timeout=60))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_a_holder_that_is_not_heard_of_is_not_asked(
-    cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(token_feeds, "_RECONNECT_MIN_S", 10.0)
-    monkeypatch.setattr(token_feeds, "_FIRST_RECONNECT_S", 10.0)
-    await cluster.add_decode("decode-2")
-    async with begun(cluster) as (_, collecting):
-        cluster.place_on = "decode-2"
-        await cluster.instances["decode-1"].die()
-        await cluster.kill("decode-0")
-        assert tokens_of(await collecting) == answer(PROMPT, 20)
-    assert len(cluster.taken()) == 2
-    assert not holder.resumes
 
 
 async def test_attempts_after_a_re_attach_go_on_counting_however_long_it_ran(

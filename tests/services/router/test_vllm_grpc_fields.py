@@ -1,6 +1,6 @@
 """Every field of vllm.grpc.engine's Generate is honoured, or refused by its name."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,13 +8,7 @@ from smg_grpc_proto import vllm_engine_pb2
 
 from kaveri.v1 import prefill_pb2
 from tests.services.router.cluster_script import ScriptedCluster
-from tests.services.router.engine_door import EngineDoor, asks, open_door
-
-
-@pytest.fixture
-async def door(cluster: ScriptedCluster) -> AsyncIterator[EngineDoor]:
-    async with open_door(cluster) as door:
-        yield door
+from tests.services.router.engine_door import EngineDoor, asks
 
 
 def _sent(name: str, value: Any) -> Callable[[prefill_pb2.SubmitRequest], bool]:
