@@ -51,7 +51,6 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         return self._recent.workload(time.monotonic())
 
     async def _check(self, context: ServicerContext) -> None:
-        """End the call of a client that is no operator."""
         try:
             if self._operators is not None:
                 self._operators.check_admin(authorization_of(context.invocation_metadata()))

@@ -187,7 +187,6 @@ def _of_another_attempt(state: State, attempt: Attempt, event: Tokens) -> Step:
 
 
 def _taken(state: Placed | Decoding, event: Tokens, now_s: float) -> Step:
-    """Append the tokens that the answer lacks."""
     seen = state.next_index - event.first_index
     added = len(event.token_ids) - seen
     append: tuple[Action, ...] = ()
@@ -313,7 +312,6 @@ def _first_token(state: State, event: FirstTokenReported, now_s: float) -> Step:
 
 
 def _replayed(state: Placed, actions: tuple[Action, ...], now_s: float) -> Step:
-    """Apply the held events of the decode instance."""
     own = [event for event in state.held.events if event.source == state.decode]
     if not own:
         return state, actions
@@ -448,7 +446,6 @@ def _held_of(events: tuple[Tokens | GivenUp | ReplicaNamed, ...]) -> HeldEvents:
 
 
 def _impossible(state: State, event: Event) -> AssertionError:
-    """Error for an event that the service must not report in this state."""
     return AssertionError(f"{type(event).__name__} is impossible in {type(state).__name__}: {event}, {state}")
 
 

@@ -42,7 +42,6 @@ _SHORTEST_S = 1e-3
 _IN_ORDER: Final = ("started", "placed", "prompt_logprobs", "first_token", "handed_over")
 """Fields of a PrefillReport, in reading order."""
 
-
 _Attempt = tuple[RequestEntry, int]
 """A request and the number of its attempt."""
 
@@ -51,13 +50,7 @@ class PrefillAttempts:
     """The attempts of a router at prefill instances. Not thread-safe."""
 
     def __init__(
-        self,
-        *,
-        model: str,
-        stream_id: str,
-        channels: Channels,
-        feeds: TokenFeeds,
-        has_begun: Callable[[], object],
+        self, model: str, stream_id: str, channels: Channels, feeds: TokenFeeds, has_begun: Callable[[], object]
     ) -> None:
         """stream_id: the placer's. has_begun: called when an instance has begun or ended a prompt, so that it may have
         room."""

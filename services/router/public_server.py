@@ -78,7 +78,6 @@ class PublicServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     @contextlib.asynccontextmanager
     async def _admitted(self, context: ServicerContext, request_id: str = "") -> AsyncIterator[Caller]:
-        """Callers.admit(); an error ends the call."""
         async with contextlib.AsyncExitStack() as stack:
             authorization = authorization_of(context.invocation_metadata())
             try:

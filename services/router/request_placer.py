@@ -24,7 +24,7 @@ from kaveri.errors import (
     Unavailable,
 )
 from kaveri.feeds.expiring import ExpiringMap
-from kaveri.policy.placement import AnyPrefillPlacement, choose_prefill, missing_phases
+from kaveri.policy.placement import choose_prefill, missing_phases
 from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
 from kaveri.policy.waits import PREFILL_LOOK_S as _LONGEST_WAIT_S
 from kaveri.rpc.channels import Channels
@@ -33,6 +33,7 @@ from kaveri.timeouts import ATTEMPT_REMEMBERED_S
 from kaveri.wire.attempts import MAX_ATTEMPT
 from services.router import lifecycle_values as lives
 from services.router import metrics
+from services.router.config import RouterConfig
 from services.router.holders import Holders
 from services.router.lifecycle_values import NO_LIFE, InstanceLife, holder_of
 from services.router.prefill_attempts import PrefillAttempts
@@ -50,12 +51,8 @@ class RequestPlacer:
 
     def __init__(
         self,
-        *,
-        model: str,
+        config: RouterConfig,
         stream_id: str,
-        policy: AnyPrefillPlacement,
-        max_attempts: int,
-        unavailable_after_s: float,
         store: ClusterStore,
         channels: Channels,
         feeds: TokenFeeds,
@@ -63,10 +60,10 @@ class RequestPlacer:
         rng: random.Random,
     ) -> None:
         """stream_id: the router_id of the prefill and decode protocols; unique across restarts, and secret."""
-        self._model = model
+        self._model = config.model_name
         self._stream_id = stream_id
-        self._policy = policy
-        self._limits = RetryLimits(max_attempts, unavailable_after_s)
+        self._policy = config.placement_policy
+        self._limits = RetryLimits(config.max_attempts, config.unavailable_after_s)
         self._store = store
         self._feeds = feeds
         self._holders = holders
@@ -80,16 +77,10 @@ class RequestPlacer:
         self._line = PlacementLine()
         self._instances: Mapping[str, ViewedInstance] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._prefills = PrefillAttempts(
-            model=model,
-            stream_id=stream_id,
-            channels=channels,
-            feeds=feeds,
-            has_begun=self._line.wake_first,
-        )
+        self._prefills = PrefillAttempts(self._model, stream_id, channels, feeds, self._line.wake_first)
 
     def update(self, view: ClusterView) -> None:
-        """Wakes requests that wait for an instance."""
+        """Wake requests that wait for an instance."""
         self._view_changed.set()
         self._view_changed = asyncio.Event()
         self._prefills.update(view)
@@ -130,9 +121,7 @@ class RequestPlacer:
             entry.stop(error)
         except Exception:
             get_logger().exception(
-                "request_failed_unexpectedly",
-                request_id=entry.request_id,
-                attempt=entry.attempt_number,
+                "request_failed_unexpectedly", request_id=entry.request_id, attempt=entry.attempt_number
             )
             entry.stop(InternalError(f"the router failed while it served request {entry.request_id!r}"))
         finally:
@@ -283,7 +272,6 @@ class RequestPlacer:
         return after
 
     def _note_delay(self, entry: RequestEntry, reason: str) -> None:
-        """Log why a request is not placed at once, once per request."""
         if not entry.delay_noted:
             entry.delay_noted = True
             get_logger().info("placement_delayed", request_id=entry.request_id, attempt=0, reason=reason)
@@ -324,7 +312,6 @@ class RequestPlacer:
                 self._line.leave(entry)
 
     async def _follow(self, entry: RequestEntry, number: int, target: ViewedInstance) -> None:
-        """Run an attempt at a prefill instance until it is over."""
         prefill = InstanceLife(target.record.instance_id, target.record.incarnation)
         attempt = entry.attempt_at(number, prefill)
         if entry.account.owner_change is not None:
@@ -416,7 +403,6 @@ class PlacementLine:
         self._resting: dict[RequestEntry, asyncio.Future[None] | None] = {}
 
     def __len__(self) -> int:
-        """Number of requests in line and outside it."""
         return len(self.in_line) + len(self._resting)
 
     async def wait(self, request: RequestEntry, timeout_s: float, *, rests: bool) -> None:

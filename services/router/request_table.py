@@ -163,7 +163,6 @@ class RequestTable:
         return self._sent_away.get(request_id, time.monotonic()) is not None
 
     def _take_returned(self, request_id: str, session: int, secret: bytes) -> KeptPlace | None:
-        """Take the place that was kept for this session, if any."""
         kept = self._returning.get(request_id, time.monotonic())
         if kept is None or session <= kept.session or not compare_digest(kept.secret, secret):
             return None

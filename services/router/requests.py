@@ -37,7 +37,6 @@ class Interrupted(SentAway):
     """A decode instance was lost while the client read there. The client re-attaches with its tokens."""
 
     def __init__(self, cause: str) -> None:
-        """cause: why it was lost."""
         Unavailable.__init__(self, "the decode instance was lost while its tokens were read there", retry_after_s=0.0)
         self.cause = cause
 
@@ -153,11 +152,8 @@ class RequestEntry:
     @property
     def error(self) -> KaveriError | None:
         """Error of a failed request."""
-        match self.state:
-            case lives.Ended(KaveriError() as error):
-                return error
-            case _:
-                return None
+        outcome = self.state.outcome if isinstance(self.state, lives.Ended) else None
+        return outcome if isinstance(outcome, KaveriError) else None
 
     def adopt(self, resolved: SamplingParams) -> None:
         """Take the sampling parameters that the request's first router has resolved."""

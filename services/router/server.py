@@ -136,10 +136,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     # A coroutine that writes, not a generator: cancellation always arrives inside it, so its cleanup always runs.
     async def Generate(  # type: ignore[override]  # noqa: N802
-        self,
-        request: inference_pb2.GenerateRequest,
-        context: ServicerContext,
-        progress: GenerateProgress | None = None,
+        self, request: inference_pb2.GenerateRequest, context: ServicerContext, progress: GenerateProgress | None = None
     ) -> None:
         """Answer a request. progress: has its id; the rest is filled in. None: the caller needs none."""
         arrived_s = time.monotonic()

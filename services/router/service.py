@@ -80,7 +80,7 @@ def router_host(router: "Router") -> ServiceHost:
     names = [service.full_name for file in services for service in file.services_by_name.values()]
     vllm_grpc = _vllm_grpc() if config.vllm_grpc else None
     if vllm_grpc is not None:
-        names.append(vllm_grpc.SERVICE_NAME)
+        names.append(vllm_grpc.VllmEngineServicer.service_name)
 
     def register(server: aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
@@ -140,18 +140,8 @@ class Router:
         self.feeds = TokenFeeds(stream_id, self.channels, self.table, config.suspect_after_s, holders)
         self.departures = Departures(self.table, holders, self.feeds)
         self.claims = RequestClaims(store, config.instance_id, incarnation)
-        self.placer = RequestPlacer(
-            model=config.model_name,
-            stream_id=stream_id,
-            policy=config.placement_policy,
-            max_attempts=config.max_attempts,
-            unavailable_after_s=config.unavailable_after_s,
-            store=store,
-            channels=self.channels,
-            feeds=self.feeds,
-            holders=holders,
-            rng=random.Random(incarnation),
-        )
+        rng = random.Random(incarnation)
+        self.placer = RequestPlacer(config, stream_id, store, self.channels, self.feeds, holders, rng)
         self.monitor = Monitor(store, self.router_id, config.monitor_interval_s)
         self.intake = Intake(config.model_name, tokenizer, self.placer, defaults or SamplingDefaults())
         self.callers = make_callers(config.keys_file, config.redis_url, config.cluster_name)
@@ -216,7 +206,6 @@ class Router:
         self.table.fail_all(Unavailable(reason, retry_after_s=0.0))
 
     def _send_away(self) -> None:
-        """Send clients to other routers while there are any that do not drain."""
         if not self.draining:
             return
         view = self.store.view()
@@ -226,7 +215,6 @@ class Router:
             self.table.stay()
 
     async def _monitor(self) -> None:
-        """Run the monitor except while draining."""
         while True:
             self._resigned.clear()
             await self.monitor.run()

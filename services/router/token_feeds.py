@@ -34,9 +34,9 @@ from kaveri.wire.attempts import attached_from_proto, attachment_to_proto, owner
 from kaveri.wire.messages import fault_from_proto, finish_from_proto
 from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
+from services.router import lifecycle_values as lives
 from services.router import metrics
 from services.router.holders import Holders
-from services.router.lifecycle_values import Attempt, Decoding, GivenUp, InstanceLife, Lost, ReplicaNamed, Tokens
 from services.router.request_table import RequestTable
 from services.router.requests import RequestEntry
 from services.router.subscriptions import OpenStream, PromptTie, Subscription, Tie
@@ -56,12 +56,7 @@ class TokenFeeds:
     """The subscriptions of one router, one for each instance in the view that has an engine."""
 
     def __init__(
-        self,
-        stream_id: str,
-        channels: Channels,
-        table: RequestTable,
-        suspect_after_s: float,
-        holders: Holders,
+        self, stream_id: str, channels: Channels, table: RequestTable, suspect_after_s: float, holders: Holders
     ) -> None:
         """stream_id: the router_id of FeedService. suspect_after_s: silence, counted while this process runs, after
         which a stream is broken off."""
@@ -79,7 +74,7 @@ class TokenFeeds:
         """Ids of suspected instances that have not answered since."""
         self._followed: dict[RequestEntry, Subscription] = {}
         self._instances: Mapping[str, ViewedInstance] = {}
-        self._over: ExpiringMap[InstanceLife, bool] = ExpiringMap(max_count=_LIVES_COUNT)
+        self._over: ExpiringMap[lives.InstanceLife, bool] = ExpiringMap(max_count=_LIVES_COUNT)
         """The last lives that have left the view."""
         self._aborted: ExpiringMap[tuple[str, str, Owner], float] = ExpiringMap(max_count=_ABORTED_COUNT)
         """Time of each of the last aborts, by (instance, request, owner)."""
@@ -118,7 +113,7 @@ class TokenFeeds:
 
     def _end_life(self, record: InstanceRecord | None) -> None:
         if record is not None:
-            self._over.put(InstanceLife(record.instance_id, record.incarnation), True)
+            self._over.put(lives.InstanceLife(record.instance_id, record.incarnation), True)
 
     def _subscription(self, instance_id: str) -> Subscription:
         """The instance's subscription; a new one, without a record, if a prefill instance has seen it first."""
@@ -126,7 +121,7 @@ class TokenFeeds:
             self._subscriptions[instance_id] = Subscription(instance_id, self._over.get)
         return self._subscriptions[instance_id]
 
-    def follow(self, entry: RequestEntry, attempt: Attempt, life: InstanceLife, is_there: bool) -> None:
+    def follow(self, entry: RequestEntry, attempt: lives.Attempt, life: lives.InstanceLife, is_there: bool) -> None:
         """Deliver the tokens of an attempt from this life of a decode instance. The attempt fails when the instance
         restarts, does not have it, or has no stream for CONNECT_GRACE_S. is_there: True if the instance has the request
         already.
@@ -152,7 +147,7 @@ class TokenFeeds:
 
     def expect_reports(self, entry: RequestEntry, number: int, record: InstanceRecord) -> PromptTie:
         """Collect the reports on an attempt from this life of a prefill instance, until drop()."""
-        tie = PromptTie(entry, number, record, InstanceLife(record.instance_id, record.incarnation))
+        tie = PromptTie(entry, number, record, lives.InstanceLife(record.instance_id, record.incarnation))
         self._subscription(record.instance_id).tie(tie)
         self._tied.set()
         return tie
@@ -169,7 +164,7 @@ class TokenFeeds:
         subscription = self._subscriptions.get(tie.record.instance_id)
         return subscription is not None and subscription.broken_s >= since_s
 
-    def abort(self, request_id: str, ownership: Ownership, decode: InstanceLife | None) -> None:
+    def abort(self, request_id: str, ownership: Ownership, decode: lives.InstanceLife | None) -> None:
         """Abort an attempt at a decode instance; None: at all. Best effort: an unreachable instance ends it after the
         orphan grace, or when its tokens arrive here."""
         name = ownership_to_proto(request_id, ownership)
@@ -263,21 +258,21 @@ class TokenFeeds:
             raise Unavailable(f"{name} has restarted")
         return attached_from_proto(response.attached)
 
-    def is_connected(self, life: InstanceLife) -> bool:
+    def is_connected(self, life: lives.InstanceLife) -> bool:
         """Return True if this life's stream is open."""
         subscription = self._subscriptions.get(life.instance_id)
         if subscription is None or subscription.record is None or subscription.stream is None:
             return False
         return subscription.record.incarnation == life.incarnation
 
-    def address_of(self, life: InstanceLife) -> str:
+    def address_of(self, life: lives.InstanceLife) -> str:
         """Address at which clients can read tokens of this life; empty while its stream is not open."""
         subscription = self._subscriptions.get(life.instance_id)
         if subscription is None or subscription.record is None or not self.is_connected(life):
             return ""
         return subscription.record.address
 
-    def let_go_s(self, life: InstanceLife) -> float:
+    def let_go_s(self, life: lives.InstanceLife) -> float:
         """Time at which this life last moved a request to another instance, on the monotonic clock; 0: never."""
         subscription = self._subscriptions.get(life.instance_id)
         return subscription.let_go_s if subscription is not None else 0.0
@@ -299,7 +294,7 @@ class TokenFeeds:
                 # Tried again with the next stream.
                 tie.needs_attach = True
                 return
-            life = InstanceLife(record.instance_id, record.incarnation)
+            life = lives.InstanceLife(record.instance_id, record.incarnation)
             if tie.entry.accepted.received.excuses(error, life, Phase.DECODE):
                 error = Unavailable(f"decode instance {record.instance_id} had the request before its last owner")
             subscription.lose(tie, error)
@@ -356,7 +351,7 @@ class TokenFeeds:
     async def _read(self, subscription: Subscription, record: InstanceRecord) -> None:
         request = feed_pb2.FollowRequest(router_id=self._stream_id, requests=subscription.open())
         call = self._channels.stub(FeedServiceStub, record.address).Follow(request)
-        life = InstanceLife(record.instance_id, record.incarnation)
+        life = lives.InstanceLife(record.instance_id, record.incarnation)
         try:
             async for message in call:
                 if (stream := subscription.stream) is None:
@@ -402,7 +397,7 @@ class TokenFeeds:
             # Its Abort was lost. This router may be looking for a request of another session.
             self.disown(report.request_id, owner, subscription.instance_id)
 
-    def _deliver(self, life: InstanceLife, update: decode_pb2.RequestTokens, now_s: float) -> None:
+    def _deliver(self, life: lives.InstanceLife, update: decode_pb2.RequestTokens, now_s: float) -> None:
         entry = self._table.get(update.request_id)
         has_ended = update.finish_reason or update.error
         if entry is None:
@@ -412,14 +407,14 @@ class TokenFeeds:
             return
         if update.session != entry.accepted.session:
             # The client has re-attached to this router, where the tokens come again under the later session.
-            goes_on_elsewhere = isinstance(entry.state, Decoding) and entry.state.decode != life
+            goes_on_elsewhere = isinstance(entry.state, lives.Decoding) and entry.state.decode != life
             if update.session < entry.accepted.session and goes_on_elsewhere and not has_ended:
                 self.disown(update.request_id, Owner(update.session, update.attempt), life.instance_id)
             return
         try:
             if update.HasField("replica"):
                 replica = replica_from_proto(update.replica)
-                event = ReplicaNamed(update.attempt, life, replica if replica.holder_id else None)
+                event = lives.ReplicaNamed(update.attempt, life, replica if replica.holder_id else None)
                 entry.handle(event, now_s)
                 entry.note_holder()
             if entry.direct is not None:
@@ -427,11 +422,13 @@ class TokenFeeds:
                 entry.wake()
                 if update.error and update.token_ids:
                     # The client may have them already: the next attempt continues after them.
-                    entry.handle(Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs), now_s)
+                    entry.handle(
+                        lives.Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs), now_s
+                    )
             entry.handle(_event_of(life, update), now_s)
             if update.moved:
                 self._subscriptions[life.instance_id].let_go_s = now_s
-            if update.moved and isinstance(entry.state, Lost) and entry.state.decode == life:
+            if update.moved and isinstance(entry.state, lives.Lost) and entry.state.decode == life:
                 entry.note_loss(f"decode instance {life.instance_id} drains", life)
         except Exception:  # Isolate failures per request.
             get_logger().exception(
@@ -443,29 +440,22 @@ class TokenFeeds:
             entry.stop(InternalError(f"the router could not take in the tokens of request {update.request_id!r}"))
 
 
-def _event_of(life: InstanceLife, update: decode_pb2.RequestTokens) -> Tokens | GivenUp:
+def _event_of(life: lives.InstanceLife, update: decode_pb2.RequestTokens) -> lives.Tokens | lives.GivenUp:
     finish = finish_from_proto(update.finish_reason)
     if finish is None and not update.error:
-        return Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs)
+        return lives.Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs)
     if update.replaced:
-        return GivenUp(update.attempt, life, RequestAlreadyExists(update.request_id))
+        return lives.GivenUp(update.attempt, life, RequestAlreadyExists(update.request_id))
     if update.moved:
         # A move is no failure: the request resumes without a pause.
-        return GivenUp(update.attempt, life, NoCapacity("decode", 0.0, update.error))
+        return lives.GivenUp(update.attempt, life, NoCapacity("decode", 0.0, update.error))
     if update.HasField("engine_fault"):
-        return GivenUp(update.attempt, life, fault_from_proto(update.engine_fault, update.error))
+        return lives.GivenUp(update.attempt, life, fault_from_proto(update.engine_fault, update.error))
     if update.error or finish is FinishReason.CANCELLED:
         # Only this router cancels its requests, so the instance has given the request up.
         reason = update.error or "gave the request up"
-        return GivenUp(update.attempt, life, Unavailable(f"decode instance {life.instance_id}: {reason}"))
+        return lives.GivenUp(update.attempt, life, Unavailable(f"decode instance {life.instance_id}: {reason}"))
     timing = update.timing
-    return Tokens(
-        update.attempt,
-        life,
-        update.index,
-        update.token_ids,
-        update.logprobs,
-        finish,
-        timing.queue_s,
-        timing.decode_s,
+    return lives.Tokens(
+        update.attempt, life, update.index, update.token_ids, update.logprobs, finish, timing.queue_s, timing.decode_s
     )

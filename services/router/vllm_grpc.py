@@ -18,8 +18,8 @@ from kaveri.domain.sampling import FinishReason
 from kaveri.domain.view import ClusterView, Phase
 from kaveri.errors import InvalidArgument, KaveriError, RequestAlreadyExists, SlowReader, Unsupported
 from kaveri.hosting.read_limit import ReadLimit
-from kaveri.hosting.vllm_grpc import SERVICE_NAME as SERVICE_NAME
 from kaveri.hosting.vllm_grpc import (
+    SERVICE_NAME,
     AnswerMessages,
     VllmAsked,
     model_info,
@@ -61,7 +61,6 @@ class _Writer:
         self._messages = AnswerMessages(asked, index)
 
     def __getattr__(self, name: str) -> Any:
-        """Delegate everything else to the call's context."""
         return getattr(self._context, name)
 
     async def send_initial_metadata(self, metadata: Sequence[Any]) -> None:
@@ -101,6 +100,8 @@ class _SeveralAnswers:
 
 class VllmEngineServicer:
     """VllmEngine service for the whole cluster as one engine. Missing methods are UNIMPLEMENTED."""
+
+    service_name = SERVICE_NAME
 
     def __init__(self, router: RouterParts, inner: InferenceServicer) -> None:
         """inner: the router's own service, which serves the requests."""

@@ -13,15 +13,7 @@ from kaveri.models import resolve_model
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
 from tests.services.router.cluster_script import ScriptedCluster, scripted_cluster
-from tests.services.router.scripted_answers import (
-    MAX_MODEL_LEN,
-    MODEL,
-    answer,
-    collect,
-    invalid,
-    refused,
-    tokens_of,
-)
+from tests.services.router.scripted_answers import MAX_MODEL_LEN, MODEL, answer, collect, invalid, refused, tokens_of
 
 
 def with_params(**fields: Any) -> inference_pb2.GenerateRequest:

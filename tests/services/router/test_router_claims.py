@@ -72,9 +72,7 @@ async def test_the_request_id_of_a_router_that_has_died_waits_for_its_lease_and_
         assert time.monotonic() - started_s < 20.0
 
 
-async def test_the_request_id_of_a_router_that_lives_is_refused_at_its_next_heartbeat(
-    cluster: ScriptedCluster,
-) -> None:
+async def test_the_request_id_of_a_router_that_lives_is_refused_at_its_next_heartbeat(cluster: ScriptedCluster) -> None:
     async with beside_another(cluster) as (router, other):
         cluster.cluster.put_request(HELD, 60.0)
         started_s = time.monotonic()

@@ -42,9 +42,7 @@ async def test_an_abort_reaches_it_before_it_has_said_that_it_decodes(colocated:
         await eventually(lambda: any(decode.aborted == [("a", 1)] for _, decode in colocated.colocated.values()))
 
 
-async def test_a_prefill_instance_without_decode_is_passed_over_for_a_colocated_one(
-    colocated: ScriptedCluster,
-) -> None:
+async def test_a_prefill_instance_without_decode_is_passed_over_for_a_colocated_one(colocated: ScriptedCluster) -> None:
     prefill = await colocated.add_prefill("prefill-0")
     async with colocated.router(placement_policy=PlacementPolicy.RANDOM) as router:
         await eventually(lambda: "prefill-0" in router.router.store.view().instances)

@@ -40,10 +40,7 @@ HUGE: dict[str, tuple[Callable[[], inference_pb2.GenerateRequest], str]] = {
     "one message": (lambda: conversation(1, "user", "a " * (FULL // 2)), "prompt.messages"),
     "one role": (lambda: conversation(1, "a" * FULL), "prompt.messages[0].role"),
     "a thousand roles": (lambda: conversation(1_000, "a" * (FULL // 1_010)), "prompt.messages[0].role"),
-    "token ids": (
-        lambda: inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[7] * FULL)),
-        "prompt",
-    ),
+    "token ids": (lambda: inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[7] * FULL)), "prompt"),
     "stop token ids": (lambda: params(stop_token_ids=[7] * FULL), "params.stop_token_ids"),
     "stop texts": (lambda: params(stop=[""] * (FULL // 2)), "params.stop"),
     "request id": (lambda: inference_pb2.GenerateRequest(text="hello", request_id="a" * FULL), "request_id"),

@@ -222,11 +222,7 @@ async def test_a_key_neither_cancels_nor_collides_with_the_requests_of_others(
     alice, bob = (add_key(keys_file, name, KeyLimits()) for name in ("alice", "bob"))
     decode = cluster.decodes["decode-0"]
     decode.may_step.clear()
-    async with (
-        _public_router(cluster, keys_file) as router,
-        router.client(alice) as hers,
-        router.client(bob) as his,
-    ):
+    async with _public_router(cluster, keys_file) as router, router.client(alice) as hers, router.client(bob) as his:
         stream = hers.stream(prompt_token_ids=[300, 301, 302], params=_FIVE, request_id="same")
         await anext(stream)
         assert not await his.cancel("same")

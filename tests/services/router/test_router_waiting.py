@@ -155,9 +155,7 @@ async def test_an_attempt_that_was_never_connected_costs_nothing_when_its_instan
             await check_answers(tasks)
 
 
-async def test_an_instance_that_is_never_reached_fails_its_requests_after_the_set_time(
-    single: ScriptedCluster,
-) -> None:
+async def test_an_instance_that_is_never_reached_fails_its_requests_after_the_set_time(single: ScriptedCluster) -> None:
     await single.instances["prefill-0"].die()
     async with single.router(max_attempts=1, unavailable_after_s=0.5) as router:
         started_s = time.monotonic()
