@@ -411,7 +411,6 @@ def _lost(
 
 
 def _with_suspicion(attempt: Attempt, error: KaveriError) -> Attempt:
-    """The attempt with its suspicion updated by an engine's error."""
     if isinstance(error, EngineBroke) and error.suspect_until > attempt.suspect_until:
         return replace(attempt, suspect_until=error.suspect_until)
     return attempt

@@ -17,16 +17,13 @@ _MOST_ADDRESSES = 16
 """Max addresses named to clients."""
 
 
-def router_addresses(
-    view: ClusterView, config: RouterConfig, *, includes_own: bool = True, public: bool = False
-) -> list[str]:
-    """Addresses of routers that take requests for the model. config: this router's. public: those for clients with API
-    keys."""
+def router_addresses(view: ClusterView, model: str, *, without: str = "", public: bool = False) -> list[str]:
+    """Addresses of routers that take requests for the model. without: id of one to leave out. public: addresses for
+    clients with API keys."""
     found = (
         status.record.public_address if public else status.record.address
         for status in _ready_routers(view)
-        if status.record.model == config.model_name
-        and (includes_own or status.record.instance_id != config.instance_id)
+        if status.record.model == model and status.record.instance_id != without
     )
     return list(dict.fromkeys(address for address in found if address))[:_MOST_ADDRESSES]
 

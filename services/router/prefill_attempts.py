@@ -208,7 +208,6 @@ class PrefillAttempts:
             entry.handle(ended, time.monotonic())
 
     async def _ask(self, address: str, attempts: list[_Attempt]) -> None:
-        """Call until the instance has answered, or none of the attempts waits there."""
         pause_s = _FIRST_PAUSE_S
         for _ in range(_MOST_TRIES):
             names = [

@@ -222,7 +222,6 @@ class RequestPlacer:
                     return
 
     def _usable_replica(self, entry: RequestEntry) -> ReplicaLocation | None:
-        """The replica to resume the request from, if there is one and its holder is connected."""
         replica = None if entry.answer.lacks_prompt else self._holders.replica_of(entry)
         if replica is None or not self._feeds.is_connected(holder_of(replica)):
             return None

@@ -127,6 +127,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(self, router: RouterParts) -> None:
         self._router = router
+        self._model_name = router.config.model_name
         self._unread_count = 0
         """Calls whose client has not read its SlowReader error. gRPC ends them when it reads or disconnects."""
         config = router.config
@@ -337,7 +338,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         router = self._router
         # The last router takes back what another one has just sent away.
         if router.draining and not (
-            request.session and not router_addresses(router.store.view(), router.config, includes_own=False)
+            request.session
+            and not router_addresses(router.store.view(), self._model_name, without=router.config.instance_id)
         ):
             raise Unavailable("this router is draining", retry_after_s=0.0)
         if self._unread_count >= router.config.max_requests:
@@ -361,7 +363,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 context,
                 config.slow_reader_s,
                 lambda: router_addresses(
-                    router.store.view(), config, includes_own=not router.draining, public=is_public
+                    router.store.view(),
+                    self._model_name,
+                    without=config.instance_id if router.draining else "",
+                    public=is_public,
                 ),
                 router.intake.tokenizer.token_piece if names_tokens else None,
                 router.placer.address_of,

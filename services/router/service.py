@@ -211,7 +211,7 @@ class Router:
         view = self.store.view()
         if has_another_router(view, self.config, self._draining_since_s + _OTHERS_DRAIN_WITHIN_S):
             self.table.send_away()
-        elif not router_addresses(view, self.config, includes_own=False):
+        elif not router_addresses(view, self.config.model_name, without=self.config.instance_id):
             self.table.stay()
 
     async def _monitor(self) -> None:

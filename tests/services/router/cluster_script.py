@@ -228,8 +228,9 @@ class RouterUnderTest:
     def ask(self, *prompt: Any, timeout_s: float = 60.0, **fields: Any) -> Any:
         return self.stub.Generate(ask(*prompt, **fields), timeout=timeout_s)
 
-    def addresses(self, **named: bool) -> list[str]:
-        return router_addresses(self.router.store.view(), self.router.config, **named)
+    def addresses(self, *, includes_own: bool = True, public: bool = False) -> list[str]:
+        without = "" if includes_own else self.router.config.instance_id
+        return router_addresses(self.router.store.view(), MODEL, without=without, public=public)
 
     async def drain(self) -> None:
         """Returns when the router has ended."""
