@@ -10,9 +10,6 @@ from kaveri.errors import InvalidArgument
 from kaveri.v1 import inference_pb2
 from services.router.lifecycle_values import InstanceLife
 
-_MOST_AHEAD = 32
-"""Max tokens of an instance's last steps that its router may lack."""
-
 
 @dataclass(frozen=True, slots=True)
 class OwnerHint:
@@ -31,32 +28,33 @@ class OwnerHint:
             return self.decode is not None or self.prefill not in (None, life)
         return (self.decode or self.prefill) is not None and self.decode != life
 
-    def to_proto(self) -> inference_pb2.OwnerHint:
-        message = inference_pb2.OwnerHint(suspect_until=self.suspect_until)
-        if self.prefill is not None:
-            message.prefill_instance_id, message.prefill_incarnation = self.prefill
-        if self.decode is not None:
-            message.decode_instance_id, message.decode_incarnation = self.decode
-        if self.holder is not None:
-            message.holder_instance_id, message.holder_incarnation = self.holder
-        return message
 
-    @classmethod
-    def from_proto(cls, message: inference_pb2.OwnerHint) -> "OwnerHint":
-        return cls(
-            _life(message.prefill_instance_id, message.prefill_incarnation),
-            _life(message.decode_instance_id, message.decode_incarnation),
-            _life(message.holder_instance_id, message.holder_incarnation),
-            message.suspect_until,
-        )
+def hint_to_proto(hint: OwnerHint) -> inference_pb2.OwnerHint:
+    message = inference_pb2.OwnerHint(suspect_until=hint.suspect_until)
+    if hint.prefill is not None:
+        message.prefill_instance_id, message.prefill_incarnation = hint.prefill
+    if hint.decode is not None:
+        message.decode_instance_id, message.decode_incarnation = hint.decode
+    if hint.holder is not None:
+        message.holder_instance_id, message.holder_incarnation = hint.holder
+    return message
 
-    @classmethod
-    def from_bytes(cls, value: bytes) -> "OwnerHint":
-        """A hint from the store; empty if it cannot be parsed."""
-        try:
-            return cls.from_proto(inference_pb2.OwnerHint.FromString(value))
-        except DecodeError:
-            return cls()
+
+def hint_from_proto(message: inference_pb2.OwnerHint) -> OwnerHint:
+    return OwnerHint(
+        _life(message.prefill_instance_id, message.prefill_incarnation),
+        _life(message.decode_instance_id, message.decode_incarnation),
+        _life(message.holder_instance_id, message.holder_incarnation),
+        message.suspect_until,
+    )
+
+
+def hint_from_store(value: bytes) -> OwnerHint:
+    """Parse a hint from the cluster store; an empty one if that fails."""
+    try:
+        return hint_from_proto(inference_pb2.OwnerHint.FromString(value))
+    except DecodeError:
+        return OwnerHint()
 
 
 def _life(instance_id: str, incarnation: int) -> InstanceLife | None:
@@ -93,7 +91,8 @@ class AcceptedRequest:
     prompt_token_ids: tuple[int, ...]
     params: ResolvedParams
     """With max_tokens and seed set."""
-    max_model_len: int
+    room: int
+    """Max tokens of the answer by the model's length."""
     arrived_s: float
     """time.monotonic() at its arrival."""
     deadline_s: float
@@ -106,15 +105,3 @@ class AcceptedRequest:
     """Tokens and text from earlier sessions."""
     direct: bool = False
     """True if the client may read the answer at decode instances."""
-
-    @property
-    def suspect_until(self) -> int:
-        """As in Attempt, bounded: the client's hint may be newer than the store's, but clients are not trusted."""
-        named = max(self.received.owner.suspect_until, self.received.told.suspect_until)
-        return min(named, len(self.received.token_ids) + _MOST_AHEAD)
-
-    @property
-    def most_tokens(self) -> int:
-        """Max tokens of the answer."""
-        assert self.params.max_tokens is not None
-        return min(self.params.max_tokens, self.max_model_len - len(self.prompt_token_ids))

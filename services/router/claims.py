@@ -17,7 +17,7 @@ from kaveri.cluster.store import ClusterStore, RequestClaim
 from kaveri.domain.view import ClusterView
 from kaveri.errors import InvalidArgument, RequestAlreadyExists
 from kaveri.wire.attempts import wrong_secret
-from services.router.accepted_request import OwnerHint
+from services.router.accepted_request import OwnerHint, hint_to_proto
 
 _CLAIM_WAIT_S = 5.0
 """Max wait for a heartbeat of the router that holds a request id: more than the lease of most clusters."""
@@ -44,7 +44,7 @@ class RequestClaims:
         """Claims of ended requests, to be closed."""
         self._has_ended = False
         self._timer: asyncio.TimerHandle | None = None
-        self._flushing: asyncio.Task[None] | None = None
+        self._flushing: asyncio.Task[bool] | None = None
 
     def update(self, view: ClusterView) -> None:
         """Wake those that wait for the holder of an id; close claims that stayed open while the store was away."""
@@ -139,17 +139,7 @@ class RequestClaims:
 
     def _start_flush(self) -> None:
         self._timer = None
-        self._flushing = asyncio.create_task(self._flush_again(), name="claims of request ids")
-
-    async def _flush_again(self) -> None:
-        is_away = False
-        try:
-            is_away = not await self._flush()
-        finally:
-            self._flushing = None
-            if not is_away:
-                # Otherwise the next view that has the store tries again.
-                self._flush_later()
+        self._flushing = asyncio.create_task(self._flush(), name="claims of request ids")
 
     async def _flush(self) -> bool:
         """Open, update and close one batch of claims. False: the store is away."""
@@ -161,18 +151,26 @@ class RequestClaims:
         hinted = [each for each in self._hinted.items() if each[0] not in self._opening][:_MOST_AT_ONCE]
         for claim, _ in hinted:
             del self._hinted[claim]
-        holders = await asyncio.gather(*(self._store.claim_request(claim, ttl_s) for claim, (ttl_s, _) in opening))
-        for (claim, (_, held)), holder in zip(opening, holders, strict=True):
-            if holder is not None and holder.session > claim.session:
-                held()
-        if hinted:
-            hints = [replace(claim, hint=owner.to_proto().SerializeToString()) for claim, owner in hinted]
-            await self._store.update_requests(hints)
-        if ended and not await self._store.close_requests(ended):
-            return False
-        for claim in ended:
-            self._ended.pop(claim, None)
-        return True
+        is_away = False
+        try:
+            holders = await asyncio.gather(*(self._store.claim_request(claim, ttl_s) for claim, (ttl_s, _) in opening))
+            for (claim, (_, held)), holder in zip(opening, holders, strict=True):
+                if holder is not None and holder.session > claim.session:
+                    held()
+            if hinted:
+                hints = [replace(claim, hint=hint_to_proto(owner).SerializeToString()) for claim, owner in hinted]
+                await self._store.update_requests(hints)
+            if ended:
+                is_away = not await self._store.close_requests(ended)
+                if not is_away:
+                    for claim in ended:
+                        self._ended.pop(claim, None)
+        finally:
+            self._flushing = None
+            if not is_away:
+                # Otherwise the next view that has the store tries again.
+                self._flush_later()
+        return not is_away
 
     def claim_of(self, request_id: str, session: int, secret: bytes) -> RequestClaim:
         """This router's claim of a session. Has a hash of the secret only."""

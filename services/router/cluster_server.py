@@ -1,7 +1,7 @@
 """The router's gRPC service for operators: the cluster's view, accounts of requests, and the recent workload."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import ViewedInstance
@@ -12,28 +12,16 @@ from kaveri.v1 import cluster_pb2, cluster_pb2_grpc
 from kaveri.wire.messages import status_to_proto
 from kaveri.wire.status import abort
 from services.router.relay import ServicerContext
-from services.router.request_table import RecentEnd, RecentRequests, RecentWorkload, RequestTable
+from services.router.request_table import RecentRequests
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
     """ClusterService of a router."""
 
-    def __init__(
-        self,
-        store: ClusterStore,
-        recent: RecentRequests,
-        workload: RecentWorkload,
-        table: RequestTable,
-        router_id: str,
-        operators: Callers | None = None,
-    ) -> None:
-        """router_id: the router's instance id. operators: checks callers for an admin key; None: everyone on this port
-        may call."""
+    def __init__(self, store: ClusterStore, recent: RecentRequests, operators: Callers | None = None) -> None:
+        """operators: checks callers for an admin key; None: everyone on this port may call."""
         self._store = store
         self._recent = recent
-        self._workload = workload
-        self._table = table
-        self._router_id = router_id
         self._operators = operators
 
     async def GetClusterView(  # noqa: N802
@@ -60,22 +48,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
         self, request: cluster_pb2.GetWorkloadRequest, context: ServicerContext
     ) -> cluster_pb2.GetWorkloadResponse:
         await self._check(context)
-        now_s = time.monotonic()
-        running = [entry for entry in self._table.entries() if not entry.ended]
-        return cluster_pb2.GetWorkloadResponse(
-            router_instance_id=self._router_id,
-            observed_s=self._workload.observed_s(now_s),
-            arrived_ago_s=self._workload.arrived_ago_s(now_s),
-            answered=_sampled(self._workload.ends(is_whole=True), now_s),
-            cut_short=_sampled(self._workload.ends(is_whole=False), now_s),
-            running=cluster_pb2.SampledRequests(
-                prompt_tokens=[len(entry.accepted.prompt_token_ids) for entry in running],
-                answer_tokens=[len(entry.answer.token_ids) for entry in running],
-            ),
-        )
+        return self._recent.workload(time.monotonic())
 
     async def _check(self, context: ServicerContext) -> None:
-        """End the call of a client that is no operator."""
         try:
             if self._operators is not None:
                 self._operators.check_admin(authorization_of(context.invocation_metadata()))
@@ -85,11 +60,3 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
 
 def _statuses(instances: Mapping[str, ViewedInstance]) -> list[cluster_pb2.InstanceStatus]:
     return [status_to_proto(instances[instance_id]) for instance_id in sorted(instances)]
-
-
-def _sampled(ends: Sequence[RecentEnd], now_s: float) -> cluster_pb2.SampledRequests:
-    return cluster_pb2.SampledRequests(
-        ended_ago_s=[now_s - end.ended_s for end in ends],
-        prompt_tokens=[end.prompt_tokens for end in ends],
-        answer_tokens=[end.answer_tokens for end in ends],
-    )

@@ -18,8 +18,8 @@ from kaveri.text.content_format import ContentFormat
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(PublicSettings, ServiceConfig):
-    """Takes requests from clients, places them on prefill instances, and relays the tokens of decode instances."""
+class FrontSettings(PublicSettings, ServiceConfig):
+    """The model that a router serves, and the ports where it does."""
 
     model: str = setting(
         "model to serve: a path, a hub id or a bundled name; its tokenizer is loaded here", KAVERI_TINY, present
@@ -52,6 +52,47 @@ class RouterConfig(PublicSettings, ServiceConfig):
         "needs the extra kaveri[vllm-grpc]",
         False,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.public_port and not self.keys_file:
+            raise ConfigError("--keys-file", "is not given, but --public-port, which asks clients for API keys")
+
+    @property
+    def ports(self) -> tuple[ListeningPort, ...]:
+        public = ListeningPort(
+            flag="--public-port",
+            host=self.public_listen_host,
+            port=self.public_port,
+            is_encrypted=self.public_tls is not None,
+            asks_for=AN_API_KEY,
+        )
+        return (*super().ports, public) if self.public_port else super().ports
+
+    @property
+    def public_listen_host(self) -> str:
+        """Address that the public port listens on."""
+        return self.public_host or self.host
+
+    @property
+    def advertised_public_address(self) -> str:
+        """Address for clients with API keys; empty: there is none."""
+        if not self.public_port:
+            return ""
+        host = self.public_host or self.reached_host
+        host = socket.gethostname() if is_all_addresses(host) else host
+        return self.public_address or join_address(host, self.public_port)
+
+    @property
+    def model_name(self) -> str:
+        """The name under which callers and the cluster know the model."""
+        return self.served_model_name or self.model
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(FrontSettings):
+    """Takes requests from clients, places them on prefill instances, and relays the tokens of decode instances."""
+
     max_requests: int = setting("requests in flight at once; more are refused with RESOURCE_EXHAUSTED", 1024, least=1)
     max_bodies_bytes: int = setting(
         "size of the requests in flight, as they came; more are refused with RESOURCE_EXHAUSTED, and past a quarter "
@@ -100,38 +141,3 @@ class RouterConfig(PublicSettings, ServiceConfig):
         above=0,
         most=0.5,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.public_port and not self.keys_file:
-            raise ConfigError("--keys-file", "is not given, but --public-port, which asks clients for API keys")
-
-    @property
-    def ports(self) -> tuple[ListeningPort, ...]:
-        public = ListeningPort(
-            flag="--public-port",
-            host=self.public_listen_host,
-            port=self.public_port,
-            is_encrypted=self.public_tls is not None,
-            asks_for=AN_API_KEY,
-        )
-        return (*super().ports, public) if self.public_port else super().ports
-
-    @property
-    def public_listen_host(self) -> str:
-        """Address that the public port listens on."""
-        return self.public_host or self.host
-
-    @property
-    def advertised_public_address(self) -> str:
-        """Address for clients with API keys; empty: there is none."""
-        if not self.public_port:
-            return ""
-        host = self.public_host or self.reached_host
-        host = socket.gethostname() if is_all_addresses(host) else host
-        return self.public_address or join_address(host, self.public_port)
-
-    @property
-    def model_name(self) -> str:
-        """The name under which callers and the cluster know the model."""
-        return self.served_model_name or self.model

@@ -8,7 +8,7 @@ from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.replica import ReplicaLocation, Resumption
-from kaveri.errors import DeadlineExceeded, KaveriError, NoCapacity, RequestCancelled, RequestNotFound, Unavailable
+from kaveri.errors import DeadlineExceeded, NoCapacity, RequestCancelled, RequestNotFound, Unavailable
 from kaveri.policy.replication import is_worth_a_resume
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
@@ -20,6 +20,9 @@ from services.router import lifecycle_values as lives
 from services.router import metrics
 from services.router.lifecycle_values import NO_LIFE, holder_of
 from services.router.requests import RequestEntry
+
+_REFUSALS = ((RequestNotFound, "not_found"), (NoCapacity, "no_room"), (Unavailable, "unavailable"))
+"""A holder's errors, and the metric's labels for them."""
 
 
 class Holders:
@@ -86,9 +89,11 @@ class Holders:
         finally:
             call.cancel()
         if not over.done():
-            outcome = _outcome_of(answered.error)
+            refusal = answered.error
+            refused = next((outcome for kind, outcome in _REFUSALS if isinstance(refusal, kind)), "refused")
+            outcome = "resumed" if refusal is None else refused
             metrics.RESUMES.labels(outcome=outcome).inc()
-            if answered.error is None:
+            if refusal is None:
                 entry.note_resumed(holder, attempt.first_index, held_tokens)
             else:
                 get_logger().info(
@@ -97,7 +102,7 @@ class Holders:
                     attempt=entry.attempt_number,
                     decode_instance_id=holder.instance_id,
                     outcome=outcome,
-                    error=str(answered.error),
+                    error=str(refusal),
                 )
             entry.handle(answered, time.monotonic())
         await over
@@ -124,18 +129,3 @@ class Holders:
             resumption_to_proto(resumption), timeout=min(CALL_TIMEOUT_S, left_s)
         )
         return call
-
-
-def _outcome_of(error: KaveriError | None) -> str:
-    """The metric's label for a holder's answer."""
-    match error:
-        case None:
-            return "resumed"
-        case RequestNotFound():
-            return "not_found"
-        case NoCapacity():
-            return "no_room"
-        case Unavailable():
-            return "unavailable"
-        case _:
-            return "refused"

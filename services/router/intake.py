@@ -16,7 +16,7 @@ from kaveri.text.tokenizer import ModelTokenizer, Turn
 from kaveri.v1 import inference_pb2
 from kaveri.wire.attempts import check_request_id, check_secret, check_session
 from kaveri.wire.messages import params_from_proto
-from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, AlreadyReceived, OwnerHint
+from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, AlreadyReceived, hint_from_proto
 from services.router.request_placer import RequestPlacer
 
 _SLICE_TOKENS = 16_384
@@ -31,8 +31,8 @@ class Conversation:
     messages: Sequence[Turn]
 
 
-Prompt = str | Sequence[int] | Conversation | None
-"""Text, token ids, a conversation, or nothing. Sequences may be those of the message, of any length; nothing is copied
+Prompt = str | Sequence[int] | Conversation
+"""Text, token ids or a conversation, not empty. Sequences may be those of the message, of any length; nothing is copied
 before their length is checked."""
 
 
@@ -43,9 +43,9 @@ class Intake:
         self, model: str, tokenizer: ModelTokenizer, placer: RequestPlacer, defaults: SamplingDefaults
     ) -> None:
         self._model = model
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        self.defaults = defaults
         self._placer = placer
-        self._defaults = defaults
         self._turn = asyncio.Lock()
 
     def check_model(self, model: str) -> None:
@@ -89,9 +89,8 @@ class Intake:
 
         Raises InvalidArgument, naming field, value and limit; Unavailable when no instance tells the limits.
         """
-        check_token_ids("params.stop_token_ids", params.stop_token_ids, self._tokenizer.vocab_size)
-        prompt = prompt_of(request)
-        _check_given(prompt)
+        check_token_ids("params.stop_token_ids", params.stop_token_ids, self.tokenizer.vocab_size)
+        prompt = _prompt_of(request)
         view = await self._placer.wait_for_instances(deadline_s)
         limit = max_model_len(view, self._model)
         token_ids = await self._tokenize(prompt, limit - 1, deadline_s)
@@ -111,13 +110,13 @@ class Intake:
         if request.HasField("received"):
             most_received = min(room, resolved.max_tokens or room)
             received_ids = await self._checked("received.token_ids", request.received.token_ids, most_received)
-            owner = OwnerHint.from_proto(request.received.owner)
+            owner = hint_from_proto(request.received.owner)
             received = AlreadyReceived(tuple(received_ids), request.received.characters, owner, owner)
         return AcceptedRequest(
             request_id=request_id,
             prompt_token_ids=tuple(token_ids),
             params=resolved,
-            max_model_len=limit,
+            room=room,
             arrived_s=arrived_s,
             deadline_s=deadline_s,
             session=request.session,
@@ -133,18 +132,20 @@ class Intake:
         most_tokens = room
         if resolved_tokens:
             params = dataclasses.replace(params, max_tokens=min(resolved_tokens, params.max_tokens or resolved_tokens))
-        elif self._defaults.most_tokens is not None:
-            most_tokens = min(room, self._defaults.most_tokens)
-        resolved = params.resolved(self._defaults.params)
+        elif self.defaults.most_tokens is not None:
+            most_tokens = min(room, self.defaults.most_tokens)
+        resolved = params.resolved(self.defaults.params)
         return dataclasses.replace(
             resolved,
             max_tokens=min(most_tokens, resolved.max_tokens or room),
             seed=secrets.randbits(64) if params.seed is None else params.seed,
         )
 
-    async def tokenize(self, prompt: Prompt, deadline_s: float) -> tuple[list[int], int]:
-        """Token ids of a text or a conversation, and the model's length. Raises as accept()."""
-        _check_given(prompt)
+    async def tokenize(
+        self, request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, deadline_s: float
+    ) -> tuple[list[int], int]:
+        """Token ids of a request's prompt, and the model's length. Raises as accept()."""
+        prompt = _prompt_of(request)
         limit = max_model_len(await self._placer.wait_for_instances(deadline_s), self._model)
         return await self._tokenize(prompt, limit - 1, deadline_s), limit
 
@@ -153,12 +154,12 @@ class Intake:
         limit = max_model_len(await self._placer.wait_for_instances(deadline_s), self._model)
         if len(token_ids) > limit:
             raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", f"at most {limit} tokens")
-        return await self._tokenizer.decode(token_ids, deadline_s)
+        return await self.tokenizer.decode(token_ids, deadline_s)
 
     async def begin_answer(self, accepted: AcceptedRequest) -> Answer:
         """Start the answer after the part that the client has. Raises InvalidArgument if that part has less text."""
         received, params = accepted.received, accepted.params
-        detokenizer = self._tokenizer.detokenizer(
+        detokenizer = self.tokenizer.detokenizer(
             accepted.prompt_token_ids,
             params.stop,
             params.min_tokens,
@@ -179,12 +180,11 @@ class Intake:
         match prompt:
             case str():
                 field = "prompt.text"
-                token_ids = await self._tokenizer.encode(prompt, max_tokens, deadline_s)
+                token_ids = await self.tokenizer.encode(prompt, max_tokens, deadline_s)
             case Conversation():
                 field = "prompt.messages"
-                token_ids = await self._tokenizer.encode_chat(prompt.messages, max_tokens, deadline_s)
+                token_ids = await self.tokenizer.encode_chat(prompt.messages, max_tokens, deadline_s)
             case _:
-                assert prompt is not None
                 return await self._checked("prompt.token_ids", prompt, max_tokens)
         if not token_ids:
             raise InvalidArgument(field, "text without a token", "at least one token long")
@@ -198,38 +198,28 @@ class Intake:
         async with self._turn if len(prompt) > _SLICE_TOKENS else contextlib.nullcontext():
             for start in range(0, len(prompt), _SLICE_TOKENS):
                 part = prompt[start : start + _SLICE_TOKENS]
-                check_token_ids(field, part, self._tokenizer.vocab_size)
+                check_token_ids(field, part, self.tokenizer.vocab_size)
                 token_ids += part
                 if len(token_ids) < len(prompt):
                     await asyncio.sleep(0)
         return token_ids
 
 
-def prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> Prompt:
-    """The prompt of a request, in whichever form it is given."""
+def _prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> Prompt:
+    """The prompt of a request, in whichever form it is given. Raises InvalidArgument for a missing or empty one."""
     match request.WhichOneof("prompt"):
         case "text":
+            if not request.text:
+                raise InvalidArgument("prompt.text", "", "at least one token long")
             return request.text
         case "token_ids":
             assert isinstance(request, inference_pb2.GenerateRequest)
+            if not request.token_ids.ids:
+                raise InvalidArgument("prompt.token_ids", [], "at least one token long")
             return request.token_ids.ids
         case "messages":
+            if not request.messages.messages:
+                raise InvalidArgument("prompt.messages", [], "at least one message")
             return Conversation(request.messages.messages)
         case _:
-            return None
-
-
-def _check_given(prompt: Prompt) -> None:
-    """Raise InvalidArgument for a missing or empty prompt."""
-    match prompt:
-        case None:
             raise InvalidArgument("prompt", None, "given as text, token_ids or messages")
-        case Conversation():
-            if not prompt.messages:
-                raise InvalidArgument("prompt.messages", [], "at least one message")
-        case str():
-            if not prompt:
-                raise InvalidArgument("prompt.text", "", "at least one token long")
-        case _:
-            if not prompt:
-                raise InvalidArgument("prompt.token_ids", [], "at least one token long")

@@ -77,34 +77,61 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return _tokens(state, event, now_s)
         case GivenUp():
             return _given_up(state, event)
-        case Sent():
-            return _sent(state, event)
-        case Sought():
-            return _sought(state, event)
-        case NotFound():
-            return _not_found(state, event)
         case TookOver():
             return _took_over(state, event, now_s)
         case DecodeNamed():
             return _place_named(state, event, now_s)
         case FirstTokenReported():
             return _first_token(state, event, now_s)
-        case HandOverReported():
-            return _handed_over(state, event)
         case PrefillEnded():
             return _prefill_ended(state, event)
         case ReplicaNamed():
             return _replica_named(state, event)
-        case ReplicaForgone():
-            return _replica_forgone(state, event)
-        case ResumeAsked():
-            return _resume_asked(state, event)
         case ResumeAnswered():
             return _resume_answered(state, event)
         case Superseded():
             return _superseded(state, event)
         case Stopped():
             return _stopped(state, event.outcome)
+        case _:
+            return _moved_on(state, event)
+
+
+def _moved_on(state: State, event: Sent | Sought | NotFound | ResumeAsked | ReplicaForgone | HandOverReported) -> Step:
+    """Apply an event that is possible in few states."""
+    match state, event:
+        case Unplaced(next_index) | Lost(_, next_index), Sent(attempt, decode):
+            assert attempt.first_index == next_index, (state, event)
+            withheld = state.withheld if isinstance(state, Lost) else ()
+            if decode is None:
+                return Prefilling(attempt, next_index), withheld
+            follow = Follow(attempt.number, decode, is_there=False)
+            return Placed(attempt, next_index, decode), (*withheld, follow)
+        case Unplaced(next_index) | Lost(_, next_index), Sought(attempt):
+            return SeekingOwner(attempt, next_index), _withheld_by(state)
+        case SeekingOwner(attempt, next_index), NotFound():
+            if next_index >= attempt.most_tokens:
+                # The client has all tokens but no end; an answer that a stop token ends comes with its end.
+                return Ended(FinishReason.LENGTH, None), (CompleteAnswer(),)
+            return Unplaced(next_index, attempt.suspect_until), ()
+        case Unplaced(next_index) | Lost(_, next_index), ResumeAsked(attempt, holder):
+            assert attempt.first_index == next_index, (state, event)
+            now = Resuming(attempt, next_index, holder, _withheld_by(state))
+            return now, (Follow(attempt.number, holder, is_there=False),)
+        case Lost() as lost, ReplicaForgone():
+            # Release the former instance's Abort; the request is computed again.
+            return replace(lost, replica=None, withheld=()), lost.withheld
+        case Placed() as placed, HandOverReported():
+            return replace(placed, leg=PrefillLeg.HANDED_OVER), ()
+        case Decoding() as decoding, HandOverReported():
+            return decoding._replace(leg=PrefillLeg.HANDED_OVER), ()
+        case Prefilling(attempt) as prefilling, HandOverReported():
+            where = attempt.prefill.instance_id
+            return _lost(prefilling, Unavailable(f"prefill instance {where} has named no decode instance"))
+        case Finishing(), HandOverReported():
+            return state, ()
+        case _:
+            raise _impossible(state, event)
 
 
 def _tokens(state: State, event: Tokens, now_s: float) -> Step:
@@ -160,7 +187,6 @@ def _of_another_attempt(state: State, attempt: Attempt, event: Tokens) -> Step:
 
 
 def _taken(state: Placed | Decoding, event: Tokens, now_s: float) -> Step:
-    """Append the tokens that the answer lacks."""
     seen = state.next_index - event.first_index
     added = len(event.token_ids) - seen
     append: tuple[Action, ...] = ()
@@ -208,38 +234,6 @@ def _given_up(state: State, event: GivenUp) -> Step:
             return _held(state, event) if event.attempt == attempt.number else (state, ())
         case Unplaced() | Lost() | Finishing() | Ended():
             return state, ()
-
-
-def _sent(state: State, event: Sent) -> Step:
-    match state:
-        case Unplaced(next_index) | Lost(_, next_index):
-            attempt = event.attempt
-            assert attempt.first_index == next_index, (state, event)
-            if event.decode is None:
-                return Prefilling(attempt, next_index), _withheld_by(state)
-            follow = Follow(attempt.number, event.decode, is_there=False)
-            return Placed(attempt, next_index, event.decode), (*_withheld_by(state), follow)
-        case _:
-            raise _impossible(state, event)
-
-
-def _sought(state: State, event: Sought) -> Step:
-    match state:
-        case Unplaced(next_index) | Lost(_, next_index):
-            return SeekingOwner(event.attempt, next_index), _withheld_by(state)
-        case _:
-            raise _impossible(state, event)
-
-
-def _not_found(state: State, event: NotFound) -> Step:
-    match state:
-        case SeekingOwner(attempt, next_index):
-            if next_index >= attempt.most_tokens:
-                # The client has all tokens but no end; an answer that a stop token ends comes with its end.
-                return Ended(FinishReason.LENGTH, None), (CompleteAnswer(),)
-            return Unplaced(next_index, attempt.suspect_until), ()
-        case _:
-            raise _impossible(state, event)
 
 
 def _took_over(state: State, event: TookOver, now_s: float) -> Step:
@@ -318,7 +312,6 @@ def _first_token(state: State, event: FirstTokenReported, now_s: float) -> Step:
 
 
 def _replayed(state: Placed, actions: tuple[Action, ...], now_s: float) -> Step:
-    """Apply the held events of the decode instance."""
     own = [event for event in state.held.events if event.source == state.decode]
     if not own:
         return state, actions
@@ -328,22 +321,6 @@ def _replayed(state: Placed, actions: tuple[Action, ...], now_s: float) -> Step:
         now, more = step(now, event, now_s)
         actions += more
     return now, actions
-
-
-def _handed_over(state: State, event: HandOverReported) -> Step:
-    match state:
-        case Placed():
-            return replace(state, leg=PrefillLeg.HANDED_OVER), ()
-        case Decoding():
-            return state._replace(leg=PrefillLeg.HANDED_OVER), ()
-        case Prefilling(attempt):
-            return _lost(
-                state, Unavailable(f"prefill instance {attempt.prefill.instance_id} has named no decode instance")
-            )
-        case Finishing():
-            return state, ()
-        case _:
-            raise _impossible(state, event)
 
 
 def _prefill_ended(state: State, event: PrefillEnded) -> Step:
@@ -434,7 +411,6 @@ def _lost(
 
 
 def _with_suspicion(attempt: Attempt, error: KaveriError) -> Attempt:
-    """The attempt with its suspicion updated by an engine's error."""
     if isinstance(error, EngineBroke) and error.suspect_until > attempt.suspect_until:
         return replace(attempt, suspect_until=error.suspect_until)
     return attempt
@@ -469,7 +445,6 @@ def _held_of(events: tuple[Tokens | GivenUp | ReplicaNamed, ...]) -> HeldEvents:
 
 
 def _impossible(state: State, event: Event) -> AssertionError:
-    """Error for an event that the service must not report in this state."""
     return AssertionError(f"{type(event).__name__} is impossible in {type(state).__name__}: {event}, {state}")
 
 
@@ -494,27 +469,6 @@ def _replica_named(state: State, event: ReplicaNamed) -> Step:
             return replace(state, held=_held_of((*events, event))), ()
         case _:
             return state, ()
-
-
-def _replica_forgone(state: State, event: ReplicaForgone) -> Step:
-    """Release the former instance's Abort; the request is computed again."""
-    match state:
-        case Lost():
-            return replace(state, replica=None, withheld=()), state.withheld
-        case _:
-            raise _impossible(state, event)
-
-
-def _resume_asked(state: State, event: ResumeAsked) -> Step:
-    """Wait for the holder's answer."""
-    match state:
-        case Unplaced(next_index) | Lost(_, next_index):
-            attempt, holder = event.attempt, event.holder
-            assert attempt.first_index == next_index, (state, event)
-            now = Resuming(attempt, next_index, holder, _withheld_by(state))
-            return now, (Follow(attempt.number, holder, is_there=False),)
-        case _:
-            raise _impossible(state, event)
 
 
 def _resume_answered(state: State, event: ResumeAnswered) -> Step:

@@ -37,9 +37,7 @@ STALL_S = Histogram(
 RELAYED_TOKENS = Counter("kaveri_router_relayed_tokens", "Tokens received from decode instances.")
 TTFT_S = Histogram("kaveri_router_ttft_seconds", "Arrival to first token.", buckets=LATENCY_BUCKETS_S)
 TPOT_S = Histogram(
-    "kaveri_router_tpot_seconds",
-    "Mean time per token after the first, one sample a request.",
-    buckets=TOKEN_BUCKETS_S,
+    "kaveri_router_tpot_seconds", "Mean time per token after the first, one sample a request.", buckets=TOKEN_BUCKETS_S
 )
 E2E_S = Histogram("kaveri_router_e2e_seconds", "Arrival to last token.", buckets=ANSWER_BUCKETS_S)
 MONITOR_LEADING = Gauge("kaveri_monitor_leading", "1 while this router leads the cluster monitor, else 0.")

@@ -6,6 +6,7 @@ broadcast. kaveri/cluster/broadcasts.py decides what is broadcast and when, moni
 
 import asyncio
 import time
+from dataclasses import dataclass
 
 from kaveri.cluster.broadcasts import Told, broadcast_statuses, has_new_loads, is_news, told_by
 from kaveri.cluster.store import ClusterStore
@@ -21,16 +22,22 @@ _MIN_PAUSE_S = 0.02
 """Min interval between two broadcasts."""
 
 
+@dataclass(slots=True)
+class _Lead:
+    fencing_token: int
+    sequence_number: int = 0
+    """Number of broadcasts."""
+
+
 class Monitor:
-    """Campaigns for the lead, and broadcasts while leading. For one event loop."""
+    """Campaigns for the lead, and broadcasts while leading. Not thread-safe."""
 
     def __init__(self, store: ClusterStore, router_id: str, interval_s: float) -> None:
         """router_id: unique to one life of the router. interval_s: between two broadcasts without news."""
         self._store = store
         self._router_id = router_id
         self._interval_s = interval_s
-        self._fencing_token: int | None = None
-        self._sequence_number = 0
+        self._lead: _Lead | None = None
         self._campaign_at_s = 0.0
         self._told = Told()
         self._told_at_s = 0.0
@@ -42,7 +49,7 @@ class Monitor:
     @property
     def leading(self) -> bool:
         """True if this router leads, as far as it knows."""
-        return self._fencing_token is not None
+        return self._lead is not None
 
     async def run(self) -> None:
         """Campaign, and broadcast while leading, until stop(); then resign and return.
@@ -54,8 +61,8 @@ class Monitor:
                 self._due.clear()
                 if time.monotonic() >= self._campaign_at_s:
                     await self._campaign()
-                if self._fencing_token is not None and self._is_due(self._store.view()):
-                    await self._broadcast(self._fencing_token)
+                if self._lead is not None and self._is_due(self._lead, self._store.view()):
+                    await self._broadcast(self._lead)
                 await self._pause()
             await self._store.resign(self._router_id)
         finally:
@@ -85,24 +92,23 @@ class Monitor:
         token = await self._store.campaign(self._router_id, LEADER_LEASE_S)
         self._set_token(token, "another leads, or the store is away")
 
-    def _is_due(self, view: ClusterView) -> bool:
-        if not self._sequence_number or is_news(self._told, view):
-            return True
-        return self._rest_s() <= 0
+    def _is_due(self, lead: _Lead, view: ClusterView) -> bool:
+        return not lead.sequence_number or is_news(self._told, view) or self._rest_s() <= 0
 
     def _rest_s(self) -> float:
         """Seconds until the next broadcast without news."""
         pause_s = self._interval_s if self._has_new_loads else max(self._interval_s, _CAMPAIGN_INTERVAL_S)
         return self._told_at_s + pause_s - time.monotonic()
 
-    async def _broadcast(self, fencing_token: int) -> None:
-        self._sequence_number += 1
+    async def _broadcast(self, lead: _Lead) -> None:
+        lead.sequence_number += 1
         self._told_at_s = time.monotonic()
         view = self._store.view()
         statuses = broadcast_statuses(view)
         self._told = told_by(view, statuses)
         self._has_new_loads = False
-        if await self._store.broadcast(LoadBroadcast(self._router_id, fencing_token, self._sequence_number, statuses)):
+        loads = LoadBroadcast(self._router_id, lead.fencing_token, lead.sequence_number, statuses)
+        if await self._store.broadcast(loads):
             metrics.MONITOR_BROADCASTS.inc()
         else:
             self._set_token(None, "fenced, or the store is away")
@@ -120,13 +126,14 @@ class Monitor:
             pass
 
     def _set_token(self, fencing_token: int | None, reason: str) -> None:
-        if fencing_token == self._fencing_token:
+        former_token = None if self._lead is None else self._lead.fencing_token
+        if fencing_token == former_token:
             return
         if fencing_token is None:
-            get_logger().info("monitor_lead_lost", fencing_token=self._fencing_token, reason=reason)
+            self._lead = None
+            get_logger().info("monitor_lead_lost", fencing_token=former_token, reason=reason)
         else:
-            self._sequence_number = 0
+            self._lead = _Lead(fencing_token)
             metrics.MONITOR_TAKEOVERS.inc()
-            get_logger().info("monitor_lead_taken", fencing_token=fencing_token, former_token=self._fencing_token)
-        self._fencing_token = fencing_token
+            get_logger().info("monitor_lead_taken", fencing_token=fencing_token, former_token=former_token)
         metrics.MONITOR_LEADING.set(fencing_token is not None)

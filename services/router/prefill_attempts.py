@@ -42,7 +42,6 @@ _SHORTEST_S = 1e-3
 _IN_ORDER: Final = ("started", "placed", "prompt_logprobs", "first_token", "handed_over")
 """Fields of a PrefillReport, in reading order."""
 
-
 _Attempt = tuple[RequestEntry, int]
 """A request and the number of its attempt."""
 
@@ -51,13 +50,7 @@ class PrefillAttempts:
     """The attempts of a router at prefill instances. Not thread-safe."""
 
     def __init__(
-        self,
-        *,
-        model: str,
-        stream_id: str,
-        channels: Channels,
-        feeds: TokenFeeds,
-        has_begun: Callable[[], object],
+        self, model: str, stream_id: str, channels: Channels, feeds: TokenFeeds, has_begun: Callable[[], object]
     ) -> None:
         """stream_id: the placer's. has_begun: called when an instance has begun or ended a prompt, so that it may have
         room."""
@@ -179,19 +172,23 @@ class PrefillAttempts:
         """Pass prefill's reports on until they end or the attempt is over."""
         ended = lives.PrefillEnded()
         self._waiting[entry, attempt.number] = tie.record
-        over.add_done_callback(tie.wake)
+        over.add_done_callback(lambda _: tie.news.put_nowait(None))
         try:
             while not (over.done() or tie.has_ended):
-                for report in await tie.take():
-                    # Also if the attempt ends within the report.
-                    tie.has_ended = tie.has_ended or report.HasField("ended")
-                    for kind in _IN_ORDER:
-                        if over.done():
-                            break
-                        if report.HasField(kind):
-                            self._take(entry, attempt, kind, report)
-                    if report.ended.error:
-                        raise error_from_bytes(report.ended.error)
+                report = await tie.news.get()
+                if report is None:
+                    break
+                if isinstance(report, KaveriError):
+                    raise report
+                # Also if the attempt ends within the report.
+                tie.has_ended = report.HasField("ended")
+                for kind in _IN_ORDER:
+                    if over.done():
+                        break
+                    if report.HasField(kind):
+                        self._take(entry, attempt, kind, report)
+                if report.ended.error:
+                    raise error_from_bytes(report.ended.error)
         except KaveriError as error:
             if isinstance(error, RequestCancelled):
                 error = Unavailable(f"prefill instance gave the request up: {error}")
@@ -211,7 +208,6 @@ class PrefillAttempts:
             entry.handle(ended, time.monotonic())
 
     async def _ask(self, address: str, attempts: list[_Attempt]) -> None:
-        """Call until the instance has answered, or none of the attempts waits there."""
         pause_s = _FIRST_PAUSE_S
         for _ in range(_MOST_TRIES):
             names = [
@@ -255,9 +251,12 @@ class PrefillAttempts:
                 ):
                     entry.note_owner(attempt.prefill, life)
                 entry.handle(lives.DecodeNamed(life), now_s)
-                entry.note_holder()
+                if isinstance(entry.state, lives.Placed | lives.Decoding) and entry.state.replica is not None:
+                    entry.note_holder()
             case "prompt_logprobs":
-                entry.take_prompt_logprobs(report.prompt_logprobs.first, report.prompt_logprobs.logprobs)
+                # Later attempts repeat them.
+                entry.answer.append_prompt(report.prompt_logprobs.first, report.prompt_logprobs.logprobs)
+                entry.wake()
             case "first_token":
                 first = report.first_token
                 timing.prefill_s = first.prefill_s

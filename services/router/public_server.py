@@ -33,7 +33,7 @@ class PublicServicer(inference_pb2_grpc.InferenceServiceServicer):
             request_id = request.request_id or f"{caller.key.name}/{new_request_id()}"
             progress = GenerateProgress(request_id, caller.key.name)
             try:
-                await self._inner.generate(request, progress, context)
+                await self._inner.Generate(request, context, progress)
             finally:
                 caller.tokens = progress.tokens
 
@@ -78,7 +78,6 @@ class PublicServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     @contextlib.asynccontextmanager
     async def _admitted(self, context: ServicerContext, request_id: str = "") -> AsyncIterator[Caller]:
-        """Callers.admit(); an error ends the call."""
         async with contextlib.AsyncExitStack() as stack:
             authorization = authorization_of(context.invocation_metadata())
             try:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.attachment import Attached
-from kaveri.domain.replica import ReplicaLocation
-from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase, ViewedInstance, phases_now
+from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase, phases_now
 from kaveri.errors import NoCapacity, RequestNotFound, Unavailable
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.telemetry.logs import get_logger
@@ -235,22 +234,17 @@ class Departures:
         holder = view.instances[replica.holder_id]
         if holder.load.state is not InstanceState.READY:
             return
-        needed_blocks = self._needed_blocks(entry, replica, holder)
-        if needed_blocks is None or holder.load.free_blocks - self._unconfirmed.at(holder).amount < needed_blocks:
+        layout, context_tokens = holder.record.layout, entry.context_tokens
+        if layout is None or context_tokens - replica.token_count > _MOST_LACKING_BLOCKS * layout.block_tokens:
+            return
+        needed_blocks = layout.block_count(context_tokens + 1)
+        if holder.load.free_blocks - self._unconfirmed.at(holder).amount < needed_blocks:
             return
         self._unconfirmed.add(entry.request_id, holder, needed_blocks)
         cause = f"decode instance {decode.instance_id} drains"
         entry.note_loss(cause, decode)
         drained = NoCapacity("decode", 0.0, cause)
         entry.handle(lives.GivenUp(entry.attempt_number, decode, drained, has_ended=False), time.monotonic())
-
-    def _needed_blocks(self, entry: RequestEntry, replica: ReplicaLocation, holder: ViewedInstance) -> int | None:
-        """Number of blocks that the request needs at the holder; None: the replica lacks too much."""
-        layout = holder.record.layout
-        context_tokens = entry.context_tokens
-        if layout is None or context_tokens - replica.token_count > _MOST_LACKING_BLOCKS * layout.block_tokens:
-            return None
-        return layout.block_count(context_tokens + 1)
 
 
 def _draining(view: ClusterView) -> frozenset[InstanceLife]:

@@ -6,6 +6,7 @@ from typing import Any
 from grpc import aio
 
 from kaveri.domain.sampling import FinishReason
+from kaveri.errors import KaveriError
 from kaveri.hosting.read_limit import ReadLimit
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import trace_fields
@@ -13,8 +14,9 @@ from kaveri.text.answer import AnswerPart
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.messages import drawing_to_proto, finish_to_proto, name_tokens
 from services.router import metrics
+from services.router.accepted_request import hint_to_proto
 from services.router.lifecycle_values import Ended, InstanceLife
-from services.router.requests import DirectReading, Interrupted, RequestEntry
+from services.router.requests import Interrupted, RequestEntry, SentAway
 
 ServicerContext = aio.ServicerContext[Any, Any]
 
@@ -38,15 +40,15 @@ async def write_answer(
     answer = entry.answer
     is_first = True
     await entry.wait_for_output(or_begun=True)
-    if not (entry.ended or answer.has_output):
+    if not (isinstance(entry.state, Ended) or answer.has_output):
         # Before the first token: a gRPC client starts to read messages only after it has received the metadata.
         await context.send_initial_metadata(())
     async with ReadLimit(slow_reader_s) as limit:
         while True:
             await entry.wait_for_output()
-            has_ended = isinstance(entry.state, Ended)
-            error = entry.error
-            if error is not None and not entry.is_sent_away:
+            outcome = entry.state.outcome if isinstance(entry.state, Ended) else None
+            error = outcome if isinstance(outcome, KaveriError) else None
+            if error is not None and not isinstance(error, SentAway):
                 raise error
             part = answer.take()
             response = inference_pb2.GenerateResponse(index=part.first_index, token_ids=part.token_ids, text=part.text)
@@ -58,23 +60,25 @@ async def write_answer(
                     name_tokens(part.token_ids, response.logprobs, token_piece)
             if part.prompt_logprobs:
                 _report_prompt(part, response, token_piece)
-            ended = has_ended and not answer.has_output
+            ended = outcome is not None and not answer.has_output
             if is_first or (ended and error is not None):
                 response.routers.extend(routers())
             if is_first:
                 is_first = False
                 response.request_id = entry.request_id
-                response.max_tokens = entry.accepted.most_tokens
+                response.max_tokens = entry.most_tokens
                 response.resolved_params.CopyFrom(drawing_to_proto(entry.accepted.params))
                 response.usage.prompt_tokens = len(entry.accepted.prompt_token_ids)
             if entry.owner_news is not None:
-                response.owner.CopyFrom(entry.owner_news.to_proto())
+                response.owner.CopyFrom(hint_to_proto(entry.owner_news))
                 entry.owner_news = None
             if entry.direct is not None:
                 response.first_character = part.first_character
                 # The prompt's logprobs come from the router alone, before the client reads elsewhere.
-                if not part.prompt_logprobs:
-                    _offer(entry, entry.direct, response, address_of)
+                decode = None if part.prompt_logprobs else entry.direct.offer(entry.state)
+                if decode is not None and (address := address_of(decode)):
+                    response.tokens_at.address, response.tokens_at.incarnation = address, decode.incarnation
+                    entry.direct.offered = entry.attempt_number
                 response.interrupted = ended and isinstance(error, Interrupted)
             if ended and error is None:
                 _complete(entry, response)
@@ -96,19 +100,6 @@ def _report_prompt(
     report.logprobs.extend(sampling_pb2.Logprobs() if entry is None else entry for entry in part.prompt_logprobs)
     if token_piece is not None:
         name_tokens(part.prompt_token_ids, report.logprobs, token_piece)
-
-
-def _offer(
-    entry: RequestEntry,
-    direct: DirectReading,
-    response: inference_pb2.GenerateResponse,
-    address_of: Callable[[InstanceLife], str],
-) -> None:
-    """Name the decode instance to the client, unless the client knows it."""
-    decode = direct.offer(entry.state)
-    if decode is not None and (address := address_of(decode)):
-        response.tokens_at.address, response.tokens_at.incarnation = address, decode.incarnation
-        direct.note_offered(entry.attempt_number)
 
 
 async def write_cancelled(
@@ -138,20 +129,19 @@ def _complete(entry: RequestEntry, response: inference_pb2.GenerateResponse) -> 
     answer, accepted, finish = entry.answer, entry.accepted, entry.finish
     assert finish is not None
     token_count = len(answer.token_ids)
-    timing = entry.account.timing.known()
-    if accepted.session:
-        timing["reattaches"] = accepted.session
+    timing = response.timing
+    timing.CopyFrom(entry.account.timing)
+    timing.reattaches = accepted.session
     if answer.first_token_s is not None:
-        timing["ttft_s"] = answer.first_token_s - accepted.arrived_s
-        timing["e2e_s"] = answer.last_token_s - accepted.arrived_s
-        metrics.TTFT_S.observe(timing["ttft_s"])
-        metrics.E2E_S.observe(timing["e2e_s"])
+        timing.ttft_s = answer.first_token_s - accepted.arrived_s
+        timing.e2e_s = answer.last_token_s - accepted.arrived_s
+        metrics.TTFT_S.observe(timing.ttft_s)
+        metrics.E2E_S.observe(timing.e2e_s)
         if token_count > 1:
             metrics.TPOT_S.observe((answer.last_token_s - answer.first_token_s) / (token_count - 1))
     response.finish_reason = finish_to_proto(finish)
     response.usage.prompt_tokens = len(accepted.prompt_token_ids)
     response.usage.completion_tokens = token_count
-    response.timing.CopyFrom(inference_pb2.Timing(**timing))
     metrics.REQUESTS.labels(outcome=finish.value).inc()
     get_logger().info(
         "request_finished",
@@ -160,6 +150,6 @@ def _complete(entry: RequestEntry, response: inference_pb2.GenerateResponse) -> 
         finish_reason=finish.value,
         prompt_tokens=len(accepted.prompt_token_ids),
         completion_tokens=token_count,
-        **timing,
+        **{field.name: value for field, value in timing.ListFields()},
         **trace_fields(entry.account.span),
     )

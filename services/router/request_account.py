@@ -3,41 +3,15 @@
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import OpenSpan
+from kaveri.v1 import inference_pb2
 from services.router import metrics
 from services.router.lifecycle_values import InstanceLife
 
 _MOST_STEPS = 64
 _MOST_CAUSE_CHARACTERS = 300
-
-
-@dataclass(slots=True)
-class RequestTiming:
-    """Fields of inference.proto's Timing that the router knows; those of the last attempt if there were several."""
-
-    attempts: int = 0
-    prefill_instance_id: str = ""
-    decode_instance_id: str = ""
-    router_s: float = 0.0
-    prefill_queue_s: float = 0.0
-    prefill_s: float = 0.0
-    kv_transfer_s: float = 0.0
-    kv_tail_s: float = 0.0
-    kv_bytes: int = 0
-    kv_transport: str = ""
-    decode_queue_s: float = 0.0
-    decode_s: float = 0.0
-    resumes: int = 0
-    held_tokens: int = 0
-    recomputed_tokens: int = 0
-    stall_s: float = 0.0
-
-    def known(self) -> dict[str, Any]:
-        """Fields that are neither 0 nor empty, by name."""
-        return {name: value for name in self.__slots__ if (value := getattr(self, name))}
 
 
 @dataclass(slots=True)
@@ -73,7 +47,8 @@ class RequestAccount:
     """When its input was checked, or its last attempt ended."""
     span: OpenSpan | None
     """The request's; its owner ends it. None: it is not traced."""
-    timing: RequestTiming = field(default_factory=RequestTiming)
+    timing: inference_pb2.Timing = field(default_factory=inference_pb2.Timing)
+    """The last attempt's if there were several; without the fields that the relay adds at the end."""
     steps: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
     """The request's last steps, each with its time."""
     owner_change: OwnerChange | None = None
@@ -85,17 +60,15 @@ class RequestAccount:
     _former: OpenSpan | None = None
     """Span of the previous attempt."""
 
-    def begin_attempt(self, number: int, aim: str, now_s: float) -> None:
-        """Begin an attempt, and end the previous one if it is open. aim: where it goes, for the list of steps."""
-        self.timing.attempts += 1
-        self.steps.append((now_s, f"attempt {number} {aim}"))
-        if self.span is not None:
-            self.end_attempt(now_s)
-            self.span.write("place", self.waits_since_s, now_s)
-            self._attempt = self.span.begin("attempt", now_s, self._former, attempt=number)
-            self.traceparent = self._attempt.traceparent if self._attempt is not None else ""
+    def begin_span(self, number: int, now_s: float) -> None:
+        """Begin the span of an attempt, and end the previous one if it is open. Only for a request that is traced."""
+        assert self.span is not None
+        self.end_span(now_s)
+        self.span.write("place", self.waits_since_s, now_s)
+        self._attempt = self.span.begin("attempt", now_s, self._former, attempt=number)
+        self.traceparent = self._attempt.traceparent if self._attempt is not None else ""
 
-    def end_attempt(self, now_s: float, error: object = None, **attributes: object) -> None:
+    def end_span(self, now_s: float, error: object = None, **attributes: object) -> None:
         """End the open attempt's span, if any. error: why the attempt was lost."""
         if self._attempt is not None:
             self._attempt.end(now_s, error, **attributes)
@@ -110,11 +83,6 @@ class RequestAccount:
         self.steps.append((now_s, f"lost {former.instance_id or 'its instance'}: {cause[:_MOST_CAUSE_CHARACTERS]}"))
         if self.owner_change is None:
             self.owner_change = OwnerChange(cause, former.instance_id, last_token_s or now_s)
-
-    def note_not_found(self, now_s: float) -> None:
-        """Record that the attempt found no instance that has the request."""
-        self.steps.append((now_s, "not found there"))
-        self.end_attempt(now_s, "not found")
 
     def note_new_owner(
         self, outcome: str, life: InstanceLife, attempt: int, held_tokens: int, context_tokens: int

@@ -24,7 +24,7 @@ from kaveri.errors import (
     Unavailable,
 )
 from kaveri.feeds.expiring import ExpiringMap
-from kaveri.policy.placement import AnyPrefillPlacement, choose_prefill, missing_phases
+from kaveri.policy.placement import choose_prefill, missing_phases
 from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
 from kaveri.policy.waits import PREFILL_LOOK_S as _LONGEST_WAIT_S
 from kaveri.rpc.channels import Channels
@@ -33,6 +33,7 @@ from kaveri.timeouts import ATTEMPT_REMEMBERED_S
 from kaveri.wire.attempts import MAX_ATTEMPT
 from services.router import lifecycle_values as lives
 from services.router import metrics
+from services.router.config import RouterConfig
 from services.router.holders import Holders
 from services.router.lifecycle_values import NO_LIFE, InstanceLife, holder_of
 from services.router.prefill_attempts import PrefillAttempts
@@ -50,12 +51,8 @@ class RequestPlacer:
 
     def __init__(
         self,
-        *,
-        model: str,
+        config: RouterConfig,
         stream_id: str,
-        policy: AnyPrefillPlacement,
-        max_attempts: int,
-        unavailable_after_s: float,
         store: ClusterStore,
         channels: Channels,
         feeds: TokenFeeds,
@@ -63,10 +60,10 @@ class RequestPlacer:
         rng: random.Random,
     ) -> None:
         """stream_id: the router_id of the prefill and decode protocols; unique across restarts, and secret."""
-        self._model = model
+        self._model = config.model_name
         self._stream_id = stream_id
-        self._policy = policy
-        self._limits = RetryLimits(max_attempts, unavailable_after_s)
+        self._policy = config.placement_policy
+        self._limits = RetryLimits(config.max_attempts, config.unavailable_after_s)
         self._store = store
         self._feeds = feeds
         self._holders = holders
@@ -80,16 +77,10 @@ class RequestPlacer:
         self._line = PlacementLine()
         self._instances: Mapping[str, ViewedInstance] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._prefills = PrefillAttempts(
-            model=model,
-            stream_id=stream_id,
-            channels=channels,
-            feeds=feeds,
-            has_begun=self._line.wake_first,
-        )
+        self._prefills = PrefillAttempts(self._model, stream_id, channels, feeds, self._line.wake_first)
 
     def update(self, view: ClusterView) -> None:
-        """Wakes requests that wait for an instance."""
+        """Wake requests that wait for an instance."""
         self._view_changed.set()
         self._view_changed = asyncio.Event()
         self._prefills.update(view)
@@ -130,9 +121,7 @@ class RequestPlacer:
             entry.stop(error)
         except Exception:
             get_logger().exception(
-                "request_failed_unexpectedly",
-                request_id=entry.request_id,
-                attempt=entry.attempt_number,
+                "request_failed_unexpectedly", request_id=entry.request_id, attempt=entry.attempt_number
             )
             entry.stop(InternalError(f"the router failed while it served request {entry.request_id!r}"))
         finally:
@@ -180,7 +169,7 @@ class RequestPlacer:
     async def _serve(self, entry: RequestEntry) -> None:
         number = self._numbers.get(entry.request_id, time.monotonic()) or 0
         retry, others_unasked, hint_is_old = RetryState(), False, False
-        if entry.ended:
+        if isinstance(entry.state, lives.Ended):
             return  # It was sent away, or its deadline has passed, before this task began.
         if entry.accepted.session and entry.answer.lacks_prompt:
             # Decode instances do not have them: it is placed again, from the beginning.
@@ -194,7 +183,9 @@ class RequestPlacer:
                 return
         while True:
             prefill: InstanceRecord | None = None
-            replica = None if hint_is_old and isinstance(entry.state, lives.Unplaced) else self._usable_replica(entry)
+            replica = None
+            if not isinstance(entry.state, lives.Unplaced) or (entry.accepted.session and not hint_is_old):
+                replica = self._usable_replica(entry)
             if replica is not None:
                 number += 1
                 self._numbers.put(entry.request_id, number, time.monotonic())
@@ -205,7 +196,7 @@ class RequestPlacer:
                 if (pause_s := retry.pause_until_s - time.monotonic()) > 0:
                     await asyncio.sleep(pause_s)
                 target = await self._choose(entry, retry)
-                if entry.ended:
+                if isinstance(entry.state, lives.Ended):
                     return  # While it waited; the end of the client's RPC has not reached this task yet.
                 number += 1
                 self._numbers.put(entry.request_id, number, time.monotonic())
@@ -231,7 +222,6 @@ class RequestPlacer:
                     return
 
     def _usable_replica(self, entry: RequestEntry) -> ReplicaLocation | None:
-        """The replica to resume the request from, if there is one and its holder is connected."""
         replica = None if entry.answer.lacks_prompt else self._holders.replica_of(entry)
         if replica is None or not self._feeds.is_connected(holder_of(replica)):
             return None
@@ -281,7 +271,6 @@ class RequestPlacer:
         return after
 
     def _note_delay(self, entry: RequestEntry, reason: str) -> None:
-        """Log why a request is not placed at once, once per request."""
         if not entry.delay_noted:
             entry.delay_noted = True
             get_logger().info("placement_delayed", request_id=entry.request_id, attempt=0, reason=reason)
@@ -292,12 +281,14 @@ class RequestPlacer:
         The caller must not await anything before it has entered the choice as unconfirmed work, or two requests could
         take the same room.
         """
+        has_waited = False
         try:
             while True:
                 view = await self.wait_for_instances(entry.accepted.deadline_s)
                 now_s = time.monotonic()
                 resting = retry.resting(view, now_s)
-                if not self._line.must_join(entry):
+                # A request that has not waited must not look for room before those in line.
+                if has_waited or not self._line.in_line:
                     self._turn += 1
                     target = choose_prefill(
                         view,
@@ -311,20 +302,15 @@ class RequestPlacer:
                     )
                     if target is not None:
                         return target
-                if resting:
-                    self._line.rest(entry)
-                else:
-                    self._line.join(entry)
-                metrics.WAITING.set(len(self._line))
+                has_waited = True
                 self._note_delay(entry, "every prefill instance is full, or has just failed the request")
                 rest_s = min(resting.values(), default=now_s + _LONGEST_WAIT_S) - now_s
-                await self._line.wait(entry, min(rest_s, _LONGEST_WAIT_S))
+                await self._line.wait(entry, min(rest_s, _LONGEST_WAIT_S), rests=bool(resting))
         finally:
-            self._line.leave(entry)
-            metrics.WAITING.set(len(self._line))
+            if has_waited:
+                self._line.leave(entry)
 
     async def _follow(self, entry: RequestEntry, number: int, target: ViewedInstance) -> None:
-        """Run an attempt at a prefill instance until it is over."""
         prefill = InstanceLife(target.record.instance_id, target.record.incarnation)
         attempt = entry.attempt_at(number, prefill)
         if entry.account.owner_change is not None:
@@ -344,7 +330,7 @@ class RequestPlacer:
         try:
             found = await self._takeover.find(entry, number, can_resume)
         finally:
-            if entry.ended and not entry.is_superseded:
+            if isinstance(entry.state, lives.Ended) and not entry.is_superseded:
                 # An instance may have given it to this router just before it ended.
                 self._feeds.abort(entry.request_id, entry.ownership(number, self._stream_id), None)
         if isinstance(entry.state, lives.Ended):
@@ -355,7 +341,8 @@ class RequestPlacer:
         if isinstance(found, Missing):
             entry.account.timing.attempts -= 1
             now_s = time.monotonic()
-            entry.account.note_not_found(now_s)
+            entry.account.steps.append((now_s, "not found there"))
+            entry.account.end_span(now_s, "not found")
             entry.handle(lives.NotFound(), now_s)
         else:
             # The owner has not changed, even if the holder of a replica was asked before.
@@ -411,33 +398,23 @@ class PlacementLine:
     """
 
     def __init__(self) -> None:
-        self._line: dict[RequestEntry, asyncio.Future[None] | None] = {}
+        self.in_line: dict[RequestEntry, asyncio.Future[None] | None] = {}
         self._resting: dict[RequestEntry, asyncio.Future[None] | None] = {}
 
     def __len__(self) -> int:
-        """Number of requests in line and outside it."""
-        return len(self._line) + len(self._resting)
+        return len(self.in_line) + len(self._resting)
 
-    def must_join(self, request: RequestEntry) -> bool:
-        """True if the request has not waited yet and others stand in line: it must not look for room before them."""
-        return bool(self._line) and request not in self._line and request not in self._resting
-
-    def join(self, request: RequestEntry) -> None:
-        """Take the last place in line, unless the request has one."""
-        self._resting.pop(request, None)
-        self._line.setdefault(request, None)
-
-    def rest(self, request: RequestEntry) -> None:
-        """Wait outside the line, and give up the place in it: an instance that failed the request has left the view
-        and come back."""
-        if request in self._line:
+    async def wait(self, request: RequestEntry, timeout_s: float, *, rests: bool) -> None:
+        """Wait until the request is woken or the timeout is over: in its place in line, else in the last one. rests:
+        outside the line."""
+        if rests and request in self.in_line:
+            # An instance that failed the request has left the view and come back.
             self.leave(request)
-        self._resting[request] = None
-
-    async def wait(self, request: RequestEntry, timeout_s: float) -> None:
-        """Wait until the request, which has joined or rests, is woken or the timeout is over."""
-        places = self._line if request in self._line else self._resting
+        elif not rests:
+            self._resting.pop(request, None)
+        places = self._resting if rests else self.in_line
         woken = places[request] = asyncio.get_running_loop().create_future()
+        metrics.WAITING.set(len(self))
         try:
             await asyncio.wait((woken,), timeout=timeout_s)
         finally:
@@ -445,7 +422,7 @@ class PlacementLine:
 
     def wake_first(self) -> None:
         """Wake the first waiter; no-op if it is awake."""
-        _wake(next(iter(self._line.values()), None))
+        _wake(next(iter(self.in_line.values()), None))
 
     def wake_all(self) -> None:
         """Wake the first in line and all that rest: an instance came or went."""
@@ -455,8 +432,9 @@ class PlacementLine:
 
     def leave(self, request: RequestEntry) -> None:
         """Remove a request that has found a place or ended, and wake the next. Idempotent."""
-        self._line.pop(request, None)
+        self.in_line.pop(request, None)
         self._resting.pop(request, None)
+        metrics.WAITING.set(len(self))
         self.wake_first()
 
 

@@ -18,23 +18,24 @@ from kaveri.feeds.expiring import ExpiringMap
 from kaveri.policy.byte_budget import ByteBudget
 from kaveri.policy.placement import max_model_len, missing_phases
 from kaveri.policy.rate_limit import RateLimit
+from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import OpenSpan, begin_span, error_in_span, is_tracing, traceparent_of
-from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES
 from kaveri.wire.messages import id_drawn_from, params_to_proto
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
-from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, OwnerHint
+from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, hint_from_store
 from services.router.claims import RequestClaims
 from services.router.config import RouterConfig
-from services.router.intake import Intake, prompt_of
-from services.router.peers import RouterPeers
+from services.router.intake import Intake
+from services.router.lifecycle_values import Ended
+from services.router.peers import cancel_elsewhere, router_addresses
 from services.router.relay import ServicerContext, write_answer, write_cancelled
 from services.router.request_account import RequestAccount
 from services.router.request_placer import RequestPlacer
-from services.router.request_table import RETRY_AFTER_S, RecentRequests, RecentWorkload, RequestTable
+from services.router.request_table import RETRY_AFTER_S, RecentRequests, RequestTable
 from services.router.requests import Interrupted, RequestEntry, SentAway
 
 _GONE_WITHIN_S = 1.0
@@ -48,16 +49,13 @@ class RouterParts(Protocol):
 
     config: RouterConfig
     store: ClusterStore
-    tokenizer: ModelTokenizer
-    default_params: SamplingParams
+    channels: Channels
     intake: Intake
     claims: RequestClaims
-    peers: RouterPeers
     table: RequestTable
     bodies: ByteBudget
     placer: RequestPlacer
     recent: RecentRequests
-    workload: RecentWorkload
     incarnation: int
 
     @property
@@ -108,10 +106,7 @@ class GenerateProgress:
 
 @contextlib.contextmanager
 def _traced(progress: GenerateProgress, context: ServicerContext, arrived_s: float) -> Iterator[None]:
-    """Trace the call while the context is open, if tracing is on and the sampler takes it."""
-    if not is_tracing():
-        yield
-        return
+    """Trace the call while the context is open, if the sampler takes it. For a process that traces."""
     traceparent = traceparent_of(context.invocation_metadata())
     span = progress.span = begin_span(
         "generate", traceparent, arrived_s, request_id=progress.request_id[:MAX_REQUEST_ID_BYTES]
@@ -132,6 +127,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(self, router: RouterParts) -> None:
         self._router = router
+        self._model_name = router.config.model_name
         self._unread_count = 0
         """Calls whose client has not read its SlowReader error. gRPC ends them when it reads or disconnects."""
         config = router.config
@@ -141,18 +137,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     # A coroutine that writes, not a generator: cancellation always arrives inside it, so its cleanup always runs.
     async def Generate(  # type: ignore[override]  # noqa: N802
-        self, request: inference_pb2.GenerateRequest, context: ServicerContext
+        self, request: inference_pb2.GenerateRequest, context: ServicerContext, progress: GenerateProgress | None = None
     ) -> None:
-        await self.generate(request, GenerateProgress(request.request_id or new_request_id()), context)
-
-    async def generate(
-        self, request: inference_pb2.GenerateRequest, progress: GenerateProgress, context: ServicerContext
-    ) -> None:
-        """Answer a request. progress: has its id; the rest is filled in."""
+        """Answer a request. progress: has its id; the rest is filled in. None: the caller needs none."""
         arrived_s = time.monotonic()
+        progress = progress or GenerateProgress(request.request_id or new_request_id())
+        tracing = _traced(progress, context, arrived_s) if is_tracing() else contextlib.nullcontext()
         try:
-            holding = self._router.bodies.hold(progress.key_name, request.ByteSize())
-            with self._noted(progress), _traced(progress, context, arrived_s), holding:
+            with tracing, self._router.bodies.hold(progress.key_name, request.ByteSize()):
                 await self._generate(request, progress, context, arrived_s)
         except SlowReader as error:
             metrics.REQUESTS.labels(outcome="slow_reader").inc()
@@ -190,26 +182,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             reason = f"the router failed while it served request {progress.request_id!r:.140}"
             await abort(context, InternalError(reason))
 
-    @contextlib.contextmanager
-    def _noted(self, progress: GenerateProgress) -> Iterator[None]:
-        """Record the outcome of a validated request at the end of the context."""
-        outcome = "its client has gone"
-        try:
-            yield
-            if progress.entry is not None and progress.entry.finish is not None:
-                outcome = progress.entry.finish.value
-        except Exception as error:
-            outcome = str(error) or repr(error)
-            raise
-        finally:
-            if (entry := progress.entry) is not None:
-                self._router.recent.add(entry, outcome)
-                # Otherwise a later session goes on.
-                if not entry.is_superseded:
-                    is_whole = entry.finish in (FinishReason.STOP, FinishReason.LENGTH)
-                    lengths = len(entry.accepted.prompt_token_ids), len(entry.answer.token_ids)
-                    self._router.workload.note_end(time.monotonic(), *lengths, is_whole)
-
     async def abort_unread(self, context: ServicerContext, error: SlowReader) -> None:
         """End the call of a client that did not read. gRPC waits for it, so such calls are counted and limited."""
         self._unread_count += 1
@@ -234,7 +206,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 # Between two sessions: the next one may come here.
                 self._cancelled.put((request_id, claim.secret_hash), True, time.monotonic())
             if not request.forwarded:
-                found, without_it = await router.peers.cancel(request_id)
+                view = router.store.view()
+                found, without_it = await cancel_elsewhere(request_id, view, router.config, router.channels)
                 without_it.add((router.config.instance_id, router.incarnation))
                 is_orphan = claim is not None and (claim.router_id, claim.router_incarnation) not in without_it
                 found = found or is_orphan
@@ -258,7 +231,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             self._router.intake.check_model(request.model)
             with self._router.bodies.hold(key_name, request.ByteSize()):
-                token_ids, limit = await self._router.intake.tokenize(prompt_of(request), self.until_s(context))
+                token_ids, limit = await self._router.intake.tokenize(request, self.until_s(context))
         except KaveriError as error:
             await abort(context, error)
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=limit)
@@ -291,10 +264,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.Model(
             name=router.config.model_name,
             max_model_len=max_model_len(view, router.config.model_name),
-            vocab_size=router.tokenizer.vocab_size,
-            has_chat_template=router.tokenizer.has_chat_template,
+            vocab_size=router.intake.tokenizer.vocab_size,
+            has_chat_template=router.intake.tokenizer.has_chat_template,
             ready=not missing_phases(view, router.config.model_name) and not router.draining,
-            default_params=params_to_proto(router.default_params),
+            default_params=params_to_proto(router.intake.defaults.params),
         )
 
     async def _generate(
@@ -332,7 +305,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 # No other client can use the id.
                 router.claims.open_later(claim, timeout_s, slot.supersede)
             elif stored := await router.claims.open(claim, timeout_s):
-                accepted = replace(accepted, received=replace(accepted.received, owner=OwnerHint.from_bytes(stored)))
+                accepted = replace(accepted, received=replace(accepted.received, owner=hint_from_store(stored)))
             answer = await router.intake.begin_answer(accepted)
             if progress.span is not None:
                 progress.span.write("tokenize", arrived_s, tokenized_s, tokens=len(accepted.prompt_token_ids))
@@ -343,7 +316,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             router.table.enter(slot, entry)
             # A later session that no router knows of is the first to be accepted: routers before failed or refused.
             if accepted.received == NOTHING_RECEIVED and not was_accepted:
-                router.workload.note_arrival(arrived_s)
+                router.recent.note_arrival(arrived_s)
             await self._answer(entry, context, names_tokens=request.token_texts, is_public=is_public)
         except asyncio.CancelledError:
             if slot.interruption is None:
@@ -364,7 +337,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         NoCapacity for too many re-attaches or clients that do not read."""
         router = self._router
         # The last router takes back what another one has just sent away.
-        if router.draining and not (request.session and not router.peers.addresses(includes_own=False)):
+        if router.draining and not (
+            request.session
+            and not router_addresses(router.store.view(), self._model_name, without=router.config.instance_id)
+        ):
             raise Unavailable("this router is draining", retry_after_s=0.0)
         if self._unread_count >= router.config.max_requests:
             reason = f"{self._unread_count} clients do not read the end of their answers"
@@ -378,21 +354,33 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _answer(
         self, entry: RequestEntry, context: ServicerContext, *, names_tokens: bool, is_public: bool
     ) -> None:
-        """Place a request and write its answer."""
-        router = self._router
+        """Place a request, write its answer, and record its outcome."""
+        router, config, outcome = self._router, self._router.config, "its client has gone"
         placing = router.placer.start(entry)
         try:
             await write_answer(
                 entry,
                 context,
-                router.config.slow_reader_s,
-                lambda: router.peers.addresses(includes_own=not router.draining, public=is_public),
-                router.tokenizer.token_piece if names_tokens else None,
+                config.slow_reader_s,
+                lambda: router_addresses(
+                    router.store.view(),
+                    self._model_name,
+                    without=config.instance_id if router.draining else "",
+                    public=is_public,
+                ),
+                router.intake.tokenizer.token_piece if names_tokens else None,
                 router.placer.address_of,
             )
+            if entry.finish is not None:
+                outcome = entry.finish.value
+        except Exception as error:
+            outcome = str(error) or repr(error)
+            raise
         finally:
-            entry.stop(Unavailable("the request was released"))
+            if not isinstance(entry.state, Ended):
+                entry.stop(Unavailable("the request was released"))
             placing.cancel()
+            router.recent.add(entry, outcome)
 
     async def _answer_cancelled(
         self,

@@ -38,11 +38,11 @@ from services.router.holders import Holders
 from services.router.intake import Intake
 from services.router.metrics import metrics_targets
 from services.router.monitor import Monitor
-from services.router.peers import RouterPeers
+from services.router.peers import has_another_router, router_addresses
 from services.router.public_server import PublicServicer
 from services.router.recovery import Departures
 from services.router.request_placer import RequestPlacer
-from services.router.request_table import RecentRequests, RecentWorkload, RequestTable
+from services.router.request_table import RecentRequests, RequestTable
 from services.router.server import InferenceServicer
 from services.router.token_feeds import TokenFeeds
 
@@ -75,12 +75,12 @@ def router_host(router: "Router") -> ServiceHost:
     servicer = InferenceServicer(router)
     # With mutual TLS a certificate is enough. The public port has neither service.
     operators = router.callers if process_tls() is None else None
-    shows = ClusterServicer(router.store, router.recent, router.workload, router.table, config.instance_id, operators)
+    shows = ClusterServicer(router.store, router.recent, operators)
     services = (inference_pb2.DESCRIPTOR, cluster_pb2.DESCRIPTOR)
     names = [service.full_name for file in services for service in file.services_by_name.values()]
     vllm_grpc = _vllm_grpc() if config.vllm_grpc else None
     if vllm_grpc is not None:
-        names.append(vllm_grpc.SERVICE_NAME)
+        names.append(vllm_grpc.VllmEngineServicer.service_name)
 
     def register(server: aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
@@ -125,41 +125,25 @@ class Router:
         defaults: SamplingDefaults | None = None,
     ) -> None:
         """defaults: sampling parameters that requests leave unset. Raises ConfigError for an unreadable keys file."""
-        defaults = defaults or SamplingDefaults()
         self.incarnation = incarnation = new_incarnation()
         self.router_id = f"{config.instance_id}.{incarnation:016x}"
         # Partly secret: whoever knows it can take over this router's streams.
         stream_id = f"{self.router_id}.{secrets.token_hex(16)}"
         self.config = config
         self.store = store
-        self.tokenizer = tokenizer
-        self.default_params = defaults.params
         self._draining_since_s = 0.0
         self.channels = Channels()
         self.table = RequestTable(config.max_requests)
         self.bodies = ByteBudget("router", config.max_bodies_bytes, metrics.BODY_BYTES.set)
-        self.recent = RecentRequests(config.instance_id, self.table)
-        self.workload = RecentWorkload(time.monotonic())
-        relayed = metrics.RELAYED_TOKENS.inc
+        self.recent = RecentRequests(config.instance_id, self.table, time.monotonic())
         holders = Holders(store, self.channels, stream_id, config.model_name)
-        self.feeds = TokenFeeds(stream_id, self.channels, self.table, relayed, config.suspect_after_s, holders)
+        self.feeds = TokenFeeds(stream_id, self.channels, self.table, config.suspect_after_s, holders)
         self.departures = Departures(self.table, holders, self.feeds)
-        self.peers = RouterPeers(store, self.channels, config.instance_id, config.model_name)
         self.claims = RequestClaims(store, config.instance_id, incarnation)
-        self.placer = RequestPlacer(
-            model=config.model_name,
-            stream_id=stream_id,
-            policy=config.placement_policy,
-            max_attempts=config.max_attempts,
-            unavailable_after_s=config.unavailable_after_s,
-            store=store,
-            channels=self.channels,
-            feeds=self.feeds,
-            holders=holders,
-            rng=random.Random(incarnation),
-        )
+        rng = random.Random(incarnation)
+        self.placer = RequestPlacer(config, stream_id, store, self.channels, self.feeds, holders, rng)
         self.monitor = Monitor(store, self.router_id, config.monitor_interval_s)
-        self.intake = Intake(config.model_name, tokenizer, self.placer, defaults)
+        self.intake = Intake(config.model_name, tokenizer, self.placer, defaults or SamplingDefaults())
         self.callers = make_callers(config.keys_file, config.redis_url, config.cluster_name)
         """API keys of the public port and of operators; None: there are none."""
         self._serving = asyncio.Event()
@@ -222,16 +206,15 @@ class Router:
         self.table.fail_all(Unavailable(reason, retry_after_s=0.0))
 
     def _send_away(self) -> None:
-        """Send clients to other routers while there are any that do not drain."""
         if not self.draining:
             return
-        if self.peers.has_another(self._draining_since_s + _OTHERS_DRAIN_WITHIN_S):
+        view = self.store.view()
+        if has_another_router(view, self.config, self._draining_since_s + _OTHERS_DRAIN_WITHIN_S):
             self.table.send_away()
-        elif not self.peers.addresses(includes_own=False):
+        elif not router_addresses(view, self.config.model_name, without=self.config.instance_id):
             self.table.stay()
 
     async def _monitor(self) -> None:
-        """Run the monitor except while draining."""
         while True:
             self._resigned.clear()
             await self.monitor.run()

@@ -57,9 +57,9 @@ class PromptTie:
     """True if the instance may have received the request."""
     has_ended: bool = False
     """True if the request has ended there, or never arrived."""
-    _reports: list[prefill_pb2.PrefillReport] = field(default_factory=list)
-    _error: KaveriError | None = None
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Queue[prefill_pb2.PrefillReport | KaveriError | None] = field(default_factory=asyncio.Queue)
+    """Reports in order, then an error that ends them; None: there may be nothing more to wait for. Unbounded: an
+    instance sends a handful for an attempt."""
 
     at_prefill = True
 
@@ -68,39 +68,22 @@ class PromptTie:
         """True if a new stream repeats what may be lost."""
         return self.is_there
 
-    def report(self, report: prefill_pb2.PrefillReport) -> None:
-        """Store a report."""
-        self.is_there = True
-        self._reports.append(report)
-        self._changed.set()
-
     def lose(self, error: KaveriError) -> None:
-        """End the reports with an error."""
-        self._error = self._error or error
-        self._changed.set()
-
-    def wake(self, _: object = None) -> None:
-        """Let take() return."""
-        self._changed.set()
-
-    async def take(self) -> list[prefill_pb2.PrefillReport]:
-        """Wait for reports and return them; empty after wake(). Raises the error of lose()."""
-        await self._changed.wait()
-        reports, self._reports = self._reports, []
-        if not reports and self._error is not None:
-            raise self._error
-        if self._error is None:
-            self._changed.clear()
-        return reports
+        self.news.put_nowait(error)
 
 
 AnyTie = Tie | PromptTie
-TieKey = tuple[RequestEntry, bool]
 
 
-def key_of(tie: AnyTie) -> TieKey:
-    """Key of a tie in its subscription. A request may have one per phase."""
-    return tie.entry, tie.at_prefill
+@dataclass(slots=True)
+class OpenStream:
+    """A Follow stream that the instance has answered on."""
+
+    call: aio.Call
+    since_s: float
+    """Time at which it opened, on the monotonic clock."""
+    quiet: bool = False
+    """True if the instance has no request of this router: it sends nothing."""
 
 
 class Subscription:
@@ -111,17 +94,11 @@ class Subscription:
         self.instance_id = instance_id
         self._is_over = is_over
         self.record: InstanceRecord | None = None
-        self.connected = False
-        self.quiet = False
-        """True if the instance has no request of this router: it sends nothing."""
-        self.connected_s = 0.0
-        """Time at which the last stream opened, on the monotonic clock."""
+        self.stream: OpenStream | None = None
         self.broken_s = 0.0
         """Time at which the last stream broke."""
-        self.ties: dict[TieKey, AnyTie] = {}
-        """In the order in which they were placed, in which they also fail."""
-        self.call: aio.Call | None = None
-        """The present stream, or the last one."""
+        self.ties: dict[tuple[RequestEntry, bool], AnyTie] = {}
+        """By request and at_prefill, in the order in which they were placed, in which they also fail."""
         self.let_go_s = 0.0
         """Time at which the instance last moved a request to another one."""
         self.fault = ""
@@ -138,14 +115,14 @@ class Subscription:
         """Pass on the attempts that were placed on the instance's next life already."""
         for tie in tuple(self.ties.values()):
             if tie.life.incarnation == incarnation:
-                del self.ties[key_of(tie)]
+                del self.ties[tie.entry, tie.at_prefill]
                 successor.tie(tie)
 
     def stop(self, reason: str) -> asyncio.Task[None] | None:
         """End the stream and fail the attempts. Returns the task that ends."""
         if self._task is not None:
             self._task.cancel()
-        self.connected = False
+        self.stream = None
         lost, self.ties = self.ties, {}
         for tie in lost.values():
             tie.lose(Unavailable(f"{self._name(tie)} {reason}"))
@@ -153,9 +130,9 @@ class Subscription:
 
     def break_off(self, fault: str) -> None:
         """Cancel the stream, which then counts as broken."""
-        assert self.call is not None
         self.fault = fault
-        self.call.cancel()
+        if self.stream is not None:
+            self.stream.call.cancel()
 
     def open(self) -> list[feed_pb2.FollowedRequest]:
         """Requests that a new stream continues."""
@@ -176,24 +153,23 @@ class Subscription:
 
     def disconnect(self) -> None:
         """Record that the stream broke. The attempts wait for another one."""
-        if self.connected:
-            self.connected, self.broken_s = False, time.monotonic()
-            for tie in self.ties.values():
-                self._limit_wait(tie)
+        self.stream, self.broken_s = None, time.monotonic()
+        for tie in self.ties.values():
+            self._limit_wait(tie)
 
     def tie(self, tie: AnyTie) -> None:
         if isinstance(tie, Tie):
             # Tokens may have been sent on a former stream.
-            is_late = tie.attempt.taken_over or not self.connected or self.connected_s >= tie.entry.begun_s
+            is_late = tie.attempt.taken_over or self.stream is None or self.stream.since_s >= tie.entry.begun_s
             tie.needs_attach = tie.is_there and is_late
-        else:
+        elif self.stream is not None:
             # The instance beats from when it has the prompt: until then its silence means something.
-            self.quiet = False
-        self.ties[key_of(tie)] = tie
+            self.stream.quiet = False
+        self.ties[tie.entry, tie.at_prefill] = tie
         if self.record is not None and self._is_over(tie.life):
             self._check_life(tie)
         # A prefill instance may know a later life than this router's view.
-        if not (self.connected and self.is_of_life(tie)):
+        if not (self.stream and self.is_of_life(tie)):
             self._limit_wait(tie)
 
     def _limit_wait(self, tie: AnyTie) -> None:
@@ -208,7 +184,7 @@ class Subscription:
             self.lose(tie, Unavailable(f"{self._name(tie)} has restarted since it took the request"))
 
     def _check_connection(self, tie: AnyTie) -> None:
-        if not (self.connected and self.is_of_life(tie)):
+        if not (self.stream and self.is_of_life(tie)):
             self.lose(tie, Unavailable(f"no stream from {self._name(tie)}"))
 
     def lose_all(self) -> None:
@@ -216,9 +192,16 @@ class Subscription:
             self.lose(tie, Unavailable(f"{self._name(tie)} went silent: {self.fault}"))
 
     def lose(self, tie: AnyTie, error: KaveriError) -> None:
-        if self.ties.get(key_of(tie)) is tie:
-            del self.ties[key_of(tie)]
+        if self.drop(tie):
             tie.lose(error)
+
+    def drop(self, tie: AnyTie) -> bool:
+        """Remove a tie. Returns False if it is not there."""
+        key = tie.entry, tie.at_prefill
+        if self.ties.get(key) is not tie:
+            return False
+        del self.ties[key]
+        return True
 
     def _name(self, tie: AnyTie) -> str:
         return f"{'prefill' if tie.at_prefill else 'decode'} instance {self.instance_id}"

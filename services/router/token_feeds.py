@@ -6,13 +6,12 @@ A stream that breaks is opened again and goes on where the requests are; only wh
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from grpc import aio
 
 from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
 from kaveri.domain.silence import SilenceWatch
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance
@@ -35,20 +34,12 @@ from kaveri.wire.attempts import attached_from_proto, attachment_to_proto, owner
 from kaveri.wire.messages import fault_from_proto, finish_from_proto
 from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
+from services.router import lifecycle_values as lives
 from services.router import metrics
 from services.router.holders import Holders
-from services.router.lifecycle_values import (
-    Attempt,
-    Decoding,
-    GivenUp,
-    InstanceLife,
-    Lost,
-    ReplicaNamed,
-    Tokens,
-)
 from services.router.request_table import RequestTable
 from services.router.requests import RequestEntry
-from services.router.subscriptions import PromptTie, Subscription, Tie, key_of
+from services.router.subscriptions import OpenStream, PromptTie, Subscription, Tie
 
 _ABORTED_COUNT = 4096
 """Max remembered aborts; more than are in flight at once."""
@@ -65,20 +56,13 @@ class TokenFeeds:
     """The subscriptions of one router, one for each instance in the view that has an engine."""
 
     def __init__(
-        self,
-        stream_id: str,
-        channels: Channels,
-        table: RequestTable,
-        relayed: Callable[[int], object],
-        suspect_after_s: float,
-        holders: Holders,
+        self, stream_id: str, channels: Channels, table: RequestTable, suspect_after_s: float, holders: Holders
     ) -> None:
-        """stream_id: the router_id of FeedService. relayed: called with the number of tokens of each message.
-        suspect_after_s: silence, counted while this process runs, after which a stream is broken off."""
+        """stream_id: the router_id of FeedService. suspect_after_s: silence, counted while this process runs, after
+        which a stream is broken off."""
         self._stream_id = stream_id
         self._channels = channels
         self._table = table
-        self._relayed = relayed
         self._holders = holders
         self._silence: SilenceWatch[Subscription] = SilenceWatch(suspect_after_s, time.monotonic())
         self._reopening: SilenceWatch[Subscription] = SilenceWatch(REOPEN_GRACE_S, time.monotonic())
@@ -90,7 +74,7 @@ class TokenFeeds:
         """Ids of suspected instances that have not answered since."""
         self._followed: dict[RequestEntry, Subscription] = {}
         self._instances: Mapping[str, ViewedInstance] = {}
-        self._over: ExpiringMap[InstanceLife, bool] = ExpiringMap(max_count=_LIVES_COUNT)
+        self._over: ExpiringMap[lives.InstanceLife, bool] = ExpiringMap(max_count=_LIVES_COUNT)
         """The last lives that have left the view."""
         self._aborted: ExpiringMap[tuple[str, str, Owner], float] = ExpiringMap(max_count=_ABORTED_COUNT)
         """Time of each of the last aborts, by (instance, request, owner)."""
@@ -122,17 +106,22 @@ class TokenFeeds:
                 self._followed.update({tie.entry: successor for tie in successor.ties.values() if not tie.at_prefill})
                 subscription.stop("has restarted")
                 successor.start(record, self._follow(successor, record))
-        for instance_id, record in records.items():
-            if instance_id not in self._subscriptions:
-                subscription = self._subscriptions[instance_id] = Subscription(instance_id, self._over.get)
-                subscription.start(record, self._follow(subscription, record))
+        for instance_id in [name for name in records if name not in self._subscriptions]:
+            subscription, record = self._subscription(instance_id), records[instance_id]
+            subscription.start(record, self._follow(subscription, record))
         self._find_silent()
 
     def _end_life(self, record: InstanceRecord | None) -> None:
         if record is not None:
-            self._over.put(InstanceLife(record.instance_id, record.incarnation), True)
+            self._over.put(lives.InstanceLife(record.instance_id, record.incarnation), True)
 
-    def follow(self, entry: RequestEntry, attempt: Attempt, life: InstanceLife, is_there: bool) -> None:
+    def _subscription(self, instance_id: str) -> Subscription:
+        """The instance's subscription; a new one, without a record, if a prefill instance has seen it first."""
+        if instance_id not in self._subscriptions:
+            self._subscriptions[instance_id] = Subscription(instance_id, self._over.get)
+        return self._subscriptions[instance_id]
+
+    def follow(self, entry: RequestEntry, attempt: lives.Attempt, life: lives.InstanceLife, is_there: bool) -> None:
         """Deliver the tokens of an attempt from this life of a decode instance. The attempt fails when the instance
         restarts, does not have it, or has no stream for CONNECT_GRACE_S. is_there: True if the instance has the request
         already.
@@ -140,17 +129,14 @@ class TokenFeeds:
         Attaches if the attempt is older than the stream, because tokens may be lost on a former one, or was taken over,
         because its tokens go to another router.
         """
-        subscription = self._subscriptions.get(life.instance_id)
-        if subscription is None:
-            # A prefill instance has seen it first.
-            subscription = self._subscriptions[life.instance_id] = Subscription(life.instance_id, self._over.get)
+        subscription = self._subscription(life.instance_id)
         if self._followed.get(entry) is not subscription:
             self.unfollow(entry)
         self._followed[entry] = subscription
         tie = Tie(entry, attempt, life, is_there)
         subscription.tie(tie)
         self._tied.set()
-        if subscription.ties.get(key_of(tie)) is tie:
+        if tie.needs_attach and subscription.ties.get((entry, False)) is tie:
             self._attach_if_due(subscription, tie)
 
     def unfollow(self, entry: RequestEntry) -> None:
@@ -161,19 +147,16 @@ class TokenFeeds:
 
     def expect_reports(self, entry: RequestEntry, number: int, record: InstanceRecord) -> PromptTie:
         """Collect the reports on an attempt from this life of a prefill instance, until drop()."""
-        tie = PromptTie(entry, number, record, InstanceLife(record.instance_id, record.incarnation))
-        subscription = self._subscriptions.get(record.instance_id)
-        if subscription is None:
-            subscription = self._subscriptions[record.instance_id] = Subscription(record.instance_id, self._over.get)
-        subscription.tie(tie)
+        tie = PromptTie(entry, number, record, lives.InstanceLife(record.instance_id, record.incarnation))
+        self._subscription(record.instance_id).tie(tie)
         self._tied.set()
         return tie
 
     def drop(self, tie: PromptTie) -> None:
         """Stop collecting reports. Idempotent."""
         subscription = self._subscriptions.get(tie.record.instance_id)
-        if subscription is not None and subscription.ties.get(key_of(tie)) is tie:
-            del subscription.ties[key_of(tie)]
+        if subscription is not None:
+            subscription.drop(tie)
 
     def may_lack_reports(self, tie: PromptTie, since_s: float) -> bool:
         """Return True if the stream has broken since this time. Reports on a request that was not known to be there
@@ -181,7 +164,7 @@ class TokenFeeds:
         subscription = self._subscriptions.get(tie.record.instance_id)
         return subscription is not None and subscription.broken_s >= since_s
 
-    def abort(self, request_id: str, ownership: Ownership, decode: InstanceLife | None) -> None:
+    def abort(self, request_id: str, ownership: Ownership, decode: lives.InstanceLife | None) -> None:
         """Abort an attempt at a decode instance; None: at all. Best effort: an unreachable instance ends it after the
         orphan grace, or when its tokens arrive here."""
         name = ownership_to_proto(request_id, ownership)
@@ -242,7 +225,7 @@ class TokenFeeds:
                 subscription.break_off(f"it sent nothing for {self._silence.after_s:g} s")
                 self._find_silent()
             for subscription in self._subscriptions.values():
-                if subscription.connected and subscription.ties and not subscription.quiet:
+                if subscription.ties and subscription.stream is not None and not subscription.stream.quiet:
                     self._silence.begin(subscription)
                 else:
                     self._silence.forget(subscription)
@@ -275,27 +258,27 @@ class TokenFeeds:
             raise Unavailable(f"{name} has restarted")
         return attached_from_proto(response.attached)
 
-    def is_connected(self, life: InstanceLife) -> bool:
+    def is_connected(self, life: lives.InstanceLife) -> bool:
         """Return True if this life's stream is open."""
         subscription = self._subscriptions.get(life.instance_id)
-        if subscription is None or subscription.record is None or not subscription.connected:
+        if subscription is None or subscription.record is None or subscription.stream is None:
             return False
         return subscription.record.incarnation == life.incarnation
 
-    def address_of(self, life: InstanceLife) -> str:
+    def address_of(self, life: lives.InstanceLife) -> str:
         """Address at which clients can read tokens of this life; empty while its stream is not open."""
         subscription = self._subscriptions.get(life.instance_id)
         if subscription is None or subscription.record is None or not self.is_connected(life):
             return ""
         return subscription.record.address
 
-    def let_go_s(self, life: InstanceLife) -> float:
+    def let_go_s(self, life: lives.InstanceLife) -> float:
         """Time at which this life last moved a request to another instance, on the monotonic clock; 0: never."""
         subscription = self._subscriptions.get(life.instance_id)
         return subscription.let_go_s if subscription is not None else 0.0
 
     def _attach_if_due(self, subscription: Subscription, tie: Tie) -> None:
-        is_due = subscription.connected and tie.needs_attach and subscription.is_of_life(tie)
+        is_due = subscription.stream and tie.needs_attach and subscription.is_of_life(tie)
         if is_due and subscription.record is not None:
             tie.needs_attach = False
             self._own(asyncio.create_task(self._attach(subscription, subscription.record, tie)))
@@ -307,11 +290,11 @@ class TokenFeeds:
         try:
             await self.attach(record, attachment)
         except KaveriError as error:
-            if isinstance(error, Unavailable) and not subscription.connected:
+            if isinstance(error, Unavailable) and subscription.stream is None:
                 # Tried again with the next stream.
                 tie.needs_attach = True
                 return
-            life = InstanceLife(record.instance_id, record.incarnation)
+            life = lives.InstanceLife(record.instance_id, record.incarnation)
             if tie.entry.accepted.received.excuses(error, life, Phase.DECODE):
                 error = Unavailable(f"decode instance {record.instance_id} had the request before its last owner")
             subscription.lose(tie, error)
@@ -345,10 +328,10 @@ class TokenFeeds:
             except Exception as unexpected:
                 log.exception("stream_failed", requests=len(subscription.ties))
                 error = Unavailable(f"the stream failed in the router: {unexpected!r}")
-            if not subscription.connected or subscription.fault:
+            if subscription.stream is None or subscription.fault:
                 why = subscription.fault or f"it cannot be reached: {error}"
                 self._lose_those_that_do_not_wait(subscription, why)
-            if subscription.connected:
+            if subscription.stream is not None:
                 log.warning("stream_broken", error=str(error), requests=len(subscription.ties))
                 subscription.disconnect()
                 backoff_s = _RECONNECT_MIN_S
@@ -368,15 +351,14 @@ class TokenFeeds:
     async def _read(self, subscription: Subscription, record: InstanceRecord) -> None:
         request = feed_pb2.FollowRequest(router_id=self._stream_id, requests=subscription.open())
         call = self._channels.stub(FeedServiceStub, record.address).Follow(request)
-        life = InstanceLife(record.instance_id, record.incarnation)
-        subscription.call = call
+        life = lives.InstanceLife(record.instance_id, record.incarnation)
         try:
             async for message in call:
-                if not subscription.connected:
+                if (stream := subscription.stream) is None:
                     if message.incarnation != record.incarnation:
                         # Another life answers at this address; the view will bring its record.
                         return
-                    subscription.connected, subscription.connected_s = True, time.monotonic()
+                    stream = subscription.stream = OpenStream(call, time.monotonic())
                     if subscription.fault:
                         subscription.fault = ""
                         self._find_silent()
@@ -392,8 +374,8 @@ class TokenFeeds:
                     token_count += len(update.token_ids)
                     self._deliver(life, update, now_s)
                 if token_count:
-                    self._relayed(token_count)
-                subscription.quiet = message.quiet
+                    metrics.RELAYED_TOKENS.inc(token_count)
+                stream.quiet = message.quiet
                 if message.quiet:
                     self._silence.forget(subscription)
                 else:
@@ -406,7 +388,8 @@ class TokenFeeds:
         entry, owner = self._table.get(report.request_id), Owner(report.session, report.attempt)
         tie = subscription.ties.get((entry, True)) if entry is not None else None
         if isinstance(tie, PromptTie) and (tie.entry.accepted.session, tie.number) == owner:
-            tie.report(report)
+            tie.is_there = True
+            tie.news.put_nowait(report)
             return
         if report.HasField("ended") or self._table.is_left_to_a_later_session(report.request_id, report.session):
             return
@@ -414,7 +397,7 @@ class TokenFeeds:
             # Its Abort was lost. This router may be looking for a request of another session.
             self.disown(report.request_id, owner, subscription.instance_id)
 
-    def _deliver(self, life: InstanceLife, update: decode_pb2.RequestTokens, now_s: float) -> None:
+    def _deliver(self, life: lives.InstanceLife, update: decode_pb2.RequestTokens, now_s: float) -> None:
         entry = self._table.get(update.request_id)
         has_ended = update.finish_reason or update.error
         if entry is None:
@@ -424,22 +407,28 @@ class TokenFeeds:
             return
         if update.session != entry.accepted.session:
             # The client has re-attached to this router, where the tokens come again under the later session.
-            goes_on_elsewhere = isinstance(entry.state, Decoding) and entry.state.decode != life
+            goes_on_elsewhere = isinstance(entry.state, lives.Decoding) and entry.state.decode != life
             if update.session < entry.accepted.session and goes_on_elsewhere and not has_ended:
                 self.disown(update.request_id, Owner(update.session, update.attempt), life.instance_id)
             return
         try:
             if update.HasField("replica"):
-                entry.note_replica(ReplicaNamed(update.attempt, life, _replica_of(update)), now_s)
+                replica = replica_from_proto(update.replica)
+                event = lives.ReplicaNamed(update.attempt, life, replica if replica.holder_id else None)
+                entry.handle(event, now_s)
+                entry.note_holder()
             if entry.direct is not None:
-                entry.note_read_here(update.attempt, update.read_here)
+                entry.direct.note_read(update.attempt, update.read_here)
+                entry.wake()
                 if update.error and update.token_ids:
                     # The client may have them already: the next attempt continues after them.
-                    entry.handle(Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs), now_s)
+                    entry.handle(
+                        lives.Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs), now_s
+                    )
             entry.handle(_event_of(life, update), now_s)
             if update.moved:
                 self._subscriptions[life.instance_id].let_go_s = now_s
-            if update.moved and isinstance(entry.state, Lost) and entry.state.decode == life:
+            if update.moved and isinstance(entry.state, lives.Lost) and entry.state.decode == life:
                 entry.note_loss(f"decode instance {life.instance_id} drains", life)
         except Exception:  # Isolate failures per request.
             get_logger().exception(
@@ -451,34 +440,22 @@ class TokenFeeds:
             entry.stop(InternalError(f"the router could not take in the tokens of request {update.request_id!r}"))
 
 
-def _replica_of(update: decode_pb2.RequestTokens) -> ReplicaLocation | None:
-    replica = replica_from_proto(update.replica)
-    return replica if replica.holder_id else None
-
-
-def _event_of(life: InstanceLife, update: decode_pb2.RequestTokens) -> Tokens | GivenUp:
+def _event_of(life: lives.InstanceLife, update: decode_pb2.RequestTokens) -> lives.Tokens | lives.GivenUp:
     finish = finish_from_proto(update.finish_reason)
     if finish is None and not update.error:
-        return Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs)
+        return lives.Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs)
     if update.replaced:
-        return GivenUp(update.attempt, life, RequestAlreadyExists(update.request_id))
+        return lives.GivenUp(update.attempt, life, RequestAlreadyExists(update.request_id))
     if update.moved:
         # A move is no failure: the request resumes without a pause.
-        return GivenUp(update.attempt, life, NoCapacity("decode", 0.0, update.error))
+        return lives.GivenUp(update.attempt, life, NoCapacity("decode", 0.0, update.error))
     if update.HasField("engine_fault"):
-        return GivenUp(update.attempt, life, fault_from_proto(update.engine_fault, update.error))
+        return lives.GivenUp(update.attempt, life, fault_from_proto(update.engine_fault, update.error))
     if update.error or finish is FinishReason.CANCELLED:
         # Only this router cancels its requests, so the instance has given the request up.
         reason = update.error or "gave the request up"
-        return GivenUp(update.attempt, life, Unavailable(f"decode instance {life.instance_id}: {reason}"))
+        return lives.GivenUp(update.attempt, life, Unavailable(f"decode instance {life.instance_id}: {reason}"))
     timing = update.timing
-    return Tokens(
-        update.attempt,
-        life,
-        update.index,
-        update.token_ids,
-        update.logprobs,
-        finish,
-        timing.queue_s,
-        timing.decode_s,
+    return lives.Tokens(
+        update.attempt, life, update.index, update.token_ids, update.logprobs, finish, timing.queue_s, timing.decode_s
     )

@@ -19,9 +19,7 @@ from kaveri.domain.view import ClusterView, Phase
 from kaveri.errors import InvalidArgument, KaveriError, RequestAlreadyExists, SlowReader, Unsupported
 from kaveri.hosting.read_limit import ReadLimit
 from kaveri.hosting.vllm_grpc import (
-    SERVICE_NAME as SERVICE_NAME,
-)
-from kaveri.hosting.vllm_grpc import (
+    SERVICE_NAME,
     AnswerMessages,
     VllmAsked,
     model_info,
@@ -63,7 +61,6 @@ class _Writer:
         self._messages = AnswerMessages(asked, index)
 
     def __getattr__(self, name: str) -> Any:
-        """Delegate everything else to the call's context."""
         return getattr(self._context, name)
 
     async def send_initial_metadata(self, metadata: Sequence[Any]) -> None:
@@ -103,6 +100,8 @@ class _SeveralAnswers:
 
 class VllmEngineServicer:
     """VllmEngine service for the whole cluster as one engine. Missing methods are UNIMPLEMENTED."""
+
+    service_name = SERVICE_NAME
 
     def __init__(self, router: RouterParts, inner: InferenceServicer) -> None:
         """inner: the router's own service, which serves the requests."""
@@ -146,7 +145,8 @@ class VllmEngineServicer:
         turn = asyncio.Lock()
         try:
             # Tokenize once for all answers.
-            token_ids, _ = await self._router.intake.tokenize(asked.prompt, self._inner.until_s(context))
+            first = asked.request(0, asked.prompt)
+            token_ids, _ = await self._router.intake.tokenize(first, self._inner.until_s(context))
             async with asyncio.TaskGroup() as group:
                 for index in range(asked.n):
                     group.create_task(self._answer(asked, index, token_ids, several, turn, context))
@@ -169,7 +169,7 @@ class VllmEngineServicer:
         if several.aborted:
             await writer.write_aborted()
         else:
-            await self._inner.generate(asked.request(index, prompt), progress, cast(ServicerContext, writer))
+            await self._inner.Generate(asked.request(index, prompt), cast(ServicerContext, writer), progress)
 
     async def Abort(self, request: Any, context: ServicerContext) -> Any:  # noqa: N802
         try:
@@ -201,7 +201,7 @@ class VllmEngineServicer:
         files = await self._model_files()
         limit, largest = max_model_len(view, name), largest_prompt(view, name)
         longest = min(limit - 1, limit if largest is None else largest)
-        vocab_size, defaults = router.tokenizer.vocab_size, router.default_params
+        vocab_size, defaults = router.intake.tokenizer.vocab_size, router.intake.defaults.params
         return model_info(router.config.model, name, limit, longest, vocab_size, files, defaults)
 
     async def GetServerInfo(self, request: Any, context: ServicerContext) -> Any:  # noqa: N802

@@ -28,6 +28,7 @@ from kaveri.policy.placement import (
     choose_line,
     choose_prefill,
     largest_prompt,
+    max_model_len,
     missing_phases,
 )
 from kaveri.policy.unconfirmed import UnconfirmedWork
@@ -393,3 +394,14 @@ def test_an_instance_is_asked_for_the_phases_that_an_order_in_its_load_names() -
     both = view_of(ordered(Phase.PREFILL), status("d0", DECODE))
     chosen = choose_prefill(both, MODEL, UnconfirmedWork[str](), PlacementPolicy.LEAST_LOADED, random.Random(0))
     assert chosen is both.instances["c0"], "the other one takes pushes"
+
+
+def test_the_longest_request_is_that_of_the_instance_with_the_lowest_limit() -> None:
+    def limited(name: str, phases: tuple[Phase, ...], limit: int, model: str = MODEL) -> InstanceStatus:
+        entry = status(name, phases, model=model)
+        return replace(entry, record=replace(entry.record, max_model_len=limit))
+
+    served = [limited("prefill", PREFILL, 100), limited("decode", DECODE, 70), limited("both", BOTH_PHASES, 80)]
+    view = view_of(*served, limited("router", (), 0), limited("other", DECODE, 10, model="other"))
+    assert max_model_len(view, MODEL) == 70
+    assert max_model_len(view, "unknown") == 0

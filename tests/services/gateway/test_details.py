@@ -28,7 +28,7 @@ async def test_a_completions_report_names_each_token_and_the_likeliest(gateway: 
 
 
 async def test_a_token_is_named_by_what_it_decodes_to(gateway: GatewayUnderTest) -> None:
-    backend = gateway.router.router.tokenizer.backend
+    backend = gateway.router.router.intake.tokenizer.backend
     sdk = await gateway.sdk.generate(prompt_token_ids=[300], params=_params(max_tokens=4, logprobs=0))
     assert [entry.text for entry in sdk.logprobs] == [backend.decode([token]) for token in answer((300,), 4)]
 

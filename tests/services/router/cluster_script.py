@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from kaveri.text.generation_config import read_sampling_defaults
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import decode_pb2_grpc, feed_pb2_grpc, inference_pb2, inference_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.router.config import RouterConfig
+from services.router.peers import router_addresses
 from services.router.service import Router, router_host
 from tests.services.router.scripted_answers import MAX_MODEL_LEN, MODEL, ask, eventually
 from tests.services.router.scripted_decode import ScriptedDecode
@@ -34,7 +35,6 @@ class ScriptedInstance:
     server: RpcServer
     heartbeat: Heartbeat
     task: "asyncio.Task[None]"
-    register: Callable[[aio.Server], None]
 
     async def kill(self) -> None:
         """Cuts every connection at once and lets the lease run out, as SIGKILL does."""
@@ -45,14 +45,7 @@ class ScriptedInstance:
         """Cuts every connection at once; its heartbeats go on, as for the lease of a killed process."""
         await self.server.stop(0)
 
-    async def come_back(self) -> None:
-        """Answers at the same address as before, in the same life."""
-        self.server = RpcServer("127.0.0.1", self.server.port, ())
-        self.server.add(self.register)
-        await self.server.start()
-
     async def leave(self) -> None:
-        """Deregisters and stops."""
         self.heartbeat.stop()
         await self.task
         await self.server.stop(0)
@@ -60,8 +53,6 @@ class ScriptedInstance:
 
 @dataclass
 class ScriptedCluster:
-    """Scripted instances around one in-memory store, and routers on top."""
-
     tokenizer: ModelTokenizer
     cluster: MemoryCluster = field(default_factory=MemoryCluster)
     instances: dict[str, ScriptedInstance] = field(default_factory=dict)
@@ -86,40 +77,20 @@ class ScriptedCluster:
 
     async def add_decode(self, instance_id: str) -> ScriptedDecode:
         decode = self.decodes[instance_id] = ScriptedDecode(instance_id)
-        decode.incarnation = self.incarnations + 1
-
-        def register(server: aio.Server) -> None:
-            decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
-            feed_pb2_grpc.add_FeedServiceServicer_to_server(ScriptedFeed(decode=decode), server)
-
-        self.instances[instance_id] = await self._start(instance_id, (Phase.DECODE,), register)
+        await self._start(instance_id, (Phase.DECODE,), None, decode)
         return decode
 
     async def add_prefill(self, instance_id: str) -> ScriptedPrefill:
         prefill = self.prefills[instance_id] = ScriptedPrefill(instance_id, self._decode, self._life)
-        prefill.incarnation = self.incarnations + 1
-
-        def register(server: aio.Server) -> None:
-            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server)
-            feed_pb2_grpc.add_FeedServiceServicer_to_server(ScriptedFeed(prefill=prefill), server)
-
-        self.instances[instance_id] = await self._start(instance_id, (Phase.PREFILL,), register)
+        await self._start(instance_id, (Phase.PREFILL,), prefill, None)
         return prefill
 
-    async def add_colocated(self, instance_id: str) -> tuple[ScriptedPrefill, ScriptedDecode]:
+    async def add_colocated(self, instance_id: str) -> None:
         """One server for both; what it prefills it decodes itself."""
         decode = ScriptedDecode(instance_id)
         prefill = ScriptedPrefill(instance_id, lambda: decode)
         self.colocated[instance_id] = prefill, decode
-        prefill.incarnation = decode.incarnation = self.incarnations + 1
-
-        def register(server: aio.Server) -> None:
-            prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server)
-            decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
-            feed_pb2_grpc.add_FeedServiceServicer_to_server(ScriptedFeed(prefill, decode), server)
-
-        self.instances[instance_id] = await self._start(instance_id, BOTH_PHASES, register)
-        return prefill, decode
+        await self._start(instance_id, BOTH_PHASES, prefill, decode)
 
     def taken(self) -> list[prefill_pb2.SubmitRequest]:
         """Every request that any prefill instance has got, an instance at a time."""
@@ -138,16 +109,13 @@ class ScriptedCluster:
         return responses
 
     def hold(self, step: str) -> None:
-        """Holds every prompt before this step, until let_all_go()."""
         for prefill in self.prefills.values():
             prefill.hold.add(step)
 
     async def until_held(self) -> None:
-        """Returns when a prompt is held."""
         await eventually(lambda: any(prefill.waiting_requests for prefill in self.prefills.values()))
 
     def let_all_go(self) -> None:
-        """Ends every hold."""
         for prefill in self.prefills.values():
             prefill.release.set()
         for decode in self.decodes.values():
@@ -179,12 +147,26 @@ class ScriptedCluster:
             await under_test.check_integrity()
 
     async def _start(
-        self, instance_id: str, phases: tuple[Phase, ...], register: Callable[[aio.Server], None]
-    ) -> ScriptedInstance:
+        self,
+        instance_id: str,
+        phases: tuple[Phase, ...],
+        prefill: ScriptedPrefill | None,
+        decode: ScriptedDecode | None,
+    ) -> None:
+        self.incarnations += 1
+
+        def register(server: aio.Server) -> None:
+            if prefill is not None:
+                prefill.incarnation = self.incarnations
+                prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server)
+            if decode is not None:
+                decode.incarnation = self.incarnations
+                decode_pb2_grpc.add_DecodeServiceServicer_to_server(decode, server)
+            feed_pb2_grpc.add_FeedServiceServicer_to_server(ScriptedFeed(prefill, decode), server)
+
         server = RpcServer("127.0.0.1", 0, ())
         server.add(register)
         await server.start()
-        self.incarnations += 1
         record = InstanceRecord(
             instance_id=instance_id,
             incarnation=self.incarnations,
@@ -202,8 +184,8 @@ class ScriptedCluster:
 
         def load_now() -> InstanceLoad:
             stated = self.instances[instance_id].load if instance_id in self.instances else load
-            prefill = self.prefills.get(instance_id)
-            return stated if prefill is None else replace(stated, queue_room=prefill.queue_room)
+            scripted = self.prefills.get(instance_id)
+            return stated if scripted is None else replace(stated, queue_room=scripted.queue_room)
 
         heartbeat = Heartbeat(store, record, load_now, 0.02)
 
@@ -211,7 +193,7 @@ class ScriptedCluster:
             async with store:
                 await heartbeat.run()
 
-        return ScriptedInstance(record, load, server, heartbeat, asyncio.create_task(beat()), register)
+        self.instances[instance_id] = ScriptedInstance(record, load, server, heartbeat, asyncio.create_task(beat()))
 
 
 @contextlib.asynccontextmanager
@@ -232,8 +214,6 @@ async def scripted_cluster(
 
 @dataclass
 class RouterUnderTest:
-    """A running router and a client's way to it."""
-
     router: Router
     host: ServiceHost
     stub: Any
@@ -246,8 +226,11 @@ class RouterUnderTest:
         return self.host.address
 
     def ask(self, *prompt: Any, timeout_s: float = 60.0, **fields: Any) -> Any:
-        """The call of a request as ask() makes it."""
         return self.stub.Generate(ask(*prompt, **fields), timeout=timeout_s)
+
+    def addresses(self, *, includes_own: bool = True, public: bool = False) -> list[str]:
+        without = "" if includes_own else self.router.config.instance_id
+        return router_addresses(self.router.store.view(), MODEL, without=without, public=public)
 
     async def drain(self) -> None:
         """Returns when the router has ended."""

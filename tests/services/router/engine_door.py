@@ -20,17 +20,13 @@ WITHIN_S = 60.0
 
 @dataclass
 class EngineDoor:
-    """A router with --vllm-grpc, and a client of that service."""
-
     router: RouterUnderTest
     stub: Any
 
     async def ask(self, request: Any, timeout_s: float = WITHIN_S) -> list[Any]:
-        """All responses."""
         return [response async for response in self.stub.Generate(request, timeout=timeout_s)]
 
     async def refusal(self, request: Any) -> InvalidArgument:
-        """The error of a request that must be refused."""
         with pytest.raises(aio.AioRpcError) as refused:
             await self.ask(request)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, refused.value.details()

@@ -16,7 +16,7 @@ from grpc import aio
 from kaveri.errors import InvalidArgument
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.status import error_of
-from services.router.accepted_request import OwnerHint
+from services.router.accepted_request import OwnerHint, hint_to_proto
 
 MODEL = "kaveri-tiny"
 MAX_MODEL_LEN = 8_192
@@ -25,12 +25,10 @@ VOCAB_FLOOR = 300
 
 
 def token_at(prompt: tuple[int, ...], index: int) -> int:
-    """The token at `index` of the answer to `prompt`."""
     return VOCAB_FLOOR + (sum(prompt) + 31 * index + index * index) % 1_000
 
 
 def answer(prompt: tuple[int, ...], token_count: int) -> list[int]:
-    """The whole answer."""
     return [token_at(prompt, index) for index in range(token_count)]
 
 
@@ -58,7 +56,7 @@ def ask_again(received: Iterable[int], owner: OwnerHint | None = None, **fields:
     request.received.token_ids.extend(received)
     request.received.max_tokens = 20
     if owner is not None:
-        request.received.owner.CopyFrom(owner.to_proto())
+        request.received.owner.CopyFrom(hint_to_proto(owner))
     return request
 
 
@@ -72,11 +70,21 @@ async def collect(call: AsyncIterator[inference_pb2.GenerateResponse]) -> list[i
     return responses
 
 
-async def rest_of(call: Any) -> list[inference_pb2.GenerateResponse]:
-    """The responses after those that were read one by one."""
-    responses = []
+async def rest_of(
+    call: Any, responses: list[inference_pb2.GenerateResponse] | None = None
+) -> list[inference_pb2.GenerateResponse]:
+    """The responses after those that were read one by one. responses: gets them, also before an error."""
+    responses = [] if responses is None else responses
     while (response := await call.read()) is not aio.EOF:
         responses.append(response)
+    return responses
+
+
+async def read_tokens(call: Any, count: int) -> list[inference_pb2.GenerateResponse]:
+    """The responses with the first `count` tokens, or a few more."""
+    responses: list[inference_pb2.GenerateResponse] = []
+    while len(tokens_of(responses)) < count:
+        responses.append(await call.read())
     return responses
 
 
@@ -100,19 +108,16 @@ async def refused(asking: Awaitable[object], code: grpc.StatusCode, *details: st
 
 
 async def invalid(asking: Awaitable[object]) -> InvalidArgument:
-    """The error of a call that must be refused for one of its fields."""
     error = error_of(await refused(asking, grpc.StatusCode.INVALID_ARGUMENT))
     assert isinstance(error, InvalidArgument)
     return error
 
 
 def tokens_of(responses: list[inference_pb2.GenerateResponse]) -> list[int]:
-    """All tokens of an answer."""
     return [token_id for response in responses for token_id in response.token_ids]
 
 
 def text_of(responses: list[inference_pb2.GenerateResponse]) -> str:
-    """The whole text of an answer."""
     return "".join(response.text for response in responses)
 
 
@@ -123,7 +128,6 @@ def logprobs_at(index: int, top_count: int) -> sampling_pb2.Logprobs:
 
 
 def prompt_logprobs_at(prompt: tuple[int, ...], place: int, top_count: int) -> sampling_pb2.Logprobs:
-    """Recognizable log-probabilities for the token at this position of a prompt."""
     top = [sampling_pb2.TokenLogprob(token_id=VOCAB_FLOOR + rank, logprob=-float(rank)) for rank in range(top_count)]
     return sampling_pb2.Logprobs(logprob=-float(place) - prompt[place] / 1024, top=top)
 

@@ -20,8 +20,6 @@ ATTACHED_TOKENS = 20
 
 @dataclass
 class ScriptedRequest:
-    """A request that a scripted decode instance generates."""
-
     request_id: str
     router_id: str
     attempt: int
@@ -53,7 +51,6 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.pause_at: int | None = None
         """Stop stepping, once, when a request has so many tokens; may_step goes on."""
         self.skip_once = False
-        """Leave one token out."""
         self.repeat_tokens = False
         """Send every token twice, the second time together with its successor's index."""
         self.fail_next: str = ""
@@ -66,14 +63,12 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.silent = False
         """Send nothing, like an instance that hangs."""
         self.keeps_running = False
-        """Requests outlive their stream."""
         self.thawed = asyncio.Event()
         """Cleared, with silent: a new stream is not answered either, as by a frozen process."""
         self.thawed.set()
         self.holder: ScriptedDecode | None = None
         """Has a copy of every request here; an Abort here drops it."""
         self.copies: set[str] = set()
-        """Requests of which this instance holds a copy."""
         self.resumes: list[decode_pb2.ResumeRequest] = []
         self.reserved: dict[tuple[str, int], int] = {}
         """max_tokens of the requests that prefill has placed here and that have not begun, by id and attempt."""
@@ -81,14 +76,11 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         """Requests of earlier sessions that run here, with answers of ATTACHED_TOKENS."""
         self.attached: list[feed_pb2.AttachRequest] = []
         self.refusal: KaveriError | None = None
-        """Of every Resume."""
         self.attach_refusal: KaveriError | None = None
         """Of every Attach of a request that is not its router's already."""
         self.may_answer = asyncio.Event()
         """The answer to Resume or Attach waits for this."""
         self.may_answer.set()
-        self.draws_before_its_answer = False
-        """Begin to draw when Resume comes, whenever its answer goes out."""
         self.withholds_ends = False
         """Send the last token of an answer, and not its end."""
         self.read_here = False
@@ -97,7 +89,6 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
 
     @property
     def is_paused(self) -> bool:
-        """Whether pause_at was reached."""
         return not self.may_step.is_set()
 
     def start(self, request: prefill_pb2.SubmitRequest) -> None:
@@ -133,7 +124,6 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
             del self.running[request.request_id]
 
     async def attach(self, request: feed_pb2.AttachRequest) -> feed_pb2.AttachResponse:
-        """As FeedService.Attach."""
         running = self.running.get(request.request_id)
         if running is not None and (running.router_id, running.attempt) == (request.router_id, request.attempt):
             # Its own router, which may lack what went over a former stream.
@@ -161,15 +151,12 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         if request.holder_incarnation != self.incarnation or request.request_id not in self.copies:
             await abort(context, RequestNotFound(request.request_id))
         self.copies.discard(request.request_id)
-        if not self.draws_before_its_answer:
-            await self.may_answer.wait()
-        self._run(request, request.generated_count, request.params)
         await self.may_answer.wait()
+        self._run(request, request.generated_count, request.params)
         held_tokens = (len(request.token_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         return decode_pb2.ResumeResponse(incarnation=self.incarnation, held_tokens=held_tokens)
 
     def abort(self, request: feed_pb2.AbortRequest) -> None:
-        """As FeedService.Abort."""
         self.abort_messages.append(request.by_router)
         for entry in request.attempts:
             self.aborted.append((entry.request_id, entry.attempt))

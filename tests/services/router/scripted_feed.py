@@ -12,8 +12,6 @@ from tests.services.router.scripted_prefill import ScriptedPrefill
 
 
 class ScriptedFeed(feed_pb2_grpc.FeedServiceServicer):
-    """Of an instance with one phase or both."""
-
     def __init__(self, prefill: ScriptedPrefill | None = None, decode: ScriptedDecode | None = None) -> None:
         self._prefill = prefill
         self._decode = decode

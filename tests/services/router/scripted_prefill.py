@@ -32,7 +32,6 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self.requests: list[prefill_pb2.SubmitRequest] = []
         self.incarnation = 0
         self.refusals: list[KaveriError] = []
-        """Errors for the next requests, one each."""
         self.hold: set[str] = set()
         """Steps before which every request waits for `release`: started, placed, prompt_logprobs, first_token,
         handed_over."""
@@ -61,7 +60,6 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self.knows_prompt_logprobs = True
         """Unlike one of a former version."""
         self.joins = False
-        """Report everything in one report."""
         self.breaks_within_prompt = False
         """Fail every request behind the first part of its prompt's log-probabilities."""
         self._decode_of = decode_of
@@ -86,7 +84,6 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
                 yield feed_pb2.FollowResponse(reports=[report])
 
     async def give_back(self, context: Any) -> None:
-        """Ends what a hold stops."""
         if self.lost_questions:
             self.lost_questions -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
@@ -94,7 +91,6 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self.release.set()
 
     def abort(self, name: decode_pb2.AttemptId) -> None:
-        """Ends the attempt here, and where it was placed."""
         task = self._running.get((name.router_id, name.request_id, name.attempt))
         if task is not None:
             task.cancel()
@@ -119,7 +115,6 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
 
     @property
     def queue_room(self) -> int | None:
-        """What heartbeats say."""
         return None if self.queue_limit is None else max(0, self.queue_limit - self.waiting_requests)
 
     async def Submit(  # noqa: N802

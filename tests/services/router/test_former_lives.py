@@ -1,6 +1,7 @@
 """What former lives of instances and routers say, or the next ones at their addresses, is not taken for theirs."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.services.router.scripted_answers import PROMPT, SECRET, answer, colle
 
 
 async def test_another_life_that_answers_at_the_address_is_not_followed_and_owns_nothing(
-    cluster: ScriptedCluster,
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode, record = cluster.decodes["decode-0"], cluster.instances["decode-0"].record
     async with cluster.router() as router:
@@ -32,14 +33,15 @@ async def test_another_life_that_answers_at_the_address_is_not_followed_and_owns
         with pytest.raises(Unavailable, match="restarted"):
             await feeds.attach(record, Attachment("one", mine, PROMPT, 0))
         subscription = feeds._subscriptions["decode-0"]
-        calls = {subscription.call}
+        read, asked = feeds._read, []
 
-        def has_asked_again() -> bool:
-            calls.add(subscription.call)
-            return len(calls) > 3
+        async def read_again(*args: Any) -> None:
+            asked.append(args)
+            await read(*args)
 
+        monkeypatch.setattr(feeds, "_read", read_again)
         subscription.break_off("planted")
-        await eventually(has_asked_again)
+        await eventually(lambda: len(asked) > 3)
         assert not feeds.is_connected(life)
 
 

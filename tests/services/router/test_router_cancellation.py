@@ -22,7 +22,6 @@ from tests.services.router.scripted_answers import (
     finish,
     refused,
     rest_of,
-    text_of,
     tokens_of,
 )
 from tests.support.scripted_ports import plain_channel
@@ -135,20 +134,6 @@ async def test_cancel_reaches_a_request_that_waits_for_an_instance(tokenizer: Mo
         assert response.finish_reason == sampling_pb2.FINISH_REASON_CANCELLED
 
 
-async def test_text_held_back_for_a_stop_text_is_delivered_on_cancel(
-    cluster: ScriptedCluster, tokenizer: ModelTokenizer
-) -> None:
-    cluster.pausing()
-    text = tokenizer.backend.decode(answer(PROMPT, 7))
-    async with cluster.router() as router:
-        call = router.ask(request_id="held", stop=(text[-1] + "\x00 never",))
-        responses = [await call.read()]
-        await eventually(lambda: len(router.router.table.get("held").answer.token_ids) == 7)
-        await router.stub.Cancel(inference_pb2.CancelRequest(request_id="held"))
-        responses += await rest_of(call)
-        assert text_of(responses) == text
-
-
 async def test_a_full_router_refuses_with_a_delay_and_takes_again_when_there_is_room(cluster: ScriptedCluster) -> None:
     cluster.pausing()
     async with cluster.router(max_requests=1) as router:
@@ -176,7 +161,6 @@ async def test_a_request_id_in_flight_is_refused_here_and_at_another_router(clus
 
 
 async def test_attempts_of_an_id_that_is_used_again_go_on_counting(cluster: ScriptedCluster) -> None:
-    """Otherwise a late Abort of the former request would end the new one."""
     for decode in cluster.decodes.values():
         decode.pause_at = 7
     async with cluster.router() as router:
@@ -257,7 +241,7 @@ async def test_a_re_attached_request_that_is_cancelled_before_it_is_looked_for_e
         request = ask(request_id="mine", session=1, secret=SECRET)
         request.received.token_ids.extend(received)
         # Its last character may begin a stop text, so the router before held it back.
-        detokenizer = router.router.tokenizer.detokenizer(PROMPT, ())
+        detokenizer = router.router.intake.tokenizer.detokenizer(PROMPT, ())
         text = "".join(map(detokenizer.push, received)) + detokenizer.flush()
         request.params.stop.append(f"{text[-1]} and so on")
         request.received.characters = len(text) - 1

@@ -10,20 +10,11 @@ from kaveri.policy.placement import PlacementPolicy
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
 from tests.services.router.cluster_script import ScriptedCluster, scripted_cluster
-from tests.services.router.scripted_answers import (
-    MAX_MODEL_LEN,
-    MODEL,
-    collect,
-    eventually,
-    finish,
-    refused,
-    tokens_of,
-)
+from tests.services.router.scripted_answers import MAX_MODEL_LEN, MODEL, collect, eventually, finish, refused, tokens_of
 
 
 @pytest.fixture
 async def colocated(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
-    """Two scripted colocated instances only."""
     async with scripted_cluster(tokenizer, 0, 0) as cluster:
         for name in ("colocated-0", "colocated-1"):
             await cluster.add_colocated(name)
@@ -51,9 +42,7 @@ async def test_an_abort_reaches_it_before_it_has_said_that_it_decodes(colocated:
         await eventually(lambda: any(decode.aborted == [("a", 1)] for _, decode in colocated.colocated.values()))
 
 
-async def test_a_prefill_instance_without_decode_is_passed_over_for_a_colocated_one(
-    colocated: ScriptedCluster,
-) -> None:
+async def test_a_prefill_instance_without_decode_is_passed_over_for_a_colocated_one(colocated: ScriptedCluster) -> None:
     prefill = await colocated.add_prefill("prefill-0")
     async with colocated.router(placement_policy=PlacementPolicy.RANDOM) as router:
         await eventually(lambda: "prefill-0" in router.router.store.view().instances)

@@ -41,14 +41,12 @@ def model(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> str:
-    """The path of another such file."""
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"temperature": 0.25, "max_new_tokens": 4}))
     return str(path)
 
 
 def asks(**params: Any) -> inference_pb2.GenerateRequest:
-    """A request that says nothing but these parameters."""
     tokens = inference_pb2.TokenIds(ids=PROMPT)
     if not params:
         return inference_pb2.GenerateRequest(token_ids=tokens)
@@ -73,6 +71,7 @@ async def test_what_a_request_leaves_unset_is_the_models(cluster: ScriptedCluste
         assert tokens_of(responses) == answer(PROMPT, 9)
         assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
         assert responses[0].max_tokens == 9
+        assert cluster.taken()[0].params.HasField("seed")
         resolved = responses[0].resolved_params
         assert {name: getattr(resolved, name) for name in DRAWN} == VALUES
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 import structlog
@@ -10,7 +9,6 @@ from grpc import aio
 from prometheus_client import REGISTRY
 
 from kaveri.text.tokenizer import ModelTokenizer
-from kaveri.v1 import inference_pb2
 from services.router import request_table
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster, scripted_cluster
 from tests.services.router.scripted_answers import (
@@ -20,6 +18,7 @@ from tests.services.router.scripted_answers import (
     ask,
     ask_again,
     eventually,
+    read_tokens,
     rest_of,
     tokens_of,
 )
@@ -42,9 +41,7 @@ async def test_answers_with_log_probabilities_are_read_at_the_router(
     decode.pause_at = 5
     async with cluster.router() as router:
         call = router.stub.Generate(ask(direct=True, secret=SECRET, logprobs=logprobs), timeout=WITHIN_S)
-        responses = []
-        while sum(len(response.token_ids) for response in responses) < 5:
-            responses.append(await call.read())
+        responses = await read_tokens(call, 5)
         decode.may_step.set()
         responses += await rest_of(call)
     assert sum(response.HasField("tokens_at") for response in responses) == offers
@@ -85,10 +82,10 @@ async def test_an_interrupted_request_keeps_its_slot_and_accounts_for_the_time_w
     with structlog.testing.capture_logs() as logs:
         async with cluster.router(max_requests=1, max_reattaches_per_s=1e6) as router:
             received = await _interrupt(cluster, router)
-            for other in (ask(request_id="two"), _next_session(received, b"t" * 16)):
+            for other in (ask(request_id="two"), ask_again(received, secret=b"t" * 16)):
                 with pytest.raises(aio.AioRpcError, match="1 requests are in flight"):
                     await rest_of(router.stub.Generate(other, timeout=WITHIN_S))
-            rest = await rest_of(router.stub.Generate(_next_session(received), timeout=WITHIN_S))
+            rest = await rest_of(router.stub.Generate(ask_again(received), timeout=WITHIN_S))
             await rest_of(router.stub.Generate(ask(request_id="two"), timeout=WITHIN_S))
     assert received + tokens_of(rest) == answer(PROMPT, 20)
     timing = rest[-1].timing
@@ -121,18 +118,9 @@ async def _interrupt(cluster: ScriptedCluster, router: RouterUnderTest) -> list[
     decode.fail_next = "broken"
     decode.may_step.set()
     with pytest.raises(aio.AioRpcError, match="lost while its tokens were read"):
-        await _read_into(responses, call)
+        await rest_of(call, responses)
     await eventually(lambda: not len(router.router.table))
     return tokens_of(responses)
-
-
-async def _read_into(responses: list[inference_pb2.GenerateResponse], call: Any) -> None:
-    while (response := await call.read()) is not aio.EOF:
-        responses.append(response)
-
-
-def _next_session(received: list[int], secret: bytes = SECRET) -> inference_pb2.GenerateRequest:
-    return ask_again(received, secret=secret)
 
 
 def _counts() -> tuple[float, float]:
@@ -143,4 +131,4 @@ def _counts() -> tuple[float, float]:
 
 def _is_read(router: RouterUnderTest, request_id: str) -> bool:
     entry = router.router.table.get(request_id)
-    return entry is not None and entry.direct is not None and entry.direct.is_read(entry.attempt_number)
+    return entry is not None and entry.direct is not None and entry.direct.read == entry.attempt_number

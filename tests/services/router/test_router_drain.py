@@ -8,13 +8,13 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc import aio
 from structlog.testing import capture_logs
 
 from kaveri.cluster.store import RequestClaim
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Phase, Role
 from kaveri.v1 import inference_pb2
-from services.router import recovery, service
+from services.router import metrics, recovery, service
+from services.router.peers import has_another_router
 from services.router.recovery import Departures
 from services.router.request_table import RequestTable
 from tests.services.router.cluster_script import ScriptedCluster
@@ -32,20 +32,9 @@ from tests.services.router.scripted_answers import (
 )
 
 
-def ask_attachable(request_id: str, **fields: Any) -> inference_pb2.GenerateRequest:
-    """A request whose client can re-attach."""
-    return ask(request_id=request_id, secret=SECRET, **fields)
-
-
 async def moved(call: Any) -> list[inference_pb2.GenerateResponse]:
-    """The rest of an answer whose client is sent away."""
     responses: list[inference_pb2.GenerateResponse] = []
-
-    async def read_all() -> None:
-        while (response := await call.read()) is not aio.EOF:
-            responses.append(response)
-
-    await refused(read_all(), grpc.StatusCode.UNAVAILABLE, "another router")
+    await refused(rest_of(call, responses), grpc.StatusCode.UNAVAILABLE, "another router")
     return responses
 
 
@@ -57,8 +46,8 @@ async def test_clients_get_what_is_there_and_the_other_routers_and_nothing_is_ab
     if phase == "queued":
         cluster.hold("started")
     async with cluster.router(drain_timeout_s=10) as router, cluster.router(instance_id="router-1") as other:
-        await eventually(lambda: router.router.peers.addresses(includes_own=False))
-        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
+        await eventually(lambda: router.addresses(includes_own=False))
+        call = router.ask(request_id="mine", secret=SECRET)
         if phase == "decoding":
             # Also those that the decode instance has sent must have come.
             await eventually(lambda: any(len(entry.answer.token_ids) == 7 for entry in router.router.table.entries()))
@@ -113,8 +102,8 @@ async def test_a_draining_prefill_instance_is_not_asked_for_what_it_has_begun_me
 async def test_tokens_of_a_request_that_was_sent_away_do_not_abort_it(cluster: ScriptedCluster) -> None:
     decode = cluster.pausing()
     async with cluster.router() as router, cluster.router(instance_id="router-1"):
-        await eventually(lambda: router.router.peers.addresses(includes_own=False))
-        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
+        await eventually(lambda: router.addresses(includes_own=False))
+        call = router.ask(request_id="mine", secret=SECRET)
         await eventually(lambda: decode.is_paused)
         router.router.drain()
         await moved(call)
@@ -130,7 +119,7 @@ async def test_tokens_of_a_session_do_not_abort_it_while_the_input_of_the_next_o
 ) -> None:
     decode = cluster.pausing()
     async with cluster.router() as router:
-        former = router.stub.Generate(ask_attachable("mine"), timeout=60)
+        former = router.ask(request_id="mine", secret=SECRET)
         await eventually(lambda: decode.is_paused)
         # The cluster store answers late.
         open_claim, is_checked, may_go_on = router.router.claims.open, asyncio.Event(), asyncio.Event()
@@ -141,11 +130,11 @@ async def test_tokens_of_a_session_do_not_abort_it_while_the_input_of_the_next_o
             return await open_claim(claim, ttl_s)
 
         monkeypatch.setattr(router.router.claims, "open", open_late)
-        again = ask_attachable("mine", session=1)
+        again = ask(request_id="mine", secret=SECRET, session=1)
         later = asyncio.create_task(collect(router.stub.Generate(again, timeout=60)))
         await is_checked.wait()
         read: list[int] = []
-        monkeypatch.setattr(router.router.feeds, "_relayed", read.append)
+        monkeypatch.setattr(metrics.RELAYED_TOKENS, "inc", read.append)
         decode.pause_at = decode.running["mine"].next_index + 5
         decode.may_step.set()
         await eventually(lambda: sum(read) == 5)
@@ -161,7 +150,7 @@ async def test_tokens_of_a_session_do_not_abort_it_while_the_input_of_the_next_o
 async def test_a_single_router_waits_and_sends_clients_away_when_another_one_comes(cluster: ScriptedCluster) -> None:
     decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=30) as router:
-        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
+        call = router.ask(request_id="mine", secret=SECRET)
         await eventually(lambda: decode.is_paused)
         draining = asyncio.create_task(router.drain())
         await eventually(lambda: router.router.draining)
@@ -179,13 +168,17 @@ async def test_routers_that_drain_together_send_no_client_to_one_another(
     monkeypatch.setattr(service, "_OTHERS_DRAIN_WITHIN_S", 20.0)
     decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=30) as router, cluster.router(instance_id="router-1") as other:
-        await eventually(lambda: len(router.router.peers.addresses()) == len(other.router.peers.addresses()) == 2)
-        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
+        await eventually(lambda: len(router.addresses()) == len(other.addresses()) == 2)
+        call = router.ask(request_id="mine", secret=SECRET)
         (first,) = await cluster.read_until_paused(call)
         began_s = time.monotonic()
         draining = [asyncio.create_task(router.drain())]
         # The other one says so a little later.
-        await eventually(lambda: router.router.draining and router.router.peers.has_another(began_s))
+        await eventually(
+            lambda: (
+                router.router.draining and has_another_router(router.router.store.view(), router.router.config, began_s)
+            )
+        )
         draining.append(asyncio.create_task(other.drain()))
         await draining[1]
         assert not draining[0].done()
@@ -194,28 +187,10 @@ async def test_routers_that_drain_together_send_no_client_to_one_another(
         await draining[0]
 
 
-async def test_the_last_router_takes_requests_back_while_it_drains(cluster: ScriptedCluster) -> None:
-    decode = cluster.pausing()
-    async with cluster.router(drain_timeout_s=30) as router:
-        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
-        (first,) = await cluster.read_until_paused(call)
-        draining = asyncio.create_task(router.drain())
-        await eventually(lambda: router.router.draining)
-        again = ask_attachable("sent-away-by-another", session=1)
-        taken_back = router.stub.Generate(again, timeout=60)
-        # Else the router ends with its last request before this one comes.
-        await eventually(lambda: router.router.table.get("sent-away-by-another") is not None)
-        decode.may_step.set()
-        assert tokens_of(await collect(taken_back)) == answer(PROMPT, 20)
-        await rest_of(call)
-        assert first.token_ids
-        await draining
-
-
 async def test_at_the_end_of_its_time_a_single_router_leaves_requests_where_they_are(cluster: ScriptedCluster) -> None:
     decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=0.1) as router:
-        call = router.stub.Generate(ask_attachable("mine"), timeout=60)
+        call = router.ask(request_id="mine", secret=SECRET)
         await eventually(lambda: decode.is_paused)
         draining = asyncio.create_task(router.drain())
         await moved(call)
@@ -230,8 +205,8 @@ async def test_a_request_whose_input_is_checked_meanwhile_is_sent_away_then(
     for name in ("prefill-0", "prefill-1"):
         await cluster.leave(name)
     async with cluster.router(drain_timeout_s=10) as router, cluster.router(instance_id="router-1") as other:
-        await eventually(lambda: len(other.router.peers.addresses()) == 2)
-        request = ask_attachable("early", session=session)
+        await eventually(lambda: len(other.addresses()) == 2)
+        request = ask(request_id="early", secret=SECRET, session=session)
         call = router.stub.Generate(request, timeout=60)
         # No instance tells its limits: it waits.
         await eventually(lambda: router.router.table.slot_of("early") is not None)
@@ -247,9 +222,9 @@ async def test_a_request_whose_input_is_checked_meanwhile_is_sent_away_then(
 
 async def test_a_draining_router_is_not_named_to_clients(cluster: ScriptedCluster) -> None:
     async with cluster.router() as router, cluster.router(instance_id="router-1") as other:
-        await eventually(lambda: len(other.router.peers.addresses()) == 2)
+        await eventually(lambda: len(other.addresses()) == 2)
         router.stopping.set()
-        await eventually(lambda: other.router.peers.addresses() == [other.address])
+        await eventually(lambda: other.addresses() == [other.address])
         await router.serving
 
 
@@ -257,21 +232,19 @@ async def test_the_last_router_serves_what_it_has_sent_away_when_the_other_one_d
     decode = cluster.pausing()
     async with cluster.router() as router:
         async with cluster.router(instance_id="router-1") as other:
-            await eventually(lambda: router.router.peers.addresses(includes_own=False))
-            call = router.stub.Generate(ask_attachable("mine"), timeout=60)
+            await eventually(lambda: router.addresses(includes_own=False))
+            call = router.ask(request_id="mine", secret=SECRET)
             await eventually(lambda: decode.is_paused)
             await router.host.drain()
             assert list((await moved(call))[-1].routers) == [other.address]
             await router.check_integrity()
-        await eventually(lambda: not router.router.peers.addresses(includes_own=False))
-        again = ask_attachable("mine", session=1)
+        await eventually(lambda: not router.addresses(includes_own=False))
+        again = ask(request_id="mine", secret=SECRET, session=1)
         decode.may_step.set()
         assert tokens_of(await collect(router.stub.Generate(again, timeout=60))) == answer(PROMPT, 20)
 
 
 class Instances(dict[str, Any]):
-    """Counts how often all of them are looked at."""
-
     looks = 0
 
     def items(self) -> Any:

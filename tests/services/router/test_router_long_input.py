@@ -1,9 +1,6 @@
 """Input of any size that gRPC lets in is refused at once, or tokenized beside the tokens of other requests."""
 
 import asyncio
-import contextlib
-import queue
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -14,10 +11,9 @@ from kaveri.errors import DeadlineExceeded, InvalidArgument
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
 from kaveri.text.tokenizer import ChatMessage, ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
-from kaveri.wire.status import error_of
 from tests.services.router.cluster_script import ScriptedCluster, scripted_cluster
-from tests.services.router.scripted_answers import answer, ask, collect, tokens_of
-from tests.support.scripted_ports import blocking_channel
+from tests.services.router.scripted_answers import answer, ask, collect, invalid, tokens_of
+from tests.support.scripted_ports import plain_channel
 
 FULL = MAX_MESSAGE_BYTES - 1_000
 """Bytes of input that fit into one message beside its own framing."""
@@ -36,9 +32,6 @@ def params(**fields: object) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(text="hello", params=sampling_pb2.SamplingParams(**fields))  # type: ignore[arg-type]
 
 
-_UNREAD_ERRORS = 8
-"""More than a test reads."""
-
 HUGE: dict[str, tuple[Callable[[], inference_pb2.GenerateRequest], str]] = {
     "one text": (lambda: text("count the words " * (FULL // 16)), "prompt.text"),
     "one text without a space": (lambda: text("<" * FULL), "prompt.text"),
@@ -47,57 +40,11 @@ HUGE: dict[str, tuple[Callable[[], inference_pb2.GenerateRequest], str]] = {
     "one message": (lambda: conversation(1, "user", "a " * (FULL // 2)), "prompt.messages"),
     "one role": (lambda: conversation(1, "a" * FULL), "prompt.messages[0].role"),
     "a thousand roles": (lambda: conversation(1_000, "a" * (FULL // 1_010)), "prompt.messages[0].role"),
-    "token ids": (
-        lambda: inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[7] * FULL)),
-        "prompt",
-    ),
+    "token ids": (lambda: inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[7] * FULL)), "prompt"),
     "stop token ids": (lambda: params(stop_token_ids=[7] * FULL), "params.stop_token_ids"),
     "stop texts": (lambda: params(stop=[""] * (FULL // 2)), "params.stop"),
     "request id": (lambda: inference_pb2.GenerateRequest(text="hello", request_id="a" * FULL), "request_id"),
 }
-
-
-@contextlib.asynccontextmanager
-async def flood(address: str, message: bytes, threads: int = 2) -> "AsyncIterator[queue.Queue[grpc.RpcError]]":
-    """Sends `message` without pause until the context ends; gives the errors that come back.
-
-    From threads, and serialized once, so that it takes little of the interpreter that the router runs on.
-    """
-    stop = threading.Event()
-    errors: queue.Queue[grpc.RpcError] = queue.Queue(_UNREAD_ERRORS)
-
-    def send() -> None:
-        with blocking_channel(address, (("grpc.max_send_message_length", -1),)) as channel:
-            generate = channel.unary_stream(
-                "/kaveri.v1.InferenceService/Generate",
-                request_serializer=bytes,
-                response_deserializer=inference_pb2.GenerateResponse.FromString,
-            )
-            while not stop.is_set():
-                try:
-                    for _ in generate(message, timeout=60):
-                        pass
-                except grpc.RpcError as error:
-                    # An error keeps its call, and the call its request of megabytes.
-                    with contextlib.suppress(queue.Full):
-                        errors.put_nowait(error)
-
-    workers = [threading.Thread(target=send) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    try:
-        yield errors
-    finally:
-        stop.set()
-        for worker in workers:
-            await asyncio.to_thread(worker.join, 60)
-
-
-async def refusals(errors: "queue.Queue[grpc.RpcError]", count: int) -> list[grpc.RpcError]:
-    async with asyncio.timeout(60):
-        while errors.qsize() < count:  # noqa: ASYNC110 - filled by threads
-            await asyncio.sleep(0.001)
-    return [errors.get() for _ in range(count)]
 
 
 @pytest.fixture
@@ -127,21 +74,24 @@ async def test_huge_input_without_pause_is_refused_and_stops_no_other_stream(
     cluster: ScriptedCluster, case: str
 ) -> None:
     make, field = HUGE[case]
-    ticks = Ticks()
-    async with cluster.router() as router:
+    message, ticks = make().SerializeToString(), Ticks()
+    options = (("grpc.max_send_message_length", -1),)
+    async with cluster.router() as router, plain_channel(router.address, options) as channel:
+        generate = channel.unary_stream(
+            "/kaveri.v1.InferenceService/Generate",
+            request_serializer=bytes,
+            response_deserializer=inference_pb2.GenerateResponse.FromString,
+        )
         counting = asyncio.create_task(ticks.count())
-        async with flood(router.address, make().SerializeToString()) as errors:
-            beside = collect(router.ask(max_tokens=200))
-            responses, refused = await asyncio.gather(beside, refusals(errors, 4))
+        responses, *errors = await asyncio.gather(
+            collect(router.ask(max_tokens=200)), *(invalid(collect(generate(message, timeout=60))) for _ in range(4))
+        )
         counting.cancel()
     assert tokens_of(responses) == answer((300, 301, 302), 200)
-    for error in refused:
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error
-        caught = error_of(error)
-        assert isinstance(caught, InvalidArgument)
-        assert caught.field == field
-        assert caught.limit
-        assert len(str(error.details())) < 1_000
+    for error in errors:
+        assert error.field == field
+        assert error.limit
+        assert len(str(error)) < 1_000
     assert len(cluster.taken()) == 1, "none of them was placed"
     # CPU time, which a busy machine hardly stretches. Without the bounds one request takes 3 to 16 s of it. The senders
     # share this loop; benchmarks/serving/huge_input.py measures the gap that another client sees.

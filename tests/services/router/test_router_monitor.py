@@ -24,8 +24,6 @@ _PATIENT_S = 30.0
 
 
 class _Recorder(MonitoredMembership):
-    """Hears every broadcast on a MemoryCluster."""
-
     def __init__(self) -> None:
         super().__init__(time.monotonic)
         self.heard: list[LoadBroadcast] = []
@@ -46,7 +44,6 @@ def _recorded() -> tuple[MemoryCluster, _Recorder]:
 
 @contextlib.asynccontextmanager
 async def _monitor(cluster: MemoryCluster, router_id: str, interval_s: float = 0.02) -> AsyncIterator[Monitor]:
-    """A monitor that sees the cluster's changes as a router's does."""
     async with MemoryStore(cluster) as store, asyncio.TaskGroup() as group:
         monitor = Monitor(store, router_id, interval_s)
 
@@ -103,15 +100,6 @@ async def test_arrival_draining_and_end_of_an_instance_are_broadcast_at_once() -
         await eventually(lambda: recorder.heard[-1].instances[0].load.state is InstanceState.DRAINING)
         cluster.deregister(_PATIENT_DECODE)
         await eventually(lambda: recorder.last_ids() == set())
-
-
-async def test_blocks_that_come_free_on_a_tight_instance_are_broadcast_at_once() -> None:
-    cluster, recorder = _recorded()
-    cluster.heartbeat(_PATIENT_DECODE, InstanceLoad(1, free_blocks=2, total_blocks=100))
-    async with _monitor(cluster, "router-0", interval_s=600.0):
-        await eventually(lambda: recorder.last_ids() == {"decode-9"})
-        cluster.heartbeat(_PATIENT_DECODE, InstanceLoad(2, free_blocks=9, total_blocks=100))
-        await eventually(lambda: recorder.heard[-1].instances[0].load.free_blocks == 9)
 
 
 async def test_leader_that_was_replaced_unawares_is_fenced_and_says_so() -> None:

@@ -115,7 +115,7 @@ async def test_the_sdk_names_each_token_of_the_prompt(cluster: ScriptedCluster) 
         got = await client.generate(prompt_token_ids=PROMPT, params=params)
         assert got.token_ids == tuple(answer(PROMPT, 3))
         assert tuple(token.token_id for token in got.prompt_tokens) == PROMPT
-        backend = router.router.tokenizer.backend
+        backend = router.router.intake.tokenizer.backend
         assert [token.text for token in got.prompt_tokens] == [backend.decode([token_id]) for token_id in PROMPT]
         assert got.prompt_tokens[0].logprobs is None
         for place, token in enumerate(got.prompt_tokens[1:], 1):

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from kaveri.models import resolve_model
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
+from services.router.lifecycle_values import Ended
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import (
     MAX_MODEL_LEN,
@@ -18,7 +19,6 @@ from tests.services.router.scripted_answers import (
     ask,
     collect,
     eventually,
-    finish,
     logprobs_at,
     refused,
     rest_of,
@@ -77,13 +77,6 @@ async def test_the_first_token_does_not_wait_for_the_hand_over(cluster: Scripted
         assert tokens_of([first, *rest]) == answer(PROMPT, 20)
 
 
-async def test_tokens_sent_twice_are_delivered_once(cluster: ScriptedCluster) -> None:
-    for decode in cluster.decodes.values():
-        decode.repeat_tokens = True
-    async with cluster.router() as router:
-        await finish(router.ask())
-
-
 @pytest.mark.parametrize("stop_at", [1, 2, 7])
 @pytest.mark.parametrize("repeat_tokens", [False, True])
 async def test_the_token_that_ends_an_answer_is_among_its_tokens_and_not_in_its_text(
@@ -113,7 +106,7 @@ async def test_an_answer_of_two_tokens_still_tells_of_its_kv_transfer(
         responses = [await call.read()]
         entry = router.router.table.get("two")
         await eventually(lambda: entry.finish is not None)
-        assert not entry.ended, "it did not wait for the report of its hand-over"
+        assert not isinstance(entry.state, Ended), "it did not wait for the report of its hand-over"
         cluster.let_all_go()
         responses += await rest_of(call)
         assert tokens_of(responses) == answer(PROMPT, 2)
@@ -136,13 +129,13 @@ async def test_a_slow_reader_gets_a_long_answer_in_responses_of_a_bounded_size(
         monkeypatch.setattr(entry, "wait_for_output", taken.wait)
         await eventually(lambda: decode.is_paused)
         cluster.let_all_go()
-        await eventually(lambda: entry.ended)
+        await eventually(lambda: isinstance(entry.state, Ended))
         taken.set()
         responses += await rest_of(call)
         assert max(response.ByteSize() for response in responses) < limit
         assert len(responses) > 10
         assert tokens_of(responses) == answer(PROMPT, 400)
-        assert text_of(responses) == router.router.tokenizer.backend.decode(answer(PROMPT, 400))
+        assert text_of(responses) == router.router.intake.tokenizer.backend.decode(answer(PROMPT, 400))
         logprobs = [each for response in responses for each in response.logprobs]
         text_offsets = [each.text_offset for each in logprobs]
         assert text_offsets == sorted(text_offsets)
@@ -182,18 +175,6 @@ async def test_all_that_prefill_reports_may_come_in_one_response(
         assert stopped[-1].finish_reason == sampling_pb2.FINISH_REASON_STOP
 
 
-async def test_messages_go_through_the_chat_template(cluster: ScriptedCluster, tokenizer: ModelTokenizer) -> None:
-    turns = [inference_pb2.Message(role="user", content="hi there")]
-    request = inference_pb2.GenerateRequest(
-        messages=inference_pb2.Messages(messages=turns), params=sampling_pb2.SamplingParams(max_tokens=1)
-    )
-    async with cluster.router() as router:
-        await collect(router.stub.Generate(request, timeout=60))
-    sent = list(cluster.taken()[0].token_ids)
-    rendered = "<|user|>hi there<|end|><|assistant|>"
-    assert sent == tokenizer.backend.encode(rendered, add_special_tokens=False).ids
-
-
 async def test_the_parts_of_a_message_reach_a_template_that_goes_over_parts(cluster: ScriptedCluster) -> None:
     plain = AutoTokenizer.from_pretrained(resolve_model(MODEL))
     plain.chat_template = SHAPES["parts, picked by type"]
@@ -207,20 +188,6 @@ async def test_the_parts_of_a_message_reach_a_template_that_goes_over_parts(clus
     text = tokenizer.backend.decode(list(cluster.taken()[0].token_ids), skip_special_tokens=False)
     assert text == "<|user|>one\n<|user|>a\nb\n<|assistant|>"
     tokenizer.close()
-
-
-async def test_unset_parameters_are_filled_in_before_a_request_is_placed(cluster: ScriptedCluster) -> None:
-    request = inference_pb2.GenerateRequest(text="hello")
-    for decode in cluster.decodes.values():
-        decode.may_step.clear()
-    async with cluster.router() as router:
-        call = router.stub.Generate(request, timeout=60)
-        await call.read()
-        sent = cluster.taken()[0]
-        assert sent.params.max_tokens == MAX_MODEL_LEN - len(sent.token_ids)
-        assert sent.params.HasField("seed")
-        call.cancel()
-        cluster.let_all_go()
 
 
 async def test_models_are_listed_with_their_limits(cluster: ScriptedCluster, tokenizer: ModelTokenizer) -> None:

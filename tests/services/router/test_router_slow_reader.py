@@ -9,14 +9,24 @@ from typing import Any
 import grpc
 from grpc import aio
 from prometheus_client import REGISTRY
-from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from kaveri.errors import SlowReader
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from kaveri.wire.status import error_of
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
-from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, finish, refused, tokens_of
+from tests.services.router.engine_door import asks
+from tests.services.router.scripted_answers import (
+    PROMPT,
+    answer,
+    ask,
+    collect,
+    eventually,
+    finish,
+    refused,
+    rest_of,
+    tokens_of,
+)
 from tests.support.scripted_ports import plain_channel
 
 TOKENS = 7_000
@@ -35,11 +45,6 @@ async def client(router: RouterUnderTest) -> AsyncIterator[inference_pb2_grpc.In
 def large(**fields: Any) -> inference_pb2.GenerateRequest:
     """Its answer is 1.5 MB: far more than the window."""
     return ask(max_tokens=TOKENS, logprobs=20, **fields)
-
-
-async def read_into(responses: list[inference_pb2.GenerateResponse], call: Any) -> None:
-    while (response := await call.read()) is not aio.EOF:
-        responses.append(response)
 
 
 def ended_count(outcome: str) -> float:
@@ -74,7 +79,7 @@ async def test_a_client_that_stops_reading_loses_its_request_and_frees_everythin
         cluster.let_all_go()
         assert tokens_of(await collect(router.stub.Generate(again, timeout=60))) == answer(PROMPT, 3)
         responses = [first]
-        caught = await refused(read_into(responses, call), grpc.StatusCode.ABORTED)
+        caught = await refused(rest_of(call, responses), grpc.StatusCode.ABORTED)
         error = error_of(caught)
         assert isinstance(error, SlowReader)
         assert error.limit_s == LIMIT_S
@@ -99,7 +104,6 @@ async def test_a_client_that_reads_slowly_gets_its_whole_answer(cluster: Scripte
 
 
 async def test_an_answer_that_pauses_longer_than_the_limit_is_not_cut_off(cluster: ScriptedCluster) -> None:
-    """Nothing is being written meanwhile: it is not the client that is slow."""
     cluster.pausing()
     async with cluster.router(slow_reader_s=0.2) as router:
         collecting = asyncio.create_task(collect(router.ask()))
@@ -128,10 +132,7 @@ async def test_clients_that_never_read_their_error_do_not_pile_up(cluster: Scrip
 async def test_the_fields_grpc_gives_up_on_such_a_client_too(cluster: ScriptedCluster) -> None:
     before = ended_count("slow_reader")
     cluster.decodes["decode-0"].pause_at = TOKENS - 1
-    params = vllm_engine_pb2.SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=20, n=2)
-    asked = vllm_engine_pb2.GenerateRequest(
-        tokenized=vllm_engine_pb2.TokenizedInput(input_ids=PROMPT), sampling_params=params, stream=True
-    )
+    asked = asks(stream=True, max_tokens=TOKENS, logprobs=20, n=2)
     options = (("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
     async with (
         cluster.router(slow_reader_s=LIMIT_S, vllm_grpc=True) as router,
@@ -144,6 +145,6 @@ async def test_the_fields_grpc_gives_up_on_such_a_client_too(cluster: ScriptedCl
         assert ended_count("slow_reader") > before
         await eventually(lambda: unread_count() == 1)
         cluster.let_all_go()
-        caught = await refused(read_into([], call), grpc.StatusCode.ABORTED)
+        caught = await refused(rest_of(call), grpc.StatusCode.ABORTED)
         assert isinstance(error_of(caught), SlowReader)
         await eventually(lambda: unread_count() == 0)

@@ -7,8 +7,8 @@ import structlog
 
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.v1 import feed_pb2, sampling_pb2
-from services.router import subscriptions, token_feeds
-from services.router.lifecycle_values import InstanceLife
+from services.router import metrics, subscriptions, token_feeds
+from services.router.lifecycle_values import Ended, InstanceLife
 from tests.services.router.cluster_script import ScriptedCluster, read_once_placed
 from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, finish, rest_of, tokens_of
 
@@ -74,19 +74,20 @@ async def test_a_router_follows_instances_with_engines_alone(cluster: ScriptedCl
         assert router.router.feeds._subscriptions.keys() == cluster.instances.keys()
 
 
-async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_again(cluster: ScriptedCluster) -> None:
+async def test_a_token_stream_that_breaks_in_the_router_is_logged_and_opened_again(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster.pausing()
     async with cluster.router() as router:
-        relayed = router.router.feeds._relayed
 
         def breaks_once(count: int) -> None:
-            router.router.feeds._relayed = relayed
+            monkeypatch.undo()
             raise ZeroDivisionError("planted")
 
         with structlog.testing.capture_logs() as entries:
             call = router.ask()
             responses = await cluster.read_until_paused(call)
-            router.router.feeds._relayed = breaks_once
+            monkeypatch.setattr(metrics.RELAYED_TOKENS, "inc", breaks_once)
             cluster.let_all_go()
             responses += await rest_of(call)
         assert tokens_of(responses) == answer(PROMPT, 20)
@@ -193,21 +194,6 @@ async def test_the_aborts_of_many_requests_reach_an_instance_in_few_messages(clu
             assert decode.abort_messages == [True]
 
 
-async def test_a_request_that_decode_had_before_the_token_stream_stood_is_answered_whole(
-    cluster: ScriptedCluster,
-) -> None:
-    decode = cluster.pausing()
-    decode.thawed.clear()
-    async with cluster.router() as router:
-        call, responses = await read_once_placed(cluster, router, "early", "decode-0")
-        # The router cannot know what went over a former stream: it attaches the request.
-        decode.thawed.set()
-        await eventually(lambda: decode.is_paused)
-        cluster.let_all_go()
-        last = await finish(call, responses)
-        assert last.timing.attempts == 1
-
-
 async def test_an_answer_to_attach_that_is_of_no_use_loses_the_attempt_and_not_the_request(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +206,7 @@ async def test_an_answer_to_attach_that_is_of_no_use_loses_the_attempt_and_not_t
         entry = router.router.table.get("early")
         assert entry is not None
         decode.thawed.set()
-        await eventually(lambda: len(cluster.taken()) == 2 and (decode.is_paused or entry.ended))
+        await eventually(lambda: len(cluster.taken()) == 2 and (decode.is_paused or isinstance(entry.state, Ended)))
         cluster.let_all_go()
         last = await finish(call, responses)
         assert last.timing.attempts == 2

@@ -9,7 +9,8 @@ from grpc import aio
 from kaveri.rpc.server import open_channel
 from kaveri.v1 import cluster_pb2
 from kaveri.v1.cluster_pb2_grpc import ClusterServiceStub
-from services.router.request_table import RecentEnd, RecentWorkload
+from services.router import request_table
+from services.router.request_table import RecentRequests, RequestTable
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import (
     PROMPT,
@@ -18,6 +19,7 @@ from tests.services.router.scripted_answers import (
     ask_again,
     collect,
     eventually,
+    read_tokens,
     rest_of,
     tokens_of,
 )
@@ -62,9 +64,7 @@ async def test_a_request_that_runs_has_the_tokens_that_it_has_so_far_and_is_cut_
         decode.pause_at = 10
     async with cluster.router() as router:
         call = router.ask(request_id="one")
-        got = 0
-        while got < 10:
-            got += len((await call.read()).token_ids)
+        await read_tokens(call, 10)
         during = await workload_of(router.address)
         assert lengths_of(during.running) == [(len(PROMPT), 10)]
         assert len(during.arrived_ago_s) == 1
@@ -85,9 +85,7 @@ async def test_a_client_that_re_attaches_neither_arrives_again_nor_ends_twice(cl
     async with cluster.router() as router:
         request = ask(request_id="one", secret=SECRET)
         first = router.stub.Generate(request, timeout=60)
-        tokens: list[int] = []
-        while len(tokens) < 10:
-            tokens += (await first.read()).token_ids
+        tokens = tokens_of(await read_tokens(first, 10))
         again = ask_again(tokens)
         second = router.stub.Generate(again, timeout=60)
         reading = asyncio.create_task(rest_of(second))
@@ -144,28 +142,34 @@ async def test_a_client_that_re_attaches_before_its_request_was_placed_does_not_
     assert len(found.arrived_ago_s) == 1
 
 
-def test_no_more_arrivals_are_kept_than_the_bound_and_the_time_that_they_cover_is_known() -> None:
-    workload = RecentWorkload(started_s=100.0, most_arrivals=3)
+def test_no_more_arrivals_are_kept_than_the_bound_and_the_time_that_they_cover_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_table, "_MOST_ARRIVALS", 3)
+    recent = RecentRequests("router", RequestTable(1), started_s=100.0)
     for arrived_s in (101.0, 102.0, 103.0):
-        workload.note_arrival(arrived_s)
-    assert workload.observed_s(110.0) == 10.0, "nothing was dropped: all since the start"
-    workload.note_arrival(104.0)
-    assert workload.arrived_ago_s(110.0) == [8.0, 7.0, 6.0]
-    assert workload.observed_s(110.0) == 9.0, "all that came after the one that was dropped"
+        recent.note_arrival(arrived_s)
+    assert recent.workload(110.0).observed_s == 10.0, "nothing was dropped: all since the start"
+    recent.note_arrival(104.0)
+    assert recent.workload(110.0).arrived_ago_s == [8.0, 7.0, 6.0]
+    assert recent.workload(110.0).observed_s == 9.0, "all that came after the one that was dropped"
 
 
-def test_a_request_that_was_accepted_late_does_not_lengthen_the_time_that_arrivals_cover() -> None:
-    workload = RecentWorkload(started_s=100.0, most_arrivals=1)
+def test_a_request_that_was_accepted_late_does_not_lengthen_the_time_that_arrivals_cover(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_table, "_MOST_ARRIVALS", 1)
+    recent = RecentRequests("router", RequestTable(1), started_s=100.0)
     for arrived_s in (105.0, 101.0, 106.0):
-        workload.note_arrival(arrived_s)
-    assert workload.observed_s(110.0) == 5.0, "the one of 105.0 is not kept"
+        recent.note_arrival(arrived_s)
+    assert recent.workload(110.0).observed_s == 5.0, "the one of 105.0 is not kept"
 
 
-@pytest.mark.parametrize("count", [1, 3, 7])
-def test_of_more_ends_than_the_bound_the_last_ones_are_kept(count: int) -> None:
-    workload = RecentWorkload(started_s=0.0, most_ends=3)
-    ends = [RecentEnd(float(number), number, 2 * number, number % 2 == 0) for number in range(count)]
-    for end in ends:
-        workload.note_end(*end)
-    for is_whole in (True, False):
-        assert workload.ends(is_whole) == [end for end in ends[-3:] if end.is_whole is is_whole]
+async def test_of_more_ends_than_the_bound_the_last_ones_are_kept(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_table, "_MOST_ENDS", 2)
+    async with cluster.router() as router:
+        for max_tokens in (3, 4, 5):
+            await collect(router.ask(max_tokens=max_tokens))
+        assert lengths_of((await workload_of(router.address)).answered) == [(len(PROMPT), 4), (len(PROMPT), 5)]

@@ -6,7 +6,6 @@ import io
 import json
 import sys
 import zipfile
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,6 @@ from tests.services.router.scripted_answers import PROMPT, answer, eventually, r
 from tests.services.router.test_router_cancellation import PHASES, all_legs_are_over, bring_to, read_placements
 from tests.support.redis_fixture import free_port
 from tests.support.scripted_ports import plain_channel
-
-
-@pytest.fixture
-async def door(cluster: ScriptedCluster) -> AsyncIterator[EngineDoor]:
-    async with open_door(cluster) as door:
-        yield door
 
 
 async def test_a_whole_answer_is_one_message(door: EngineDoor) -> None:

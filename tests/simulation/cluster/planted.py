@@ -132,7 +132,7 @@ def end_wakes_no_client() -> Iterator[None]:
 
     def make(original: Any) -> Any:
         def wake(self: Any) -> None:
-            if not self.ended:
+            if not isinstance(self.state, lives.Ended):
                 original(self)
 
         return wake

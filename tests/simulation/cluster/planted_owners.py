@@ -26,7 +26,7 @@ def direct_answers_offered_too_early() -> Iterator[None]:
     def make(original: Any) -> Any:
         def offer(self: Any, state: Any) -> Any:
             is_placed = isinstance(state, Placed) and state.next_index > state.attempt.first_index
-            if is_placed and state.attempt.number > self._offered:
+            if is_placed and state.attempt.number > self.offered:
                 return state.decode
             return original(self, state)
 
