@@ -97,7 +97,7 @@ class EngineRoom:
         error = granting.exception()
         if isinstance(request.state, Released):
             if error is None:
-                self._engine.abort(request.key)
+                self._engine.abort(request.engine_request.key)
         elif error is None:
             self._take(request, lifecycle.RoomGranted(granting.result()))
         else:
@@ -115,7 +115,7 @@ class EngineRoom:
             request = self._requests.by_serial(serial)
             assert request is not None, serial
             try:
-                self._engine.admit(request.key)
+                self._engine.admit(request.engine_request.key)
             except EngineError:
                 return  # it stopped; EngineStopped follows and ends every request
             self._take(request, lifecycle.BareEvent.SEAT_TAKEN)

@@ -137,7 +137,7 @@ class DecodeInstance:
         info.require_servable(engine_request)
         needed_blocks = self._room.needed_blocks(len(token_ids))
         place = self._end_former(request_id, ownership, reservation)
-        request = self._open(engine_request, ownership, timeout_s, predicted_length, InLine(waits), traceparent)
+        request = self._open(engine_request, ownership, timeout_s, predicted_length, waits, traceparent)
         request.reservation, request.source, request.placed_by = reservation, layout, placed_by
         request.answer = asyncio.get_running_loop().create_future()
         self._room.line.join(request_id, needed_blocks, len(token_ids), place)
@@ -164,12 +164,12 @@ class DecodeInstance:
             resumption.ownership,
             resumption.timeout_s,
             resumption.predicted_length,
-            InLine(stays=False),
+            False,
             resumption.traceparent,
         )
         loop = asyncio.get_running_loop()
         request.answer, request.resumed = loop.create_future(), ResumedHere(held_tokens, loop.create_future())
-        request.log = AnswerLog.drawn_here(resumption.generated_count)
+        request.log = AnswerLog(resumption.generated_count, resumption.generated_count)
         if self._room.has_ahead_of_line(needed_blocks, self._engine_room.free(), time.monotonic()):
             self._engine_room.ask(request)
         else:
@@ -206,7 +206,7 @@ class DecodeInstance:
         Unavailable when the engine has stopped.
         """
         self._end_former(engine_request.key.request_id, ownership)
-        request = self._open(engine_request, ownership, timeout_s, predicted_length, InLine(stays=False), traceparent)
+        request = self._open(engine_request, ownership, timeout_s, predicted_length, False, traceparent)
         request.log.begin_with(*first_token)
         self._take(request, lifecycle.BareEvent.ROOM_ASKED)
         try:
@@ -230,9 +230,9 @@ class DecodeInstance:
         if request is None:
             return
         owner = ownership.comparable(request.ownership)
-        if owner is None or owner < request.owner:
+        if owner is None or owner < request.ownership.owner:
             return
-        if request.owner == owner and 0 < reservation < request.reservation:
+        if request.ownership.owner == owner and 0 < reservation < request.reservation:
             # The room was given back and reserved again before this abort arrived.
             return
         self._take(request, lifecycle.AbortAsked(by_router))
@@ -246,7 +246,7 @@ class DecodeInstance:
                 token_counts.append(len(event.steps))
             elif isinstance(event, EngineStopped):
                 for each in list(self._requests):
-                    self._take(each, lifecycle.Broken(error_of_stop(event, each.key)))
+                    self._take(each, lifecycle.Broken(error_of_stop(event, each.engine_request.key)))
             # Aborted requests may still have events.
             elif (request := self._requests.by_serial(event.key.serial)) is not None:
                 match event:
@@ -340,9 +340,9 @@ class DecodeInstance:
         former = self._requests.by_request_id(request_id)
         owner = ownership.comparable(former.ownership) if former is not None else None
         if former is not None and owner is not None:
-            is_late = owner == former.owner and 0 < reservation < former.reservation
-            if owner < former.owner or is_late:
-                raise owner.stale(request_id, former.owner)
+            is_late = owner == former.ownership.owner and 0 < reservation < former.reservation
+            if owner < former.ownership.owner or is_late:
+                raise owner.stale(request_id, former.ownership.owner)
         self.owners.begin(request_id, ownership)
         if former is None:
             return None
@@ -350,8 +350,8 @@ class DecodeInstance:
         if owner is None:
             self._take(former, lifecycle.RivalCame(Rival.OTHER_REQUEST, RequestAlreadyExists(request_id)))
             return None
-        rival = Rival.NEWER_OWNER if former.owner < owner else Rival.SAME_OWNER
-        self._take(former, lifecycle.RivalCame(rival, former.owner.stale(request_id, owner)))
+        rival = Rival.NEWER_OWNER if former.ownership.owner < owner else Rival.SAME_OWNER
+        self._take(former, lifecycle.RivalCame(rival, former.ownership.owner.stale(request_id, owner)))
         return place
 
     def _open(
@@ -360,17 +360,21 @@ class DecodeInstance:
         ownership: Ownership,
         timeout_s: float,
         predicted: TokenRange | None,
-        state: InLine,
+        stays: bool,
         traceparent: str,
     ) -> DecodeRequest:
         now_s, timeout_s = time.monotonic(), min(timeout_s, _LONGEST_REQUEST_S)
+        # Prefill samples and sends the first token.
+        next_index = engine_request.generated_count + 1
         request = DecodeRequest(
+            request_id=engine_request.key.request_id,
             engine_request=engine_request,
             ownership=ownership,
             came_s=now_s,
             expires_s=now_s + timeout_s,
             member=self._member(engine_request, predicted),
-            state=state,
+            state=InLine(stays),
+            log=AnswerLog(next_index, next_index),
             heavy=self._thresholds.is_heavy(predicted, engine_request.prompt_tokens),
         )
         loop = asyncio.get_running_loop()
@@ -403,11 +407,11 @@ class DecodeInstance:
 
     def _follow(self, request: DecodeRequest, former: lifecycle.State, now_s: float) -> None:
         """Update table and batch after a transition."""
-        batch, serial = self._room.batch, request.key.serial
+        batch, serial = self._room.batch, request.engine_request.key.serial
         match request.state:
             case Reserving():
                 batch.expect(serial, request.member, now_s)
-                self.owners.feeds.expect(request.router_id)
+                self.owners.feeds.expect(request.ownership.router_id)
             case InLine() if isinstance(former, Reserving):
                 batch.leave(serial)
             case Ready() if not isinstance(former, Ready):
@@ -424,7 +428,7 @@ class DecodeInstance:
                 loop.call_soon(self._engine_room.give)
 
     def _remove(self, request: DecodeRequest) -> None:
-        self._room.batch.leave(request.key.serial)
+        self._room.batch.leave(request.engine_request.key.serial)
         self._requests.remove(request)
         if request.deadline is not None:
             request.deadline.cancel()
@@ -449,7 +453,7 @@ class DecodeInstance:
             case lifecycle.BareAction.KEEP_PLACE:
                 self._room.line.refused(request.request_id)
             case lifecycle.BareAction.ABORT_IN_ENGINE:
-                self._engine.abort(request.key)
+                self._engine.abort(request.engine_request.key)
             case lifecycle.TellRouter(error, replaced, moved, fault):
                 self.owners.fail(request, End(error=error, replaced=replaced, moved=moved, fault=fault))
                 self.owners.keep(request, now_s)
@@ -475,8 +479,8 @@ class DecodeInstance:
         get_logger().info(
             "request_ended",
             request_id=request.request_id,
-            attempt=request.owner.attempt,
-            session=request.owner.session,
+            attempt=request.ownership.owner.attempt,
+            session=request.ownership.owner.session,
             outcome=report.outcome.value,
             reason=report.reason,
             prompt_tokens=len(request.engine_request.token_ids),

@@ -69,12 +69,12 @@ class RequestOwners:
             request.reader.changed()
             if not request.log.is_due:
                 return
-        self.feeds.add(request.router_id, request)
+        self.feeds.add(request.ownership.router_id, request)
 
     def announce(self, request: DecodeRequest) -> None:
         """Send the router an entry without tokens: the request has landed and waits for a seat. A router that gave the
         request up before it learned of the placement answers with an abort."""
-        self.feeds.add(request.router_id, request)
+        self.feeds.add(request.ownership.router_id, request)
 
     def announce_replica(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
         """Send the router the new location of a landed request's copy, with the next tokens at the latest."""
@@ -94,7 +94,7 @@ class RequestOwners:
         """Stop sending the request's tokens to its router and to a client that reads it directly."""
         if request.reader is not None:
             request.reader.leave()
-        self.feeds.discard(request.router_id, request)
+        self.feeds.discard(request.ownership.router_id, request)
 
     def keep(self, request: DecodeRequest, now_s: float) -> None:
         """Keep the answer of an ended request for a router that attaches later."""
@@ -126,13 +126,13 @@ class RequestOwners:
                 # An earlier request had the same id.
                 raise RequestNotFound(request_id)
             raise wrong_secret()
-        if ownership.router_id != request.router_id and owner.session == request.owner.session:
-            raise InvalidArgument("session", owner.session, f"above {request.owner.session}, the present one")
-        if owner < request.owner:
-            raise owner.stale(request_id, request.owner)
+        if ownership.router_id != request.ownership.router_id and owner.session == request.ownership.owner.session:
+            raise InvalidArgument("session", owner.session, f"above {request.ownership.owner.session}, the present one")
+        if owner < request.ownership.owner:
+            raise owner.stale(request_id, request.ownership.owner)
         attached, next_index = _attached(request, attachment)
         self._note_newest(request_id, ownership, now_s)
-        if owner != request.owner:
+        if owner != request.ownership.owner:
             self._change_owner(request, ownership)
         # A first token that the log lacks comes from prefill.
         request.log.send_from(max(next_index, request.log.first_index))
@@ -156,7 +156,7 @@ class RequestOwners:
         unknown: list[GainedTokens] = []
         for named in awaited:
             request = self._find(named.request_id, now_s)
-            if request is None or (request.router_id, request.owner) != (router_id, named.owner):
+            if request is None or (request.ownership.router_id, request.ownership.owner) != (router_id, named.owner):
                 reason = "it is not here, or belongs to another owner"
                 unknown.append(GainedTokens(named.request_id, named.owner, named.next_index, end=End(error=reason)))
             else:
@@ -178,8 +178,8 @@ class RequestOwners:
         """Record an owner at another instance. Raises StaleAttempt or RequestAlreadyExists if a newer one is known."""
         request = self.requests.by_request_id(request_id)
         owner = ownership.comparable(request.ownership) if request is not None else None
-        if request is not None and owner is not None and owner < request.owner:
-            raise owner.stale(request_id, request.owner)
+        if request is not None and owner is not None and owner < request.ownership.owner:
+            raise owner.stale(request_id, request.ownership.owner)
         self._note_newest(request_id, ownership, time.monotonic())
 
     def note_loss(self, request: DecodeRequest, error: KaveriError) -> None:
@@ -201,7 +201,7 @@ class RequestOwners:
 
     def _change_owner(self, request: DecodeRequest, ownership: Ownership) -> None:
         self.drop(request)
-        if ownership.router_id != request.router_id:
+        if ownership.router_id != request.ownership.router_id:
             reason = f"session {ownership.owner.session} of the request was attached through another router"
             self._notify(request, End(error=reason, replaced=True))
         if isinstance(request.state, Released):
@@ -212,13 +212,15 @@ class RequestOwners:
 
     def _notify(self, request: DecodeRequest, end: End) -> None:
         """Send the router an end that is not in the request's log. Dropped if the router has no stream."""
-        self.feeds.add(request.router_id, GainedTokens(request.request_id, request.owner, 0, end=end))
+        self.feeds.add(
+            request.ownership.router_id, GainedTokens(request.request_id, request.ownership.owner, 0, end=end)
+        )
 
     def _send(self, request: DecodeRequest) -> None:
         """Send unsent tokens to a possibly new router."""
-        self.feeds.expect(request.router_id)
+        self.feeds.expect(request.ownership.router_id)
         if request.log.has_unsent:
-            self.feeds.add(request.router_id, request)
+            self.feeds.add(request.ownership.router_id, request)
 
     def _reader_changed(self, request: DecodeRequest) -> None:
         """Send the router unsent tokens, and the start or stop of a direct read."""
@@ -229,7 +231,7 @@ class RequestOwners:
         return self.requests.by_request_id(request_id) or self._kept.get(request_id, now_s)
 
     def _unsent_of(self, router_id: str) -> list[DecodeRequest]:
-        kept = (request for request in self._kept.values() if request.router_id == router_id)
+        kept = (request for request in self._kept.values() if request.ownership.router_id == router_id)
         return [request for request in (*self.requests.of_router(router_id), *kept) if request.log.has_unsent]
 
     def _orphan_count(self) -> int:

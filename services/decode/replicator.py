@@ -166,7 +166,7 @@ class Replicator:
     async def _look(self) -> None:
         """Choose and ask a holder for each request without a copy, and drop the state of ended requests."""
         now_s = time.monotonic()
-        here = {request.key: request for request in self._instance.landed()}
+        here = {request.engine_request.key: request for request in self._instance.landed()}
         for key in [key for key in self._owned if key not in here]:
             state = self._owned[key].request.state
             # The router resumes a failed request from its copy.
@@ -197,7 +197,7 @@ class Replicator:
         is_ending = rest_tokens is not None and rest_tokens < _LEAST_REST_TOKENS
         # Before the first token here, prefill is involved as well. A preempted request has no KV to release.
         has_begun = isinstance(state, Running) and state.drawn > 0 and state.holds_blocks
-        has_router = self._instance.owners.feeds.has(request.router_id)
+        has_router = self._instance.owners.feeds.has(request.ownership.router_id)
         return self._draining and has_begun and not is_ending and has_router
 
     def _move_some(self) -> None:
@@ -217,8 +217,8 @@ class Replicator:
                 continue
             if self._moves(request) and self._has_room(holder, request):
                 moving_count += 1
-                self._moved.add(request.key, holder, self._needed_blocks(request))
-                self._take(request.key, copying.BareEvent.MOVE_ASKED)
+                self._moved.add(request.engine_request.key, holder, self._needed_blocks(request))
+                self._take(request.engine_request.key, copying.BareEvent.MOVE_ASKED)
 
     def _needed_blocks(self, request: DecodeRequest) -> int:
         return self._engine.info.layout.block_count(request.context_tokens + 1)
@@ -230,7 +230,7 @@ class Replicator:
         if self._asked_count >= COPY_REQUESTS_MAX or now_s < self._none_until_s:
             return
         needed_bytes = copy_bytes(self._engine.info.layout, owned.request.context_tokens)
-        key, avoid = owned.request.key, self._resting_until_s
+        key, avoid = owned.request.engine_request.key, self._resting_until_s
 
         def is_fit(instance: ViewedInstance) -> bool:
             return not self._draining or self._has_room(instance, owned.request)
@@ -269,16 +269,16 @@ class Replicator:
                 self._tasks.create_task(self._ask(owned, holder))
             case copying.BeginCopy(ticket):
                 try:
-                    self._engine.replicate(owned.request.key, ticket)
+                    self._engine.replicate(owned.request.engine_request.key, ticket)
                 except KaveriError as error:
-                    self._lost(owned.request.key, str(error))
+                    self._lost(owned.request.engine_request.key, str(error))
             case copying.CloseCopy(holder):
                 self._tasks.create_task(self._close(owned.request, holder))
             case copying.TellRouterOfCopy(replica):
                 self._instance.owners.announce_replica(owned.request, replica)
             case copying.LetGoInEngine():
                 try:
-                    self._engine.release(owned.request.key, _RELEASE_TIMEOUT_S)
+                    self._engine.release(owned.request.engine_request.key, _RELEASE_TIMEOUT_S)
                 except EngineError:
                     return  # it stopped; EngineStopped follows and ends every request
             case copying.EndAsMoved(replica):
@@ -287,8 +287,8 @@ class Replicator:
                 get_logger().info(
                     "request_let_go",
                     request_id=owned.request.request_id,
-                    attempt=owned.request.owner.attempt,
-                    session=owned.request.owner.session,
+                    attempt=owned.request.ownership.owner.attempt,
+                    session=owned.request.ownership.owner.session,
                     holder_id=replica.holder_id,
                     tokens=replica.token_count,
                 )
@@ -320,7 +320,7 @@ class Replicator:
             self._refused(request, request.ownership, holder, Unavailable(repr(error)))
 
     async def _ask_or_raise(self, owned: _Owned, holder: Holder) -> None:
-        request, key = owned.request, owned.request.key
+        request, key = owned.request, owned.request.engine_request.key
         offered = request.ownership
         try:
             response = await self._open(owned, holder)
@@ -366,8 +366,8 @@ class Replicator:
         get_logger().info(
             "replica_refused",
             request_id=request.request_id,
-            attempt=request.owner.attempt,
-            session=request.owner.session,
+            attempt=request.ownership.owner.attempt,
+            session=request.ownership.owner.session,
             holder_id=holder.instance_id,
             error=str(error),
         )
@@ -377,7 +377,7 @@ class Replicator:
         if isinstance(error, StaleAttempt | RequestAlreadyExists) and request.ownership == offered:
             # The holder has seen a newer owner: this instance was frozen or partitioned, and has lost the request.
             self._instance.lose(request, error)
-        self._take(request.key, copying.CopyLost(self._pause_s()))
+        self._take(request.engine_request.key, copying.CopyLost(self._pause_s()))
 
     def _grown(self, key: EngineKey, token_count: int) -> None:
         owned = self._owned.get(key)
@@ -396,8 +396,8 @@ class Replicator:
         get_logger().info(
             "replica_lost",
             request_id=request.request_id,
-            attempt=request.owner.attempt,
-            session=request.owner.session,
+            attempt=request.ownership.owner.attempt,
+            session=request.ownership.owner.session,
             holder_id=holder.instance_id,
             tokens=owned.copy.token_count,
             reason=reason,

@@ -16,7 +16,7 @@ from kaveri.wire.status import abort
 from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
 from services.decode.owners import Awaited
-from services.decode.requests import DecodeRequest, GainedTokens, gained_of
+from services.decode.requests import DecodeRequest, GainedTokens
 from services.decode.server import messages_of, tokens_to_proto
 from services.prefill.requests import PrefillRequest, PromptNews
 from services.prefill.role import PrefillRole
@@ -130,14 +130,19 @@ class FeedServer(FeedServiceServicer):
 
 def _messages(news: Sequence[Hashable]) -> Iterator[feed_pb2.FollowResponse]:
     """Encode a batch of news; no message if nothing in it is unsent."""
-    gained = [gained_of(each) for each in news if isinstance(each, DecodeRequest | GainedTokens)]
+    gained: list[GainedTokens] = []
+    for each in news:
+        if isinstance(each, DecodeRequest):
+            gained.append(each.log.take(each.request_id, each.ownership.owner, each.reader is not None))
+        elif isinstance(each, GainedTokens):
+            gained.append(each)
     for entries in messages_of(gained):
         yield feed_pb2.FollowResponse(requests=map(tokens_to_proto, entries))
     message = feed_pb2.FollowResponse()
     for each in news:
         if isinstance(each, PrefillRequest | PromptNews):
             for report in reports_of(
-                each if isinstance(each, PromptNews) else each.log.take(each.request_id, each.owner)
+                each if isinstance(each, PromptNews) else each.log.take(each.request_id, each.ownership.owner)
             ):
                 message.reports.append(report)
                 if report.HasField("prompt_logprobs") or len(message.reports) >= _REPORTS_TOGETHER:

@@ -6,7 +6,7 @@ from typing import Any
 from grpc import aio
 
 from kaveri.domain.sampling import FinishReason
-from kaveri.hosting.read_limit import ReadLimit
+from kaveri.hosting.read_limit import read_limit
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import trace_fields
 from kaveri.text.answer import AnswerPart
@@ -41,7 +41,7 @@ async def write_answer(
     if not (entry.ended or answer.has_output):
         # Before the first token: a gRPC client starts to read messages only after it has received the metadata.
         await context.send_initial_metadata(())
-    async with ReadLimit(slow_reader_s) as limit:
+    async with read_limit(slow_reader_s) as writes:
         while True:
             await entry.wait_for_output()
             has_ended = isinstance(entry.state, Ended)
@@ -78,9 +78,9 @@ async def write_answer(
                 response.interrupted = ended and isinstance(error, Interrupted)
             if ended and error is None:
                 _complete(entry, response)
-            limit.begin()
+            writes.ticks = 0
             await context.write(response)
-            limit.end()
+            writes.ticks = None
             if ended and error is not None:
                 raise error
             if ended:

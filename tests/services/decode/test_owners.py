@@ -30,7 +30,7 @@ def add(owners: RequestOwners, state: State | None = None) -> DecodeRequest:
     owners.requests.add(request)
     for index in range(1, 6):
         request.log.gain(token(request, index), None)
-    request.log.take("r", request.owner)
+    request.log.take("r", request.ownership.owner)
     return request
 
 

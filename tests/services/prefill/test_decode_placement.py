@@ -50,6 +50,7 @@ class PlacementWorld:
             random.Random(0),
             policy=DecodePlacementPolicy.ROUND_ROBIN,
         )
+        self.decode_placer.report = self.reported
         self.running = asyncio.create_task(self.decode_placer.run())
         self._number = 0
 
@@ -79,7 +80,8 @@ class PlacementWorld:
         key = EngineKey(request_id, self._number)
         engine_request = EngineRequest(key, (1,) * token_count, 0, params())
         deadline_s = time.monotonic() + timeout_s
-        request = PrefillRequest(Ownership(Owner(0, 3), "router"), engine_request, deadline_s, self.reported, **fields)
+        ownership = Ownership(Owner(0, 3), "router")
+        request = PrefillRequest(request_id, ownership, engine_request, token_count, deadline_s, **fields)
         self.decode_placer.begin(request)
         return request
 
@@ -115,9 +117,9 @@ async def test_room_is_reserved_then_the_kv_is_pushed_to_the_ticket_and_the_rout
     decode = await world.decode()
     request = world.begin("a", 20, predicted_length=TokenRange(7, 9))
     await eventually(lambda: request.log.has_unsent)
-    assert request.log.take("a", request.owner).progress == (RoomReserved("decode-0", decode.incarnation),)
+    assert request.log.take("a", request.ownership.owner).progress == (RoomReserved("decode-0", decode.incarnation),)
     ((key, ticket),) = world.engine.pushes
-    assert key == request.key
+    assert key == request.engine_request.key
     assert ticket.token_count == 20
     (asked,) = decode.reserved
     assert (asked.request_id, asked.attempt, asked.router_id) == ("a", 3, "router")
@@ -158,7 +160,7 @@ async def test_a_failed_push_gives_the_room_back_and_goes_elsewhere(world: Place
     (here, elsewhere) = (first, second) if first.asked else (second, first)
     for _ in range(2):
         # The second time the request has a new ticket already.
-        world.decode_placer.push_failed(request, KvPushFailed(request.key, "broken"))
+        world.decode_placer.push_failed(request, KvPushFailed(request.engine_request.key, "broken"))
     await eventually(lambda: len(world.pushed()) == 2)
     assert elsewhere.asked == ["a"]
     await eventually(lambda: here.aborted == [("a", 3)])
