@@ -71,8 +71,12 @@ class EngineHost(ServiceHost):
         """
         self._trial = Trial(self._engine, Phase.DECODE in self._phases.services)
         loop = asyncio.get_running_loop()
-        # The engine calls from its own thread.
-        self._engine.start(lambda events: loop.call_soon_threadsafe(self._handle, events))
+
+        def forward(events: Sequence[EngineEvent]) -> None:
+            """Pass events from the engine's thread to the loop."""
+            loop.call_soon_threadsafe(self._handle, events)
+
+        self._engine.start(forward)
         try:
             if not await self._engine_works(stopping):
                 return 0

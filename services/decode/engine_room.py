@@ -43,9 +43,9 @@ class EngineRoom:
 
     def give(self) -> None:
         """Reserve room for waiting requests as long as there is some."""
-        line = self._room.line
-        while line.length:
-            request_id = self._room.next_to_ask(self.free(), time.monotonic())
+        room = self._room
+        while room.waiting_count:
+            request_id = room.next_to_ask(self.free(), time.monotonic())
             if request_id is None:
                 break
             request = self._requests.by_request_id(request_id)
@@ -53,7 +53,7 @@ class EngineRoom:
             self.ask(request)
             if isinstance(request.state, InLine):
                 break  # the engine keeps its free blocks for preempted requests
-        if line.length and self._look_again is None:
+        if room.waiting_count and self._look_again is None:
             self._look_again = asyncio.get_running_loop().call_later(LINE_LOOK_S, self._look)
 
     def _look(self) -> None:
@@ -69,7 +69,7 @@ class EngineRoom:
         if request.resumed is not None:
             held_tokens = request.resumed.held_tokens
         else:
-            self._room.line.asked(request.request_id)
+            self._room.asked(request.request_id)
         self._take(request, lifecycle.BareEvent.ROOM_ASKED)
         expires_in_s = min(left_s, self._reservation_ttl_s)
         granting = self._engine.reserve(request.engine_request, expires_in_s, request.source, held_tokens)

@@ -93,14 +93,12 @@ class ReplicaHolder:
         self._incarnation = incarnation
         self._orphan_grace_s = orphan_grace_s
         self._is_there = is_there
-        self._unused_s = max(_UNUSED_S, orphan_grace_s)
         self._metrics = metrics
         self.resumed_count = 0
         self._held: dict[str, HeldReplica] = {}
         self._tasks = asyncio.TaskGroup()
-        self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._drained: asyncio.Event | None = None
+        """Set once a drain has no copy left; None: not draining."""
         self._store = store
         metrics.watch(store)
 
@@ -132,7 +130,7 @@ class ReplicaHolder:
         Raises Unavailable (draining, or a copy of another request with the same id exists), LayoutMismatch, NoCapacity,
         StaleAttempt and RequestAlreadyExists (a newer owner is known).
         """
-        if self._draining:
+        if self._drained is not None:
             raise Unavailable("the holder is draining", retry_after_s=_RETRY_AFTER_S)
         request_id, owner = offer.request_id, offer.ownership.owner
         former = self._held.get(request_id)
@@ -221,30 +219,32 @@ class ReplicaHolder:
     def drain(self) -> None:
         """Refuse new copies and seal the present ones, so owners look for other holders. Requests can be resumed from
         sealed copies until wait_idle() has returned."""
-        self._draining = True
+        self._drained = self._drained or asyncio.Event()
         for held in list(self._held.values()):
             self._take(held, holding.HolderDrains(self._store.watermark(held.key)))
-        if self._held:
-            self._idle.clear()
+        if not self._held:
+            self._drained.set()
 
     def undrain(self) -> None:
-        self._draining = False
-        self._idle.set()
+        if self._drained is not None:
+            self._drained.set()
+            self._drained = None
 
     @property
     def is_idle(self) -> bool:
         """True unless a drain waits for copies."""
-        return self._idle.is_set()
+        return self._drained is None or self._drained.is_set()
 
     async def wait_idle(self) -> None:
-        await self._idle.wait()
+        if self._drained is not None:
+            await self._drained.wait()
 
     def with_room(self, load: InstanceLoad) -> InstanceLoad:
         """Return the load with the free memory for copies filled in."""
         usage = self._store.usage()
         complete = (held for held in self._held.values() if isinstance(held.state, Complete))
         unneeded_bytes = sum(copy_bytes(held.offer.layout, held.watermark, ahead=0) for held in complete)
-        free_bytes = 0 if self._draining else usage.total_bytes - usage.used_bytes + unneeded_bytes
+        free_bytes = 0 if self._drained is not None else usage.total_bytes - usage.used_bytes + unneeded_bytes
         return replace(load, replica_free_bytes=free_bytes, replica_total_bytes=usage.total_bytes)
 
     def check_integrity(self) -> None:
@@ -400,7 +400,7 @@ class ReplicaHolder:
     def _drop_expired(self, now_s: float) -> None:
         for held in list(self._held.values()):
             looked = holding.Looked(
-                is_unused=not held.watermark and held.opened_s + self._unused_s <= now_s,
+                is_unused=not held.watermark and held.opened_s + max(_UNUSED_S, self._orphan_grace_s) <= now_s,
                 is_expired=held.opened_s + held.offer.timeout_s <= now_s,
                 is_memory_scarce=isinstance(held.state, Complete) and self._is_memory_scarce(),
             )
@@ -414,7 +414,7 @@ class ReplicaHolder:
     def _has_lost_owner(self, held: HeldReplica, now_s: float) -> bool:
         """Return True if the cluster view has lost an owner whose connection is still open (no packet closed it). A
         young owner may not be in the view yet."""
-        is_old = now_s - held.opened_s >= self._unused_s
+        is_old = now_s - held.opened_s >= max(_UNUSED_S, self._orphan_grace_s)
         return is_old and not self._is_there(held.offer.owner_id, held.offer.owner_incarnation)
 
     def _is_starved(self, held: HeldReplica, now_s: float) -> bool:
@@ -428,7 +428,7 @@ class ReplicaHolder:
     @property
     def _grace_s(self) -> float:
         """Seconds for which a copy without an owner is kept."""
-        return min(_LEAVING_S, self._orphan_grace_s) if self._draining else self._orphan_grace_s
+        return self._orphan_grace_s if self._drained is None else min(_LEAVING_S, self._orphan_grace_s)
 
     def _is_memory_scarce(self) -> bool:
         usage = self._store.usage()
@@ -449,8 +449,8 @@ class ReplicaHolder:
     def _drop(self, held: HeldReplica, cause: str) -> None:
         held.left.set()
         del self._held[held.key.request_id]
-        if not self._held:
-            self._idle.set()
+        if not self._held and self._drained is not None:
+            self._drained.set()
         self._store.drop(held.key)
         self._metrics.drops.labels(cause).inc()
         get_logger().bind(**_name_of(held)).info("replica_dropped", cause=cause)

@@ -88,8 +88,7 @@ class DecodeInstance:
         self._requests = self.owners.requests
         self._engine_room = EngineRoom(engine, self._room, self._requests, reservation_ttl_s, self._take)
         self._serials = serials
-        # Read by the thread that serves metrics.
-        metrics.in_line.set_function(lambda: self._room.line.length)
+        metrics.here.in_line.set_function(lambda: self._room.waiting_count)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -140,9 +139,9 @@ class DecodeInstance:
         request = self._open(engine_request, ownership, timeout_s, predicted_length, waits, traceparent)
         request.reservation, request.source, request.placed_by = reservation, layout, placed_by
         request.answer = asyncio.get_running_loop().create_future()
-        self._room.line.join(request_id, needed_blocks, len(token_ids), place)
+        self._room.join(request_id, needed_blocks, len(token_ids), place)
         self._engine_room.give()
-        if isinstance(request.state, InLine) and (not waits or self._room.line.is_over_limit()):
+        if isinstance(request.state, InLine) and (not waits or self._room.is_over_limit()):
             self._engine_room.turn_away(request)
         return await self._engine_room.granted(request)
 
@@ -265,7 +264,7 @@ class DecodeInstance:
                     case RequestFailed():
                         self._take(request, lifecycle.Broken(error_of_failure(event)))
         if token_counts:
-            self._metrics.count_steps(token_counts, time.monotonic(), self._room.batch.running_count)
+            self._metrics.steps.count(token_counts, time.monotonic(), self._room.batch.running_count)
         self._engine_room.admit()
         for request in landed:
             if isinstance(request.state, Ready):
@@ -346,7 +345,7 @@ class DecodeInstance:
         self.owners.begin(request_id, ownership)
         if former is None:
             return None
-        place = self._room.line.leave(request_id)
+        place = self._room.leave_line(request_id)
         if owner is None:
             self._take(former, lifecycle.RivalCame(Rival.OTHER_REQUEST, RequestAlreadyExists(request_id)))
             return None
@@ -449,9 +448,9 @@ class DecodeInstance:
                 else:
                     request.answer.set_exception(result or RequestCancelled(request.request_id))
             case lifecycle.BareAction.LEAVE_LINE:
-                self._room.line.leave(request.request_id)
+                self._room.leave_line(request.request_id)
             case lifecycle.BareAction.KEEP_PLACE:
-                self._room.line.refused(request.request_id)
+                self._room.refused(request.request_id)
             case lifecycle.BareAction.ABORT_IN_ENGINE:
                 self._engine.abort(request.engine_request.key)
             case lifecycle.TellRouter(error, replaced, moved, fault):

@@ -58,9 +58,8 @@ class RequestOwners:
         )
         self._kept: ExpiringMap[str, DecodeRequest] = ExpiringMap(orphan_grace_s, max_bytes=MAX_ANSWER_BYTES)
         self._metrics = metrics
-        # Called by the threads that serve metrics.
-        metrics.orphans.set_function(self._orphan_count)
-        metrics.kept.set_function(lambda: len(self._kept))
+        metrics.here.orphans.set_function(self._orphan_count)
+        metrics.here.kept.set_function(lambda: len(self._kept))
 
     def gain(self, request: DecodeRequest, step: TokenStep, times: RequestTimes | None) -> None:
         """Add one token to the request's log. times: only with the last token."""

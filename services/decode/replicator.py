@@ -453,6 +453,6 @@ class Replicator:
                     unprotected_count += 1
         counts = ReplicaCounts(len(lags), unprotected_count, max(lags, default=0), moved=self._moved_count)
         self.counts = counts
-        self._metrics.owned.set(counts.owned)
-        self._metrics.unprotected.set(counts.unprotected)
-        self._metrics.lag_tokens.set(counts.lag_tokens)
+        self._metrics.copies.owned.set(counts.owned)
+        self._metrics.copies.unprotected.set(counts.unprotected)
+        self._metrics.copies.lag_tokens.set(counts.lag_tokens)

@@ -456,9 +456,9 @@ class PrefillRole:
             case FirstTokenDrawn():
                 self._metrics.prefill_seconds.observe(progress.prefill_s)
             case HandedOver() if progress.kv_transport != NO_TRANSPORT:
-                self._metrics.transfer_seconds.observe(progress.kv_transfer_s)
-                self._metrics.tail_seconds.observe(progress.kv_tail_s)
-                self._metrics.transfer_bytes.labels(progress.kv_transport).inc(progress.kv_bytes)
+                self._metrics.transfers.seconds.observe(progress.kv_transfer_s)
+                self._metrics.transfers.tail_seconds.observe(progress.kv_tail_s)
+                self._metrics.transfers.bytes.labels(progress.kv_transport).inc(progress.kv_bytes)
 
     def _close(self, life: _Life, close: Close) -> None:
         request = life.request

@@ -356,7 +356,7 @@ async def test_a_router_hears_of_each_step_and_of_the_times_between_them(monkeyp
     world.role.handle([KvPushed(request.engine_request.key, 100, "tcp")])
     assert await told(request) == [HandedOver(100, 18.0, 3.0, "tcp")]
     assert await told(request) == []
-    assert world.metrics.transfer_bytes.labels("tcp")._value.get() == 100
+    assert world.metrics.transfers.bytes.labels("tcp")._value.get() == 100
 
 
 async def test_an_adopted_request_is_handed_over_without_a_push() -> None:
@@ -370,7 +370,7 @@ async def test_an_adopted_request_is_handed_over_without_a_push() -> None:
     assert await told(request) == []
     assert world.engine.aborted == []
     assert world.count("handed_over") == 1
-    assert world.metrics.transfer_bytes.collect()[0].samples == []
+    assert world.metrics.transfers.bytes.collect()[0].samples == []
 
 
 @pytest.mark.parametrize(
