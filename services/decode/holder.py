@@ -124,8 +124,7 @@ class ReplicaHolder:
         """Reserve memory for a copy of a request.
 
         First drops a copy of the same request by the same or an older owner. When the memory is full, copies that are
-        far
-        cheaper to recompute are dropped, and the owner has to ask again.
+        far cheaper to recompute are dropped, and the owner has to ask again.
 
         Raises Unavailable (draining, or a copy of another request with the same id exists), LayoutMismatch, NoCapacity,
         StaleAttempt and RequestAlreadyExists (a newer owner is known).
@@ -165,8 +164,7 @@ class ReplicaHolder:
         Cancellation does not end the request; its router ends it by an abort.
 
         Raises RequestNotFound, InvalidArgument (another secret, other tokens, an owner that is not newer), StaleAttempt
-        and
-        RequestAlreadyExists (a newer owner is known), NoCapacity. The copy is kept on errors.
+        and RequestAlreadyExists (a newer owner is known), NoCapacity. The copy is kept on errors.
         """
         try:
             return await asyncio.shield(self._resuming(resumption))

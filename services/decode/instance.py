@@ -74,9 +74,8 @@ class DecodeInstance:
 
         orphan_grace_s: seconds for which requests continue without a stream of their router, and ended ones are kept.
         range_end: end of a predicted length that the policy uses. thresholds: which requests count as heavy in the
-        load.
-        serials: unique numbers for requests of this engine. tokenizer: for direct reads by clients; None disables them.
-        feeds: shared with the instance's other phase.
+        load. serials: unique numbers for requests of this engine. tokenizer: for direct reads by clients; None disables
+        them. feeds: shared with the instance's other phase.
         """
         self._engine = engine
         self._range_end = range_end
@@ -114,16 +113,13 @@ class DecodeInstance:
         """Reserve room. With `waits`, a request without room waits in line; otherwise it is refused.
 
         First ends a reservation of the same request by the same or an older owner, waiting or not, and another request
-        with
-        the same id. A newer attempt takes over an older one's place in line.
-        reservation: number of this call within the attempt; an earlier call that arrives late is stale.
-        traceparent: of the parent span; empty: not traced. placed_by: id of the calling prefill instance; empty:
-        unknown.
-        suspect_until: see EngineRequest. timeout_s: seconds until the request is ended here.
+        with the same id. A newer attempt takes over an older one's place in line. reservation: number of this call
+        within the attempt; an earlier call that arrives late is stale. traceparent: of the parent span; empty: not
+        traced. placed_by: id of the calling prefill instance; empty: unknown. suspect_until: see EngineRequest.
+        timeout_s: seconds until the request is ended here.
 
         Raises Unavailable (draining, also during the wait), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument
-        (can
-        never fit), RequestAlreadyExists (replaced by another request or a later session), DeadlineExceeded, and
+        (can never fit), RequestAlreadyExists (replaced by another request or a later session), DeadlineExceeded, and
         RequestCancelled when aborted. On cancellation nothing stays reserved or in line.
         """
         if self._engine_room.is_draining:

@@ -110,10 +110,8 @@ class RequestOwners:
         error.
 
         Raises RequestNotFound (also: it was given up, and its client has all its tokens), InvalidArgument (another
-        secret,
-        prompt or answer, or a session that does not grow), StaleAttempt and RequestAlreadyExists (a newer owner is
-        known).
-        Nothing changes on errors.
+        secret, prompt or answer, or a session that does not grow), StaleAttempt and RequestAlreadyExists (a newer owner
+        is known). Nothing changes on errors.
         """
         request_id, ownership, now_s = attachment.request_id, attachment.ownership, time.monotonic()
         owner = ownership.owner
