@@ -3,7 +3,9 @@
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
 
 from kaveri.domain.length import RangeEnd, TokenRange
 from kaveri.domain.owner import Ownership
@@ -27,6 +29,7 @@ from kaveri.engine.contract import (
 from kaveri.errors import (
     EngineError,
     KaveriError,
+    NoCapacity,
     RequestAlreadyExists,
     RequestCancelled,
     Unavailable,
@@ -35,14 +38,14 @@ from kaveri.feeds.feed import RouterFeeds
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.admission import AnyAdmission, DecodeBatch, expected_answer, member_of
-from kaveri.policy.decode_room import DecodeRoom, Place, RequestCounts
+from kaveri.policy.decode_room import DecodeRoom, FreeRoom, Place, RequestCounts
 from kaveri.policy.growth import BatchMember
 from kaveri.policy.placement import HeavyThresholds
+from kaveri.policy.waits import LINE_LOOK_S
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import spans_below, trace_fields
 from services.decode import lifecycle
 from services.decode.answer_readers import AnswerTokenizer
-from services.decode.engine_room import EngineRoom, draining
 from services.decode.lifecycle import InLine, Ready, Released, Reserving, Rival, Running
 from services.decode.metrics import DecodeMetrics
 from services.decode.owners import RequestOwners
@@ -50,6 +53,13 @@ from services.decode.requests import AnswerLog, DecodeRequest, End, ResumedHere
 from services.decode.spans import DecodeSpans
 
 _LONGEST_REQUEST_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    reservation_ttl_s: float
+    range_end: RangeEnd
+    thresholds: HeavyThresholds
 
 
 class DecodeInstance:
@@ -78,14 +88,14 @@ class DecodeInstance:
         them. feeds: shared with the instance's other phase.
         """
         self._engine = engine
-        self._range_end = range_end
-        self._thresholds = thresholds
+        self._terms = _Terms(reservation_ttl_s, range_end, thresholds)
         self._metrics = metrics
         block_tokens = engine.info.layout.block_tokens
         self._room = DecodeRoom(engine.info.total_blocks, block_tokens, DecodeBatch(policy, block_tokens, max_batch))
         self.owners = RequestOwners(orphan_grace_s, self._router_gone, metrics, tokenizer, feeds)
-        self._requests = self.owners.requests
-        self._engine_room = EngineRoom(engine, self._room, self._requests, reservation_ttl_s, self._take)
+        self._look_again: asyncio.TimerHandle | None = None
+        """Looks for free blocks again."""
+        self._draining = False
         self._serials = serials
         metrics.here.in_line.set_function(lambda: self._room.waiting_count)
         self._idle = asyncio.Event()
@@ -122,8 +132,8 @@ class DecodeInstance:
         (can never fit), RequestAlreadyExists (replaced by another request or a later session), DeadlineExceeded, and
         RequestCancelled when aborted. On cancellation nothing stays reserved or in line.
         """
-        if self._engine_room.is_draining:
-            raise draining()
+        if self._draining:
+            raise _draining()
         info = self._engine.info
         info.layout.require_mappable(layout)
         key = EngineKey(request_id, next(self._serials))
@@ -136,10 +146,10 @@ class DecodeInstance:
         request.reservation, request.source, request.placed_by = reservation, layout, placed_by
         request.answer = asyncio.get_running_loop().create_future()
         self._room.join(request_id, needed_blocks, len(token_ids), place)
-        self._engine_room.give()
+        self._give()
         if isinstance(request.state, InLine) and (not waits or self._room.is_over_limit()):
-            self._engine_room.turn_away(request)
-        return await self._engine_room.granted(request)
+            self._turn_away(request)
+        return await self._granted(request)
 
     async def reserve_resumed(self, resumption: Resumption, held_tokens: int) -> tuple[DecodeRequest, Ticket]:
         """Reserve room, ahead of the line, for a request resumed from a local copy of `held_tokens` tokens. The request
@@ -165,15 +175,15 @@ class DecodeInstance:
         loop = asyncio.get_running_loop()
         request.answer, request.resumed = loop.create_future(), ResumedHere(held_tokens, loop.create_future())
         request.log = AnswerLog(resumption.generated_count, resumption.generated_count)
-        if self._room.has_ahead_of_line(needed_blocks, self._engine_room.free(), time.monotonic()):
-            self._engine_room.ask(request)
+        if self._room.has_ahead_of_line(needed_blocks, self._free_room(), time.monotonic()):
+            self._ask(request)
         else:
-            self._engine_room.turn_away(request)
-        return request, await self._engine_room.granted(request)
+            self._turn_away(request)
+        return request, await self._granted(request)
 
     def landed(self) -> Iterator[DecodeRequest]:
         """Iterate over requests whose KV has landed, preempted ones included."""
-        return (request for request in self._requests if isinstance(request.state, Ready | Running))
+        return (request for request in self.owners.requests if isinstance(request.state, Ready | Running))
 
     def move(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
         """End a request that the engine has released; its router resumes it at the replica's holder."""
@@ -210,7 +220,7 @@ class DecodeInstance:
             self._take(request, lifecycle.RoomRefused(error))
             raise Unavailable(str(error)) from error
         self._take(request, lifecycle.BareEvent.ADOPTED)
-        self._engine_room.admit()
+        self._admit()
         if request.spans is not None:
             request.spans.adopted(time.monotonic())
 
@@ -221,7 +231,7 @@ class DecodeInstance:
         by_router: the caller is the router. When a prefill instance aborts a landed request, the router gets an error,
         because it may wait for tokens of this instance only.
         """
-        request = self._requests.by_request_id(request_id)
+        request = self.owners.requests.by_request_id(request_id)
         if request is None:
             return
         owner = ownership.comparable(request.ownership)
@@ -240,10 +250,10 @@ class DecodeInstance:
                 self._step(event.steps)
                 token_counts.append(len(event.steps))
             elif isinstance(event, EngineStopped):
-                for each in list(self._requests):
+                for each in list(self.owners.requests):
                     self._take(each, lifecycle.Broken(error_of_stop(event, each.engine_request.key)))
             # Aborted requests may still have events.
-            elif (request := self._requests.by_serial(event.key.serial)) is not None:
+            elif (request := self.owners.requests.by_serial(event.key.serial)) is not None:
                 match event:
                     case Landed():
                         if event.first_token_id is not None and request.engine_request.params.logprobs is None:
@@ -261,18 +271,18 @@ class DecodeInstance:
                         self._take(request, lifecycle.Broken(error_of_failure(event)))
         if token_counts:
             self._metrics.steps.count(token_counts, time.monotonic(), self._room.batch.running_count)
-        self._engine_room.admit()
+        self._admit()
         for request in landed:
             if isinstance(request.state, Ready):
                 self.owners.announce(request)
-        self._engine_room.give()
+        self._give()
 
     def load(self) -> InstanceLoad:
         self.owners.prune()
-        placed = [request for request in self._requests if not isinstance(request.state, InLine)]
+        placed = [request for request in self.owners.requests if not isinstance(request.state, InLine)]
         heavy_count = sum(request.heavy for request in placed)
-        counts = RequestCounts(len(self._requests), heavy_count, len(placed) - heavy_count)
-        return self._room.load(self._engine_room.free(), self._engine.stats().context_tokens, counts, time.monotonic())
+        counts = RequestCounts(len(self.owners.requests), heavy_count, len(placed) - heavy_count)
+        return self._room.load(self._free_room(), self._engine.stats().context_tokens, counts, time.monotonic())
 
     def kept_blocks(self, coming: tuple[EngineRequest, TokenRange | None] | None = None) -> int:
         """Number of free blocks that the policy keeps for present requests. coming: the next request to be adopted,
@@ -281,13 +291,13 @@ class DecodeInstance:
         return self._room.batch.kept_blocks(time.monotonic(), member)
 
     def drain(self) -> None:
-        self._engine_room.is_draining = True
-        for request in list(self._requests):
+        self._draining = True
+        for request in list(self.owners.requests):
             if isinstance(request.state, InLine):
-                self._take(request, lifecycle.TurnedAway(draining()))
+                self._take(request, lifecycle.TurnedAway(_draining()))
 
     def undrain(self) -> None:
-        self._engine_room.is_draining = False
+        self._draining = False
 
     @property
     def is_idle(self) -> bool:
@@ -297,16 +307,100 @@ class DecodeInstance:
         await self.owners.feeds.wait_sent(self._idle)
 
     def fail_all(self, reason: str) -> None:
-        for request in list(self._requests):
+        for request in list(self.owners.requests):
             self._take(request, lifecycle.Broken(Unavailable(reason)))
         self.owners.feeds.close_all()
+
+    def _free_room(self) -> FreeRoom:
+        quarantined_blocks = self._engine.kv_flow().receiving.quarantined_block_count
+        stats = self._engine.stats()
+        return FreeRoom(stats.free_blocks, quarantined_blocks, stats.running_requests)
+
+    def _give(self) -> None:
+        """Reserve room for waiting requests as long as there is some."""
+        room = self._room
+        while room.waiting_count:
+            request_id = room.next_to_ask(self._free_room(), time.monotonic())
+            if request_id is None:
+                break
+            request = self.owners.requests.by_request_id(request_id)
+            assert request is not None, request_id
+            self._ask(request)
+            if isinstance(request.state, InLine):
+                break  # the engine keeps its free blocks for preempted requests
+        if room.waiting_count and self._look_again is None:
+            self._look_again = asyncio.get_running_loop().call_later(LINE_LOOK_S, self._look_for_room)
+
+    def _look_for_room(self) -> None:
+        self._look_again = None
+        self._give()
+
+    def _ask(self, request: DecodeRequest) -> None:
+        left_s = request.expires_s - time.monotonic()
+        if left_s <= 0:
+            self._take(request, lifecycle.BareEvent.TIME_OVER)
+            return
+        held_tokens = None
+        if request.resumed is not None:
+            held_tokens = request.resumed.held_tokens
+        else:
+            self._room.asked(request.request_id)
+        self._take(request, lifecycle.BareEvent.ROOM_ASKED)
+        expires_in_s = min(left_s, self._terms.reservation_ttl_s)
+        granting = self._engine.reserve(request.engine_request, expires_in_s, request.source, held_tokens)
+        if granting.done():
+            self._answered(request, granting)
+        else:
+            asyncio.wrap_future(granting).add_done_callback(partial(self._answered, request))
+
+    def _turn_away(self, request: DecodeRequest) -> None:
+        """Refuse a request that may not wait in line."""
+        refusal = self._room.refusal(self._free_room(), time.monotonic())
+        self._take(request, lifecycle.TurnedAway(refusal))
+
+    async def _granted(self, request: DecodeRequest) -> Ticket:
+        """Wait for the request's ticket. Cancellation ends the request."""
+        assert request.answer is not None
+        try:
+            return await request.answer
+        except asyncio.CancelledError:
+            self._take(request, lifecycle.BareEvent.CALL_ENDED)
+            raise
+
+    def _answered(self, request: DecodeRequest, granting: "Future[Ticket] | asyncio.Future[Ticket]") -> None:
+        """Handle the engine's answer; the request may have ended meanwhile."""
+        error = granting.exception()
+        if isinstance(request.state, Released):
+            if error is None:
+                self._engine.abort(request.engine_request.key)
+        elif error is None:
+            self._take(request, lifecycle.RoomGranted(granting.result()))
+        else:
+            known = error if isinstance(error, KaveriError) else EngineError(repr(error))
+            if self._draining and isinstance(known, NoCapacity):
+                # drain() emptied the line while this request was outside; joining again would make it wait forever.
+                known = _draining()
+            self._take(request, lifecycle.RoomRefused(known))
+
+    def _admit(self) -> None:
+        """Admit requests that the policy has seats for."""
+        if not self._room.batch.ready_count:
+            return
+        for serial in self._room.batch.admissible(self._engine.stats().free_blocks):
+            request = self.owners.requests.by_serial(serial)
+            assert request is not None, serial
+            try:
+                self._engine.admit(request.engine_request.key)
+            except EngineError:
+                return  # it stopped; EngineStopped follows and ends every request
+            self._take(request, lifecycle.BareEvent.SEAT_TAKEN)
 
     def _step(self, steps: Sequence[TokenStep]) -> None:
         now_s = time.monotonic()
         drawn: set[int] = set()
         for step in steps:
             # Aborted requests may still have events.
-            request = self._requests.by_serial(step.key.serial)
+            request = self.owners.requests.by_serial(step.key.serial)
             if request is None:
                 continue
             drawn.add(step.key.serial)
@@ -332,7 +426,7 @@ class DecodeInstance:
     def _end_former(self, request_id: str, ownership: Ownership, reservation: int = 0) -> Place | None:
         """End an earlier request with this id. Raises StaleAttempt or RequestAlreadyExists if that one is newer.
         Returns the place in line of an older owner of the same request."""
-        former = self._requests.by_request_id(request_id)
+        former = self.owners.requests.by_request_id(request_id)
         owner = ownership.comparable(former.ownership) if former is not None else None
         if former is not None and owner is not None:
             is_late = owner == former.ownership.owner and 0 < reservation < former.reservation
@@ -370,23 +464,23 @@ class DecodeInstance:
             member=self._member(engine_request, predicted),
             state=InLine(stays),
             log=AnswerLog(next_index, next_index),
-            heavy=self._thresholds.is_heavy(predicted, engine_request.prompt_tokens),
+            heavy=self._terms.thresholds.is_heavy(predicted, engine_request.prompt_tokens),
         )
         loop = asyncio.get_running_loop()
         request.deadline = loop.call_later(timeout_s, self._take, request, lifecycle.BareEvent.TIME_OVER)
         if (spans := spans_below(traceparent)) is not None:
             request.spans = DecodeSpans(spans, now_s)
-        self._requests.add(request)
+        self.owners.requests.add(request)
         self._idle.clear()
         return request
 
     def _member(self, request: EngineRequest, predicted: TokenRange | None) -> BatchMember:
         max_model_len = self._engine.info.max_model_len
         expected = expected_answer(predicted, request.prompt_tokens, request.params.max_tokens, max_model_len)
-        return member_of(len(request.token_ids), request.generated_count, expected, self._range_end)
+        return member_of(len(request.token_ids), request.generated_count, expected, self._terms.range_end)
 
     def _router_gone(self, router_id: str) -> None:
-        for request in self._requests.of_router(router_id):
+        for request in self.owners.requests.of_router(router_id):
             self._take(request, lifecycle.BareEvent.ROUTER_LOST)
 
     def _take(self, request: DecodeRequest, event: lifecycle.Event) -> None:
@@ -419,17 +513,17 @@ class DecodeInstance:
                 self._remove(request)
                 # Freed seats, blocks and places in line may serve other requests.
                 loop = asyncio.get_running_loop()
-                loop.call_soon(self._engine_room.admit)
-                loop.call_soon(self._engine_room.give)
+                loop.call_soon(self._admit)
+                loop.call_soon(self._give)
 
     def _remove(self, request: DecodeRequest) -> None:
         self._room.batch.leave(request.engine_request.key.serial)
-        self._requests.remove(request)
+        self.owners.requests.remove(request)
         if request.deadline is not None:
             request.deadline.cancel()
         if request.resumed is not None and not request.resumed.landed.done():
             request.resumed.landed.set_result(False)
-        if not len(self._requests):
+        if not len(self.owners.requests):
             self._idle.set()
 
     def _act(self, request: DecodeRequest, action: lifecycle.Action, now_s: float) -> None:
@@ -483,3 +577,7 @@ class DecodeInstance:
             seconds=round(now_s - request.came_s, 6),
             **trace_fields(request.spans),
         )
+
+
+def _draining() -> Unavailable:
+    return Unavailable("the decode instance is draining", retry_after_s=1.0)

@@ -23,7 +23,6 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
-from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy import retry
 from kaveri.policy.placement import DecodePlacementPolicy
 from services.prefill import room_finder
@@ -330,16 +329,6 @@ async def test_an_instance_whose_line_is_full_is_asked_again_after_a_rest(world:
     assert world.outcome("no_room") == 3
 
 
-async def test_no_two_requests_count_on_the_same_blocks_before_a_heartbeat_shows_them(world: PlacementWorld) -> None:
-    # Three requests of two blocks each.
-    first, second = await world.decode(free_blocks=2), await world.decode(free_blocks=4)
-    for number in range(3):
-        world.begin(f"r{number}")
-    await eventually(lambda: len(world.pushed()) == 3)
-    assert (len(first.asked), len(second.asked)) == (1, 2)
-    assert world.outcome("no_room") == 0
-
-
 async def test_room_that_was_given_back_counts_as_room_again(world: PlacementWorld) -> None:
     decode = await world.decode(free_blocks=2)
     for number in range(4):
@@ -425,19 +414,6 @@ async def test_without_any_decode_instance_a_request_fails_after_a_while(
     assert "no decode instance" in str(world.failed["a"])
 
 
-async def test_instances_of_another_layout_do_not_count_and_the_reason_is_told(
-    world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room_finder, "_NO_INSTANCE_S", 0.3)
-    decode = await world.decode(registered=False)
-    decode.layout = KvLayout("another model", 2, 16, 2, 8, "float32")
-    await decode.start()
-    world.begin("a")
-    await eventually(lambda: "a" in world.failed)
-    assert "decode-0" in str(world.failed["a"])
-    assert decode.asked == []
-
-
 async def test_a_decode_instance_that_comes_is_used_at_once(
     world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,23 +421,6 @@ async def test_a_decode_instance_that_comes_is_used_at_once(
     world.begin("a")
     await world.decode()
     await eventually(lambda: world.pushed() == ["a"], 5.0)
-
-
-async def test_channels_to_instances_that_left_are_closed_once_no_call_is_under_way(world: PlacementWorld) -> None:
-    first = await world.decode()
-    first.may_answer.clear()
-    request = world.begin("a")
-    await eventually(lambda: first.asked == ["a"])
-    channels = world.decode_placer._finder._channels
-    await channels.retain(())
-    assert len(channels._peers) == 1, "a call is under way"
-    first.may_answer.set()
-    await eventually(lambda: world.pushed() == ["a"])
-    world.decode_placer.end(request, handed_over=True)
-    await channels.retain({first._address})
-    assert len(channels._peers) == 1
-    await channels.retain(())
-    assert not channels._peers
 
 
 async def test_every_reserve_call_of_an_attempt_has_a_number_and_room_is_given_back_up_to_it(

@@ -390,22 +390,6 @@ async def test_when_a_place_is_looked_for(token_count: int, at_first_token: bool
     assert world.hand_over.begun[-1] == "a"
 
 
-@pytest.mark.parametrize(
-    ("token_count", "generated_count", "max_tokens", "goes_on"),
-    [(20, 0, 1, False), (20, 0, 2, True), (20, 4, 5, False), (20, 4, 6, True), (98, 0, 50, True), (99, 0, 50, False)],
-)
-async def test_a_place_is_looked_for_only_when_there_is_a_second_token_to_draw(
-    token_count: int, generated_count: int, max_tokens: int, goes_on: bool
-) -> None:
-    world = RoleWorld(max_model_len=100)
-    request = world.accept("a", token_count, generated_count=generated_count, params=params(max_tokens))
-    world.role.handle([PrefillStarted(request.engine_request.key), PrefillProgress(request.engine_request.key, 16)])
-    assert bool(world.hand_over.begun) == goes_on
-    # The engine ends the answer with the token that nothing can follow.
-    world.role.handle([FirstToken(request.engine_request.key, 5, None, None if goes_on else FinishReason.LENGTH)])
-    assert bool(world.hand_over.begun) == goes_on
-
-
 async def test_a_request_that_ends_with_its_first_token_looks_for_no_place() -> None:
     world = RoleWorld(at_first_token=True)
     request = world.accept("a")
