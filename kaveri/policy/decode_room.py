@@ -46,18 +46,6 @@ class FreeRoom(NamedTuple):
     flight."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestCounts:
-    """Request counts of a decode instance."""
-
-    all: int
-    """Requests in any phase, including those in line."""
-    heavy: int
-    """Heavy requests past the line (kaveri.policy.placement.HeavyThresholds)."""
-    light: int
-    """Other requests past the line."""
-
-
 class DecodeRoom:
     """The block pool of one decode instance, its batch, and the line of requests that wait for room, in order of
     arrival. A request that gets room at once passes through the line as well.
@@ -193,16 +181,13 @@ class DecodeRoom:
         """Free blocks to report in the heartbeat: those available to a new request."""
         return max(0, self._open_blocks(room, now_s)) if self.is_open(room) else 0
 
-    def load(self, room: FreeRoom, context_tokens: int, requests: RequestCounts, now_s: float) -> InstanceLoad:
-        """Instance load for the heartbeat."""
+    def load(self, room: FreeRoom, request_count: int, now_s: float) -> InstanceLoad:
+        """Requests and blocks for the heartbeat. request_count: in any phase, including those in line."""
         return InstanceLoad(
-            waiting_requests=requests.all - self.batch.running_count,
+            waiting_requests=request_count - self.batch.running_count,
             running_requests=self.batch.running_count,
             free_blocks=self.shown_blocks(room, now_s),
             total_blocks=self._total_blocks,
-            context_tokens=context_tokens,
-            heavy_requests=requests.heavy,
-            light_requests=requests.light,
         )
 
     def _open_blocks(self, room: FreeRoom, now_s: float) -> int:

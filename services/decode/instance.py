@@ -38,7 +38,7 @@ from kaveri.feeds.feed import RouterFeeds
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.admission import AnyAdmission, DecodeBatch, expected_answer, member_of
-from kaveri.policy.decode_room import DecodeRoom, FreeRoom, Place, RequestCounts
+from kaveri.policy.decode_room import DecodeRoom, FreeRoom, Place
 from kaveri.policy.growth import BatchMember
 from kaveri.policy.placement import HeavyThresholds
 from kaveri.policy.waits import LINE_LOOK_S
@@ -183,7 +183,7 @@ class DecodeInstance:
 
     def landed(self) -> Iterator[DecodeRequest]:
         """Iterate over requests whose KV has landed, preempted ones included."""
-        return (request for request in self.owners.requests if isinstance(request.state, Ready | Running))
+        return (request for request in self.owners.by_serial.values() if isinstance(request.state, Ready | Running))
 
     def move(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
         """End a request that the engine has released; its router resumes it at the replica's holder."""
@@ -231,7 +231,7 @@ class DecodeInstance:
         by_router: the caller is the router. When a prefill instance aborts a landed request, the router gets an error,
         because it may wait for tokens of this instance only.
         """
-        request = self.owners.requests.by_request_id(request_id)
+        request = self.owners.by_id.get(request_id)
         if request is None:
             return
         owner = ownership.comparable(request.ownership)
@@ -250,10 +250,10 @@ class DecodeInstance:
                 self._step(event.steps)
                 token_counts.append(len(event.steps))
             elif isinstance(event, EngineStopped):
-                for each in list(self.owners.requests):
+                for each in list(self.owners.by_serial.values()):
                     self._take(each, lifecycle.Broken(error_of_stop(event, each.engine_request.key)))
             # Aborted requests may still have events.
-            elif (request := self.owners.requests.by_serial(event.key.serial)) is not None:
+            elif (request := self.owners.by_serial.get(event.key.serial)) is not None:
                 match event:
                     case Landed():
                         if event.first_token_id is not None and request.engine_request.params.logprobs is None:
@@ -279,10 +279,15 @@ class DecodeInstance:
 
     def load(self) -> InstanceLoad:
         self.owners.prune()
-        placed = [request for request in self.owners.requests if not isinstance(request.state, InLine)]
+        placed = [request for request in self.owners.by_serial.values() if not isinstance(request.state, InLine)]
         heavy_count = sum(request.heavy for request in placed)
-        counts = RequestCounts(len(self.owners.requests), heavy_count, len(placed) - heavy_count)
-        return self._room.load(self._free_room(), self._engine.stats().context_tokens, counts, time.monotonic())
+        load = self._room.load(self._free_room(), len(self.owners.by_serial), time.monotonic())
+        return replace(
+            load,
+            context_tokens=self._engine.stats().context_tokens,
+            heavy_requests=heavy_count,
+            light_requests=len(placed) - heavy_count,
+        )
 
     def kept_blocks(self, coming: tuple[EngineRequest, TokenRange | None] | None = None) -> int:
         """Number of free blocks that the policy keeps for present requests. coming: the next request to be adopted,
@@ -292,9 +297,9 @@ class DecodeInstance:
 
     def drain(self) -> None:
         self._draining = True
-        for request in list(self.owners.requests):
+        for request in list(self.owners.by_serial.values()):
             if isinstance(request.state, InLine):
-                self._take(request, lifecycle.TurnedAway(_draining()))
+                self._take(request, lifecycle.RoomRefused(_draining()))
 
     def undrain(self) -> None:
         self._draining = False
@@ -307,7 +312,7 @@ class DecodeInstance:
         await self.owners.feeds.wait_sent(self._idle)
 
     def fail_all(self, reason: str) -> None:
-        for request in list(self.owners.requests):
+        for request in list(self.owners.by_serial.values()):
             self._take(request, lifecycle.Broken(Unavailable(reason)))
         self.owners.feeds.close_all()
 
@@ -323,7 +328,7 @@ class DecodeInstance:
             request_id = room.next_to_ask(self._free_room(), time.monotonic())
             if request_id is None:
                 break
-            request = self.owners.requests.by_request_id(request_id)
+            request = self.owners.by_id.get(request_id)
             assert request is not None, request_id
             self._ask(request)
             if isinstance(request.state, InLine):
@@ -356,7 +361,7 @@ class DecodeInstance:
     def _turn_away(self, request: DecodeRequest) -> None:
         """Refuse a request that may not wait in line."""
         refusal = self._room.refusal(self._free_room(), time.monotonic())
-        self._take(request, lifecycle.TurnedAway(refusal))
+        self._take(request, lifecycle.RoomRefused(refusal))
 
     async def _granted(self, request: DecodeRequest) -> Ticket:
         """Wait for the request's ticket. Cancellation ends the request."""
@@ -387,7 +392,7 @@ class DecodeInstance:
         if not self._room.batch.ready_count:
             return
         for serial in self._room.batch.admissible(self._engine.stats().free_blocks):
-            request = self.owners.requests.by_serial(serial)
+            request = self.owners.by_serial.get(serial)
             assert request is not None, serial
             try:
                 self._engine.admit(request.engine_request.key)
@@ -400,7 +405,7 @@ class DecodeInstance:
         drawn: set[int] = set()
         for step in steps:
             # Aborted requests may still have events.
-            request = self.owners.requests.by_serial(step.key.serial)
+            request = self.owners.by_serial.get(step.key.serial)
             if request is None:
                 continue
             drawn.add(step.key.serial)
@@ -426,7 +431,7 @@ class DecodeInstance:
     def _end_former(self, request_id: str, ownership: Ownership, reservation: int = 0) -> Place | None:
         """End an earlier request with this id. Raises StaleAttempt or RequestAlreadyExists if that one is newer.
         Returns the place in line of an older owner of the same request."""
-        former = self.owners.requests.by_request_id(request_id)
+        former = self.owners.by_id.get(request_id)
         owner = ownership.comparable(former.ownership) if former is not None else None
         if former is not None and owner is not None:
             is_late = owner == former.ownership.owner and 0 < reservation < former.reservation
@@ -470,7 +475,7 @@ class DecodeInstance:
         request.deadline = loop.call_later(timeout_s, self._take, request, lifecycle.BareEvent.TIME_OVER)
         if (spans := spans_below(traceparent)) is not None:
             request.spans = DecodeSpans(spans, now_s)
-        self.owners.requests.add(request)
+        self.owners.add(request)
         self._idle.clear()
         return request
 
@@ -480,7 +485,7 @@ class DecodeInstance:
         return member_of(len(request.token_ids), request.generated_count, expected, self._terms.range_end)
 
     def _router_gone(self, router_id: str) -> None:
-        for request in self.owners.requests.of_router(router_id):
+        for request in self.owners.of_router(router_id):
             self._take(request, lifecycle.BareEvent.ROUTER_LOST)
 
     def _take(self, request: DecodeRequest, event: lifecycle.Event) -> None:
@@ -518,12 +523,12 @@ class DecodeInstance:
 
     def _remove(self, request: DecodeRequest) -> None:
         self._room.batch.leave(request.engine_request.key.serial)
-        self.owners.requests.remove(request)
+        self.owners.remove(request)
         if request.deadline is not None:
             request.deadline.cancel()
         if request.resumed is not None and not request.resumed.landed.done():
             request.resumed.landed.set_result(False)
-        if not len(self.owners.requests):
+        if not self.owners.by_serial:
             self._idle.set()
 
     def _act(self, request: DecodeRequest, action: lifecycle.Action, now_s: float) -> None:

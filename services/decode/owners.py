@@ -18,7 +18,7 @@ from kaveri.wire.attempts import wrong_secret
 from services.decode.answer_readers import AnswerReaders, AnswerTokenizer
 from services.decode.lifecycle import InLine, Ready, Released, RequestTimes, Reserved, Reserving
 from services.decode.metrics import DecodeMetrics
-from services.decode.requests import DecodeRequest, DecodeRequests, End, GainedTokens
+from services.decode.requests import DecodeRequest, End, GainedTokens
 
 _OWNERS_REMEMBERED_COUNT = 65_536
 
@@ -45,12 +45,15 @@ class RequestOwners:
         """orphan_grace_s: seconds for which ended answers are kept. router_gone: called with the id of a router that
         was away for the grace time of `feeds`. tokenizer: None disables direct reads. feeds: shared with the instance's
         other phase."""
-        self.requests = DecodeRequests()
+        self.by_serial: dict[int, DecodeRequest] = {}
+        """Present requests, by the serials of their engine keys."""
+        self.by_id: dict[str, DecodeRequest] = {}
+        """The present attempt of each request, by request id."""
+        # Ordered: requests of a lost router end in the order of their arrival.
+        self._by_router: dict[str, dict[DecodeRequest, None]] = {}
         self.feeds = feeds
         feeds.join(router_gone, self._unsent_of)
-        self.readers = AnswerReaders(
-            self.requests.by_request_id, self._reader_changed, tokenizer, metrics.read_tokens.inc
-        )
+        self.readers = AnswerReaders(self.by_id.get, self._reader_changed, tokenizer, metrics.read_tokens.inc)
         # Newest owner of each request, kept for a while after its end to refuse late messages. Keyed by request id and
         # secret, and by router id, because a router's attempt numbers grow even when a request id is reused.
         self._newest: ExpiringMap[tuple[str, str | bytes], Owner] = ExpiringMap(
@@ -60,6 +63,24 @@ class RequestOwners:
         self._metrics = metrics
         metrics.here.orphans.set_function(self._orphan_count)
         metrics.here.kept.set_function(lambda: len(self._kept))
+
+    def add(self, request: DecodeRequest) -> None:
+        """Add a request whose id is not in use."""
+        assert request.request_id not in self.by_id
+        self.by_serial[request.engine_request.key.serial] = request
+        self.by_id[request.request_id] = request
+        self._by_router.setdefault(request.ownership.router_id, {})[request] = None
+
+    def remove(self, request: DecodeRequest) -> None:
+        del self.by_serial[request.engine_request.key.serial]
+        del self.by_id[request.request_id]
+        self._leave_router(request)
+
+    def of_router(self, router_id: str) -> tuple[DecodeRequest, ...]:
+        return tuple(self._by_router.get(router_id, ()))
+
+    def has_requests_of(self, router_id: str) -> bool:
+        return router_id in self._by_router
 
     def gain(self, request: DecodeRequest, step: TokenStep, times: RequestTimes | None) -> None:
         """Add one token to the request's log. times: only with the last token."""
@@ -173,7 +194,7 @@ class RequestOwners:
 
     def note_owner(self, request_id: str, ownership: Ownership) -> None:
         """Record an owner at another instance. Raises StaleAttempt or RequestAlreadyExists if a newer one is known."""
-        request = self.requests.by_request_id(request_id)
+        request = self.by_id.get(request_id)
         owner = ownership.comparable(request.ownership) if request is not None else None
         if request is not None and owner is not None and owner < request.ownership.owner:
             raise owner.stale(request_id, request.ownership.owner)
@@ -204,8 +225,16 @@ class RequestOwners:
         if isinstance(request.state, Released):
             request.ownership = ownership
         else:
-            self.requests.give(request, ownership)
+            self._leave_router(request)
+            request.ownership = ownership
+            self._by_router.setdefault(ownership.router_id, {})[request] = None
         self._metrics.attaches.inc()
+
+    def _leave_router(self, request: DecodeRequest) -> None:
+        of_router = self._by_router[request.ownership.router_id]
+        del of_router[request]
+        if not of_router:
+            del self._by_router[request.ownership.router_id]
 
     def _notify(self, request: DecodeRequest, end: End) -> None:
         """Send the router an end that is not in the request's log. Dropped if the router has no stream."""
@@ -225,14 +254,14 @@ class RequestOwners:
             self.announce(request)
 
     def _find(self, request_id: str, now_s: float) -> DecodeRequest | None:
-        return self.requests.by_request_id(request_id) or self._kept.get(request_id, now_s)
+        return self.by_id.get(request_id) or self._kept.get(request_id, now_s)
 
     def _unsent_of(self, router_id: str) -> list[DecodeRequest]:
         kept = (request for request in self._kept.values() if request.ownership.router_id == router_id)
-        return [request for request in (*self.requests.of_router(router_id), *kept) if request.log.has_unsent]
+        return [request for request in (*self.of_router(router_id), *kept) if request.log.has_unsent]
 
     def _orphan_count(self) -> int:
-        return sum(len(self.requests.of_router(router_id)) for router_id in self.feeds.missing_routers)
+        return sum(len(self.of_router(router_id)) for router_id in self.feeds.missing_routers)
 
 
 def _attached(request: DecodeRequest, attachment: Attachment) -> tuple[Attached, int]:

@@ -3,7 +3,6 @@ was sent. No I/O."""
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -202,52 +201,3 @@ class DecodeRequest:
         limits = [predicted] if predicted > 0 else []
         limits += [most - self.log.next_index] if most is not None else []
         return min(limits, default=None)
-
-
-class DecodeRequests:
-    """Table of an instance's requests, indexed by engine key, request id and router."""
-
-    def __init__(self) -> None:
-        self._by_serial: dict[int, DecodeRequest] = {}
-        self._by_request_id: dict[str, DecodeRequest] = {}
-        self.by_serial: Callable[[int], DecodeRequest | None] = self._by_serial.get
-        """The request whose engine key has that serial, or None."""
-        self.by_request_id: Callable[[str], DecodeRequest | None] = self._by_request_id.get
-        """The attempt of a request that is here, or None."""
-        # Ordered: requests of a lost router end in the order of their arrival.
-        self._by_router: dict[str, dict[DecodeRequest, None]] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_serial)
-
-    def __iter__(self) -> Iterator[DecodeRequest]:
-        return iter(self._by_serial.values())
-
-    def add(self, request: DecodeRequest) -> None:
-        """Add a request whose id is not in use."""
-        assert request.request_id not in self._by_request_id
-        self._by_serial[request.engine_request.key.serial] = request
-        self._by_request_id[request.request_id] = request
-        self._by_router.setdefault(request.ownership.router_id, {})[request] = None
-
-    def remove(self, request: DecodeRequest) -> None:
-        del self._by_serial[request.engine_request.key.serial]
-        del self._by_request_id[request.request_id]
-        self._leave_router(request)
-
-    def give(self, request: DecodeRequest, ownership: Ownership) -> None:
-        self._leave_router(request)
-        request.ownership = ownership
-        self._by_router.setdefault(request.ownership.router_id, {})[request] = None
-
-    def of_router(self, router_id: str) -> tuple[DecodeRequest, ...]:
-        return tuple(self._by_router.get(router_id, ()))
-
-    def has_any_of(self, router_id: str) -> bool:
-        return router_id in self._by_router
-
-    def _leave_router(self, request: DecodeRequest) -> None:
-        of_router = self._by_router[request.ownership.router_id]
-        del of_router[request]
-        if not of_router:
-            del self._by_router[request.ownership.router_id]

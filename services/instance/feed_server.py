@@ -63,18 +63,18 @@ class FeedServer(FeedServiceServicer):
         for notice in unknown:
             feed.add(notice)
         yield feed_pb2.FollowResponse(incarnation=self._incarnation)
-        prefill, decode = self._prefill, self._decode.owners.requests
+        prefill, decode = self._prefill, self._decode.owners
         is_quiet = False
         while not feed.ended:
             news = feed.drain()
             if not news:
-                beats = prefill.has_requests_of(router_id) or decode.has_any_of(router_id)
+                beats = prefill.has_requests_of(router_id) or decode.has_requests_of(router_id)
                 if not (beats or is_quiet):
                     yield _QUIET
                     is_quiet = True
                     continue
                 news = await feed.take(BEAT_S if beats else None)
-                if not news and (beats or prefill.has_requests_of(router_id) or decode.has_any_of(router_id)):
+                if not news and (beats or prefill.has_requests_of(router_id) or decode.has_requests_of(router_id)):
                     yield _BEAT
                     is_quiet = False
             for message in _messages(news):

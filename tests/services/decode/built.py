@@ -36,7 +36,7 @@ def built_owners(
 ) -> RequestOwners:
     owners = RequestOwners(grace_s, gone, DecodeMetrics(CollectorRegistry()), None, RouterFeeds(grace_s))
     for request in requests:
-        owners.requests.add(request)
+        owners.add(request)
     return owners
 
 

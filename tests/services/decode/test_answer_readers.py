@@ -47,7 +47,7 @@ class AnswerReadHere:
 
     def add(self, request_id: str) -> DecodeRequest:
         request = built_request(request_id, Ownership(Owner(2, 1), ROUTER, SECRET), **self.params)
-        self.owners.requests.add(request)
+        self.owners.add(request)
         return request
 
     async def ask(self, **changes: Any) -> None:
