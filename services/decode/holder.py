@@ -182,24 +182,17 @@ class ReplicaHolder:
     def update(self, request_id: str, ownership: Ownership, number: int) -> None:
         """Record a new owner of a copied request that stays at its instance. Ignored if the copy `number` is unknown or
         belongs to a newer owner. Raises InvalidArgument (another secret), StaleAttempt and RequestAlreadyExists."""
-        held = self._held.get(request_id)
-        if held is None or held.offer.number != number:
-            return
-        if not ownership.is_same_request(held.offer.ownership):
-            raise wrong_secret()
-        if ownership.owner > held.newest:
+        held = self._copy(request_id, ownership, number)
+        if held is not None and ownership.owner > held.newest:
             self._instance.owners.note_owner(request_id, ownership)
             held.offer = replace(held.offer, ownership=ownership)
 
     async def await_resumed(self, request_id: str, ownership: Ownership, number: int) -> None:
         """Wait until the request was resumed from the copy `number`, or that copy was dropped. Raises InvalidArgument
         (another secret)."""
-        held = self._held.get(request_id)
-        if held is None or held.offer.number != number:
-            return
-        if not ownership.is_same_request(held.offer.ownership):
-            raise wrong_secret()
-        await held.left.wait()
+        held = self._copy(request_id, ownership, number)
+        if held is not None:
+            await held.left.wait()
 
     def close(self, request_id: str, ownership: Ownership, number: int = 0) -> None:
         """Drop the copy of a request on behalf of its owner, its router or a newer owner. Ignored while a newer owner
@@ -250,6 +243,15 @@ class ReplicaHolder:
         self._store.check_integrity()
         usage = self._store.usage()
         assert usage.replica_count == len(self._held), (usage, self._held)
+
+    def _copy(self, request_id: str, ownership: Ownership, number: int) -> HeldReplica | None:
+        """Find the copy `number` of a request. Raises InvalidArgument (another secret)."""
+        held = self._held.get(request_id)
+        if held is None or held.offer.number != number:
+            return None
+        if not ownership.is_same_request(held.offer.ownership):
+            raise wrong_secret()
+        return held
 
     def _open(self, key: ReplicaKey, offer: ReplicaOffer) -> Ticket:
         expires_in_s = min(offer.timeout_s, _QUIET_S)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpc import StatusCode, aio
+from structlog.typing import FilteringBoundLogger
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.owner import Ownership
@@ -284,14 +285,7 @@ class Replicator:
             case copying.EndAsMoved(replica):
                 self._metrics.moves.inc()
                 self._moved_count += 1
-                get_logger().info(
-                    "request_let_go",
-                    request_id=owned.request.request_id,
-                    attempt=owned.request.ownership.owner.attempt,
-                    session=owned.request.ownership.owner.session,
-                    holder_id=replica.holder_id,
-                    tokens=replica.token_count,
-                )
+                _log(owned.request, replica.holder_id).info("request_let_go", tokens=replica.token_count)
                 self._instance.move(owned.request, replica)
             case copying.AwaitResumed(holder):
                 self._let_go_count += 1
@@ -312,32 +306,27 @@ class Replicator:
         self._move_some()
 
     async def _ask(self, owned: _Owned, holder: Holder) -> None:
-        try:
-            await self._ask_or_raise(owned, holder)
-        except Exception as error:  # Isolate failures per request.
-            request = owned.request
-            get_logger().exception("replication_failed_unexpectedly", request_id=request.request_id)
-            self._refused(request, request.ownership, holder, Unavailable(repr(error)))
-
-    async def _ask_or_raise(self, owned: _Owned, holder: Holder) -> None:
         request, key = owned.request, owned.request.engine_request.key
         offered = request.ownership
         try:
-            response = await self._open(owned, holder)
+            try:
+                response = await self._open(owned, holder)
+            finally:
+                self._asked_count -= 1
             ticket = ticket_from_proto(response.ticket)
-        except KaveriError as error:
+            if key in self._owned and isinstance(request.state, Ready | Running):
+                self._metrics.opens.labels("granted").inc()
+                self._take(key, copying.CopyRoomGranted(ticket, response.incarnation))
+            else:
+                # The request has ended, so no push will inform the holder.
+                await self._close(request, holder)
+        except Exception as raised:  # Isolate failures per request.
+            error = raised if isinstance(raised, KaveriError) else Unavailable(repr(raised))
+            if error is not raised:
+                get_logger().exception("replication_failed_unexpectedly", request_id=request.request_id)
             # Reserved room counts as used until the holder's heartbeats include it.
             self._unconfirmed.remove(key, holder.instance_id)
             self._refused(request, offered, holder, error)
-            return
-        finally:
-            self._asked_count -= 1
-        if key not in self._owned or not isinstance(request.state, Ready | Running):
-            # The request has ended, so no push will inform the holder.
-            await self._close(request, holder)
-            return
-        self._metrics.opens.labels("granted").inc()
-        self._take(key, copying.CopyRoomGranted(ticket, response.incarnation))
 
     async def _open(self, owned: _Owned, holder: Holder) -> decode_pb2.OpenReplicaResponse:
         request = owned.request
@@ -363,14 +352,7 @@ class Replicator:
         self._metrics.opens.labels("refused" if isinstance(error, NoCapacity) else "failed").inc()
         rest_s = bounded_retry_s(error.retry_after_s) if isinstance(error, NoCapacity) else HOLDER_REST_S
         self._rest(holder, rest_s)
-        get_logger().info(
-            "replica_refused",
-            request_id=request.request_id,
-            attempt=request.ownership.owner.attempt,
-            session=request.ownership.owner.session,
-            holder_id=holder.instance_id,
-            error=str(error),
-        )
+        _log(request, holder.instance_id).info("replica_refused", error=str(error))
         if isinstance(error, DeadlineExceeded | Unavailable):
             # The room may have been reserved nevertheless.
             self._tasks.create_task(self._close(request, holder))
@@ -393,15 +375,7 @@ class Replicator:
         request, holder = owned.request, owned.copy.holder
         self._metrics.losses.inc()
         self._rest(holder, HOLDER_REST_S)
-        get_logger().info(
-            "replica_lost",
-            request_id=request.request_id,
-            attempt=request.ownership.owner.attempt,
-            session=request.ownership.owner.session,
-            holder_id=holder.instance_id,
-            tokens=owned.copy.token_count,
-            reason=reason,
-        )
+        _log(request, holder.instance_id).info("replica_lost", tokens=owned.copy.token_count, reason=reason)
         self._take(key, copying.CopyLost(self._pause_s()))
 
     async def _update(self, owned: _Owned, holder: Holder) -> None:
@@ -451,8 +425,16 @@ class Replicator:
                     lags.append(owned.request.context_tokens - token_count)
                 case _ if self._is_worth_a_copy(owned.request):
                     unprotected_count += 1
-        counts = ReplicaCounts(len(lags), unprotected_count, max(lags, default=0), moved=self._moved_count)
-        self.counts = counts
+        counts = self.counts = ReplicaCounts(
+            len(lags), unprotected_count, max(lags, default=0), moved=self._moved_count
+        )
         self._metrics.copies.owned.set(counts.owned)
         self._metrics.copies.unprotected.set(counts.unprotected)
         self._metrics.copies.lag_tokens.set(counts.lag_tokens)
+
+
+def _log(request: DecodeRequest, holder_id: str) -> FilteringBoundLogger:
+    owner = request.ownership.owner
+    return get_logger().bind(
+        request_id=request.request_id, attempt=owner.attempt, session=owner.session, holder_id=holder_id
+    )
