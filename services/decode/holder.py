@@ -398,24 +398,21 @@ class ReplicaHolder:
                 self._take(held, holding.Unwanted("given_up"))
 
     def _drop_expired(self, now_s: float) -> None:
+        unused_s = max(_UNUSED_S, self._orphan_grace_s)
         for held in list(self._held.values()):
+            usage, is_old = self._store.usage(), held.opened_s + unused_s <= now_s
             looked = holding.Looked(
-                is_unused=not held.watermark and held.opened_s + max(_UNUSED_S, self._orphan_grace_s) <= now_s,
+                is_unused=not held.watermark and is_old,
                 is_expired=held.opened_s + held.offer.timeout_s <= now_s,
-                is_memory_scarce=isinstance(held.state, Complete) and self._is_memory_scarce(),
+                is_memory_scarce=usage.total_bytes - usage.used_bytes < _SCARCE * usage.total_bytes,
             )
             self._take(held, looked, now_s)
             if isinstance(held.state, Growing):
-                if self._has_lost_owner(held, now_s):
+                # The view may lose an owner whose connection is still open (no packet closed it), and lack a young one.
+                if is_old and not self._is_there(held.offer.owner_id, held.offer.owner_incarnation):
                     self._take(held, holding.OwnerLost("its owner has left the cluster"), now_s)
                 elif self._is_starved(held, now_s):
                     self._take(held, holding.BareEvent.BLOCK_MISSED, now_s)
-
-    def _has_lost_owner(self, held: HeldReplica, now_s: float) -> bool:
-        """Return True if the cluster view has lost an owner whose connection is still open (no packet closed it). A
-        young owner may not be in the view yet."""
-        is_old = now_s - held.opened_s >= max(_UNUSED_S, self._orphan_grace_s)
-        return is_old and not self._is_there(held.offer.owner_id, held.offer.owner_incarnation)
 
     def _is_starved(self, held: HeldReplica, now_s: float) -> bool:
         if not self._store.is_starved(held.key):
@@ -429,10 +426,6 @@ class ReplicaHolder:
     def _grace_s(self) -> float:
         """Seconds for which a copy without an owner is kept."""
         return self._orphan_grace_s if self._drained is None else min(_LEAVING_S, self._orphan_grace_s)
-
-    def _is_memory_scarce(self) -> bool:
-        usage = self._store.usage()
-        return usage.total_bytes - usage.used_bytes < _SCARCE * usage.total_bytes
 
     def _take(self, held: HeldReplica, event: holding.HoldingEvent, now_s: float | None = None) -> None:
         now_s = time.monotonic() if now_s is None else now_s

@@ -49,9 +49,7 @@ class DecodePlacer:
         search: RoomSearch[EngineKey] = RoomSearch(model, layout, policy, rng)
         self._finder = RoomFinder(store, search, layout, own_id, metrics)
         self._thresholds = thresholds
-        self._unfit: dict[str, KaveriError] = {}
-        if own_id:
-            self._unfit[own_id] = Unavailable("no other decode instance takes the request", retry_after_s=1.0)
+        self._own_id = own_id
         self.at_first_token = decodes_here
         self._adopt_here = adopt
         self._placements: dict[PrefillRequest, Placement] = {}
@@ -74,7 +72,10 @@ class DecodePlacer:
             self._placements[request] = Placement(request, work=handle)
             return
         is_heavy = self._thresholds.is_heavy(request.predicted_length, request.engine_request.prompt_tokens)
-        placement = self._placements[request] = Placement(request, is_heavy, dict(self._unfit))
+        placement = self._placements[request] = Placement(request, is_heavy)
+        if self._own_id:
+            own = Unavailable("no other decode instance takes the request", retry_after_s=1.0)
+            placement.unfit[self._own_id] = own
         placement.work = self._tasks.create_task(self._place(placement))
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:

@@ -25,10 +25,7 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.room_search import Ask, Hopeless, NoInstance, RoomSearch, Seeker, StopWaiting
-from kaveri.policy.waits import NO_DECODE_INSTANCE_S as _NO_INSTANCE_S
-from kaveri.policy.waits import ROOM_LOOK_S as _LONGEST_WAIT_S
-from kaveri.policy.waits import ROOM_PATIENCE_S as _PATIENCE_S
-from kaveri.policy.waits import ROOM_REST_WHEN_FAILED_S as _REST_WHEN_FAILED_S
+from kaveri.policy.waits import NO_DECODE_INSTANCE_S, ROOM_LOOK_S, ROOM_PATIENCE_S, ROOM_REST_WHEN_FAILED_S
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import CALL_TIMEOUT_S
@@ -133,7 +130,7 @@ class RoomFinder:
             # Its caller may end it later, and it would ask without a pause until then.
             if now_s >= request.deadline_s:
                 raise DeadlineExceeded
-            wake_s = now_s + _LONGEST_WAIT_S
+            wake_s = now_s + ROOM_LOOK_S
             patient_until_s = max((call.patient_until_s for call in placement.calls.values()), default=now_s)
             if now_s < patient_until_s:
                 wake_s = min(wake_s, patient_until_s)
@@ -162,7 +159,7 @@ class RoomFinder:
                         raise found.error
                     case NoInstance():
                         none_since_s = now_s if none_since_s is None else none_since_s
-                        if now_s - none_since_s > _NO_INSTANCE_S:
+                        if now_s - none_since_s > NO_DECODE_INSTANCE_S:
                             raise Unavailable(found.reason, retry_after_s=1.0)
                     case None:
                         none_since_s = None
@@ -192,7 +189,7 @@ class RoomFinder:
     def failed_there(self, request: PrefillRequest, target: ViewedInstance, outcome: str, reason: str) -> None:
         """Count and log a failure at `target`, and let it rest for all requests."""
         self._metrics.placements.labels(outcome).inc()
-        self._search.rest(target.record.instance_id, time.monotonic() + _REST_WHEN_FAILED_S)
+        self._search.rest(target.record.instance_id, time.monotonic() + ROOM_REST_WHEN_FAILED_S)
         get_logger().warning(
             "placement_failed",
             request_id=request.request_id,
@@ -204,7 +201,7 @@ class RoomFinder:
 
     def _ask(self, placement: Placement, ask: Ask, now_s: float) -> None:
         request = placement.request
-        patience_s = _PATIENCE_S if ask.shows_room else 0.0
+        patience_s = ROOM_PATIENCE_S if ask.shows_room else 0.0
         # A call without a wait is answered soon, or fails.
         patient_until_s = now_s + patience_s if ask.waits else request.deadline_s
         request.reservation_count += 1

@@ -219,7 +219,7 @@ async def test_a_request_whose_deadline_passes_while_two_instances_are_silent_fa
 async def test_an_instance_that_cannot_be_reached_is_left_alone_for_a_while(
     world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_finder, "_REST_WHEN_FAILED_S", 1000.0)
+    monkeypatch.setattr(room_finder, "ROOM_REST_WHEN_FAILED_S", 1000.0)
     first, second = await world.decode(), await world.decode()
     await first.die()
     for number in range(6):
@@ -237,7 +237,7 @@ async def test_an_instance_that_cannot_be_reached_is_left_alone_for_a_while(
 async def test_an_instance_that_failed_is_asked_again_after_its_rest(
     world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_finder, "_REST_WHEN_FAILED_S", 0.05)
+    monkeypatch.setattr(room_finder, "ROOM_REST_WHEN_FAILED_S", 0.05)
     decode = await world.decode()
     decode.refusals = [Unavailable("not now"), Unavailable("not now")]
     request = world.begin("a")
@@ -405,7 +405,7 @@ async def test_a_bug_in_one_placement_fails_that_request_alone(
 async def test_without_any_decode_instance_a_request_fails_after_a_while(
     world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_finder, "_NO_INSTANCE_S", 0.3)
+    monkeypatch.setattr(room_finder, "NO_DECODE_INSTANCE_S", 0.3)
     started_s = time.monotonic()
     world.begin("a")
     await eventually(lambda: "a" in world.failed)
@@ -417,7 +417,7 @@ async def test_without_any_decode_instance_a_request_fails_after_a_while(
 async def test_a_decode_instance_that_comes_is_used_at_once(
     world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_finder, "_LONGEST_WAIT_S", 1000.0)
+    monkeypatch.setattr(room_finder, "ROOM_LOOK_S", 1000.0)
     world.begin("a")
     await world.decode()
     await eventually(lambda: world.pushed() == ["a"], 5.0)
