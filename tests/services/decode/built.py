@@ -52,9 +52,6 @@ def gain(owners: RequestOwners, request: DecodeRequest, index: int, finish: Fini
 async def next_batch(feed: RouterFeed, beat_s: float = 2 * WAIT_S) -> list[GainedTokens]:
     """The next message to the feed's router."""
     news = await asyncio.wait_for(feed.take(beat_s), WAIT_S)
-    return [
-        each.log.take(each.request_id, each.ownership.owner, each.reader is not None)
-        if isinstance(each, DecodeRequest)
-        else each  # type: ignore[misc]
-        for each in news
-    ]
+    requests: list[Any] = [each for each in news if isinstance(each, DecodeRequest)]
+    taken = {each: each.log.take(each.request_id, each.ownership.owner, each.reader is not None) for each in requests}
+    return [taken.get(each, each) for each in news]
