@@ -171,6 +171,18 @@ def test_blocks_just_placed_count_as_taken_and_as_requests() -> None:
     assert choose_decode(view_of(one), MODEL, Demand(4), placed, POWER_OF_TWO, rng) is None
 
 
+def test_sent_work_is_confirmed_by_the_second_heartbeat_and_by_a_new_life() -> None:
+    sent = UnconfirmedWork[str]()
+    sent.add("request", status("p0", sequence_number=10), 7)
+    assert sent.at(status("p0", sequence_number=11)).amount == 7, "this heartbeat may have crossed the request"
+    sent.add("later", status("p0", sequence_number=11), 5)
+    assert sent.at(status("p0", sequence_number=12)).amount == 5, "it was sent one heartbeat later"
+    assert sent.at(status("p0", sequence_number=13)).amount == 0
+    assert len(sent) == 0
+    sent.add("request", status("p0", sequence_number=10), 7)
+    assert sent.at(status("p0", incarnation=2, sequence_number=1)).amount == 0
+
+
 def test_decode_instances_with_another_kv_layout_are_left_out() -> None:
     fitting, other = status("d0", DECODE, layout=LAYOUT, free_blocks=1), status("d1", DECODE, free_blocks=9)
     demand, sent = Demand(1, layout=LAYOUT), UnconfirmedWork[str]()
