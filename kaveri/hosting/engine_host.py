@@ -48,7 +48,7 @@ class EngineHost(ServiceHost):
             layout=info.layout,
             kv_endpoints=info.kv_endpoints,
             max_model_len=info.max_model_len,
-            phases=phases.can_serve,
+            phases=tuple(phases.services),
             failure_domain=config.failure_domain,
         )
         self._engine = engine
@@ -69,8 +69,8 @@ class EngineHost(ServiceHost):
         Raises ConfigError when the engine cannot run its model, which is tried before the instance registers, and when
         the address cannot be bound. The engine is closed when this returns, however it ends.
         """
+        self._trial = Trial(self._engine, Phase.DECODE in self._phases.services)
         loop = asyncio.get_running_loop()
-        self._trial = Trial(self._engine, Phase.DECODE in self._phases.can_serve)
 
         def forward(events: Sequence[EngineEvent]) -> None:
             """Pass events from the engine's thread to the loop."""
@@ -117,7 +117,8 @@ class EngineHost(ServiceHost):
             if self._trial is not None:
                 self._trial.handle(events)
             else:
-                self._phases.handle(events)
+                for service in self._phases.services.values():
+                    service.handle(events)
                 if self._heartbeat is not None:
                     self._heartbeat.note_work()
         except Exception as error:

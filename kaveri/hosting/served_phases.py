@@ -35,10 +35,11 @@ class ServedPhases:
     def __init__(self, services: Mapping[Phase, PhaseService], first: Collection[Phase]) -> None:
         """services: of the phases that the engine supports, in the order in which requests pass through. first: the
         phases served from the start, as if by an order numbered FIRST_ORDER."""
-        self._services = services
-        self._ordered = frozenset(first)
+        self.services = services
+        self.ordered = frozenset(first)
+        """Phases of the newest order. Others may still have requests."""
         for phase, service in services.items():
-            if phase not in self._ordered:
+            if phase not in self.ordered:
                 service.drain()
         self._order = FIRST_ORDER
         self._stopping = False
@@ -46,15 +47,6 @@ class ServedPhases:
         """Called when the phases in the load change."""
         self.on_loads: Callable[[Mapping[Phase, InstanceLoad], Collection[Phase]], object] = lambda _, __: None
         """Called whenever load() is: with the load of each served phase, and the phases that accept requests."""
-
-    @property
-    def can_serve(self) -> tuple[Phase, ...]:
-        """The supported phases, for the record."""
-        return tuple(self._services)
-
-    def is_ordered(self, phase: Phase) -> bool:
-        """Return True if the newest order names the phase. Other phases may still have requests."""
-        return phase in self._ordered
 
     async def switch(self, phases: Sequence[Phase], order: int) -> bool:
         """Serve exactly these phases. Returns when the requests of stopping phases have ended here.
@@ -64,65 +56,60 @@ class ServedPhases:
         meanwhile, or the instance drains. Raises InvalidArgument for a phase that the engine does not support. If
         cancelled, the order stands.
         """
-        unknown = [phase for phase in phases if phase not in self._services]
+        unknown = [phase for phase in phases if phase not in self.services]
         if unknown:
-            raise InvalidArgument("phases", unknown[0].value, f"one of {', '.join(self._services)}")
+            raise InvalidArgument("phases", unknown[0].value, f"one of {', '.join(self.services)}")
         if order <= self._order:
             return False
-        self._order, self._ordered = order, frozenset(phases)
-        get_logger().info("phases_ordered", phases=sorted(self._ordered), phase_order=order)
-        for phase, service in self._services.items():
-            if phase not in self._ordered:
+        self._order, self.ordered = order, frozenset(phases)
+        get_logger().info("phases_ordered", phases=sorted(self.ordered), phase_order=order)
+        for phase, service in self.services.items():
+            if phase not in self.ordered:
                 service.drain()
             elif not self._stopping:
                 service.undrain()
         self.on_change()
-        for phase, service in self._services.items():
-            if phase not in self._ordered:
+        for phase, service in self.services.items():
+            if phase not in self.ordered:
                 await service.wait_idle()
                 if self._order != order:
                     return False
                 self.on_change()
         return not self._stopping
 
-    def handle(self, events: Sequence[EngineEvent]) -> None:
-        """Process a batch of the engine's events."""
-        for service in self._services.values():
-            service.handle(events)
-
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for service in self._services.values():
+            for service in self.services.values():
                 tasks.create_task(service.run())
 
     def load(self) -> InstanceLoad:
         ending = tuple(
-            phase for phase, service in self._services.items() if phase not in self._ordered and not service.is_idle
+            phase for phase, service in self.services.items() if phase not in self.ordered and not service.is_idle
         )
-        served = tuple(phase for phase in self._services if phase in self._ordered or phase in ending)
+        served = tuple(phase for phase in self.services if phase in self.ordered or phase in ending)
         # Without a phase it still has an engine, whose blocks every phase reports.
-        loads = {phase: self._services[phase].load() for phase in served or tuple(self._services)[:1]}
-        self.on_loads(loads, () if self._stopping else self._ordered)
+        loads = {phase: self.services[phase].load() for phase in served or tuple(self.services)[:1]}
+        self.on_loads(loads, () if self._stopping else self.ordered)
         return replace(_combined(loads), phases=served, ending_phases=ending, phase_order=self._order)
 
     def drain(self) -> None:
         self._stopping = True
-        for service in self._services.values():
+        for service in self.services.values():
             service.drain()
 
     def undrain(self) -> None:
         self._stopping = False
-        for phase, service in self._services.items():
-            if phase in self._ordered:
+        for phase, service in self.services.items():
+            if phase in self.ordered:
                 service.undrain()
 
     async def wait_idle(self) -> None:
         # New requests are already refused.
-        for service in self._services.values():
+        for service in self.services.values():
             await service.wait_idle()
 
     def fail_all(self, reason: str) -> None:
-        for service in self._services.values():
+        for service in self.services.values():
             service.fail_all(reason)
 
 

@@ -122,9 +122,8 @@ class ServiceHost:
         self._hosted = hosted
         self._stopping = False
         """True once a signal or a failure has begun the shutdown."""
-        self._operators = operators
-        self._server = server or self._rpc_server(service_names, register)
-        self._servers = (self._server,) if public is None else (self._server, public)
+        server = server or self._rpc_server(service_names, register, operators)
+        self._servers = (server,) if public is None else (server, public)
         self._broken: asyncio.Future[str] | None = None
         self._heartbeat: Heartbeat | None = None
 
@@ -143,7 +142,7 @@ class ServiceHost:
         try:
             for server in self._servers:
                 await server.start()
-            self.record = replace(self.record, address=self._config.advertised_address(self._server.port))
+            self.record = replace(self.record, address=self._config.advertised_address(self._servers[0].port))
             interval_s = self._config.heartbeat_interval_s
             heartbeat = Heartbeat(self._store, self.record, self.load, interval_s)
             self._heartbeat = heartbeat
@@ -215,11 +214,13 @@ class ServiceHost:
         if self._heartbeat is not None:
             self._heartbeat.beat_now()
 
-    def _rpc_server(self, service_names: Sequence[str], register: Callable[[aio.Server], None] | None) -> ProcessServer:
+    def _rpc_server(
+        self, service_names: Sequence[str], register: Callable[[aio.Server], None] | None, operators: Callers | None
+    ) -> ProcessServer:
         server = RpcServer(self._config.host, self._config.port, (*service_names, drain_server.SERVICE_NAME))
         if register is not None:
             server.add(register)
-        drains = drain_server.DrainServer(self, self._store, self._operators)
+        drains = drain_server.DrainServer(self, self._store, operators)
         server.add(lambda added_to: add_DrainServiceServicer_to_server(drains, added_to))
         return server
 

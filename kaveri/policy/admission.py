@@ -46,7 +46,10 @@ def admitted_count(
     count = 0
     first_landed = islice(landed, max(0, seats))
     if isinstance(policy, Guarded):
-        return _admitted_by_plugin(policy, batch, tuple(first_landed), seats, free_blocks)
+        members = tuple(first_landed)
+        running = RunningBatch(len(batch), seats, free_blocks, batch.until_first_ends(), batch.until_all_end())
+        admitted = admitted_by(policy, running, members) if members else 0
+        return len(members) if admitted is None else admitted
     for member in first_landed:
         if policy is not AdmissionPolicy.GREEDY:
             # Numbers below those of running requests.
@@ -67,24 +70,12 @@ def kept_blocks(policy: AnyAdmission, batch: BatchGrowth) -> int:
     runs. 0 under greedy and with a plug-in, and when all lengths are unknown and none is preempted.
     """
     match policy:
-        case AdmissionPolicy.GREEDY:
-            return 0
         case AdmissionPolicy.RESERVE_STATIC:
             return batch.until_all_end()
         case AdmissionPolicy.RESERVE_DYNAMIC:
             return batch.until_first_ends()
-        case Guarded():
+        case _:
             return 0
-
-
-def _admitted_by_plugin(
-    policy: Guarded[BatchAdmission], batch: BatchGrowth, landed: tuple[BatchMember, ...], seats: int, free_blocks: int
-) -> int:
-    if not landed:
-        return 0
-    running = RunningBatch(len(batch), seats, free_blocks, batch.until_first_ends(), batch.until_all_end())
-    count = admitted_by(policy, running, landed)
-    return len(landed) if count is None else count
 
 
 UNLANDED_KEEPS_S = 2.0

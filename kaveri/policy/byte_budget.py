@@ -37,7 +37,7 @@ class ByteBudget:
             self._add(-held.size_bytes, key_name)
 
     def take(self, size_bytes: int, held: "HeldBytes") -> None:
-        """See HeldBytes.add."""
+        """Account for more bytes of a request. Raises as HeldBytes.add()."""
         key_name = held.key_name
         # Check the key's share first: its error names the key.
         limits = [("all requests", self._held_bytes, self._most_bytes)]

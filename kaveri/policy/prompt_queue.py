@@ -4,7 +4,7 @@ An engine computes in the order of submission, so an order is final once submitt
 engine has about two chunks of work, one that it computes and one so that it never idles.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from itertools import islice
 from typing import Generic
 
@@ -35,7 +35,6 @@ class PromptQueue(Generic[AnyPrompt]):
         """
         assert scheduling_batch >= 1, scheduling_batch
         self.chunk_tokens = chunk_tokens
-        self._ahead_tokens = _CHUNKS_AHEAD * chunk_tokens
         self.max_waiting = max_waiting
         self._policy = policy
         self._scheduling_batch = scheduling_batch
@@ -43,10 +42,8 @@ class PromptQueue(Generic[AnyPrompt]):
         self._raw: dict[AnyPrompt, None] = {}
         self._scheduled: dict[AnyPrompt, None] = {}
         self._waiting_tokens = 0
-        self._computing: dict[AnyPrompt, int] = {}
-        """Remaining tokens of each computing prompt."""
-        self.computing: Collection[AnyPrompt] = self._computing.keys()
-        """Prompts submitted to the engine, oldest first."""
+        self.computing: dict[AnyPrompt, int] = {}
+        """Prompts submitted to the engine, oldest first, with their remaining tokens."""
         self._computing_tokens = 0
 
     @property
@@ -76,7 +73,7 @@ class PromptQueue(Generic[AnyPrompt]):
 
         It stays the next one until submitted() or remove(), so no prompt overtakes one that lacks blocks.
         """
-        if self._computing_tokens >= self._ahead_tokens:
+        if self._computing_tokens >= _CHUNKS_AHEAD * self.chunk_tokens:
             return None
         if not self._scheduled and self._raw:
             batch = list(islice(self._raw, self._scheduling_batch))
@@ -91,12 +88,12 @@ class PromptQueue(Generic[AnyPrompt]):
         token_count = prompt.token_count
         del self._scheduled[prompt]
         self._waiting_tokens -= token_count
-        self._computing[prompt] = token_count
+        self.computing[prompt] = token_count
         self._computing_tokens += token_count
 
     def advance(self, prompt: AnyPrompt, computed_tokens: int) -> None:
         """Record that the first `computed_tokens` of the prompt are computed. A finished prompt leaves the queue."""
-        left_tokens, computing = prompt.token_count - computed_tokens, self._computing
+        left_tokens, computing = prompt.token_count - computed_tokens, self.computing
         self._computing_tokens += left_tokens - computing[prompt]
         if left_tokens:
             computing[prompt] = left_tokens
@@ -105,8 +102,8 @@ class PromptQueue(Generic[AnyPrompt]):
 
     def remove(self, prompt: AnyPrompt) -> None:
         """Remove a prompt from the queue. The engine is not informed."""
-        if prompt in self._computing:
-            self._computing_tokens -= self._computing.pop(prompt)
+        if prompt in self.computing:
+            self._computing_tokens -= self.computing.pop(prompt)
             return
         if prompt in self._held:
             self._held.remove(prompt)

@@ -217,9 +217,9 @@ class SimulatedDecode(DecodeSide):
             return
         member = self._member_of(attempt) if self._keeps_blocks else _COUNTED
         self._in_line[attempt.key] = _Waiting(self._serial, attempt, member, answer)
-        self.room.line.join(attempt.key, needed_blocks, attempt.token_count)
+        self.room.join(attempt.key, needed_blocks, attempt.token_count)
         self._give_room()
-        if attempt.key in self._in_line and (not waits or self.room.line.is_over_limit()):
+        if attempt.key in self._in_line and (not waits or self.room.is_over_limit()):
             refusal = self.room.refusal(self._free_room(), self._timeline.now_s)
             self.leave_line(attempt)
             answer(refusal)
@@ -227,7 +227,7 @@ class SimulatedDecode(DecodeSide):
     def leave_line(self, attempt: SimulatedAttempt) -> None:
         """Take a request that wants no more room out of the line. Idempotent."""
         if self._in_line.pop(attempt.key, None) is not None and not self.is_dead:
-            self.room.line.leave(attempt.key)
+            self.room.leave_line(attempt.key)
 
     def give_back(self, reserved: CountedSequence) -> None:
         """Release the room of a request that does not need it."""
@@ -282,13 +282,13 @@ class SimulatedDecode(DecodeSide):
 
     def _ask(self, waiting: _Waiting) -> bool:
         attempt = waiting.attempt
-        self.room.line.asked(attempt.key)
+        self.room.asked(attempt.key)
         self._batch.expect(waiting.number, waiting.member, self._timeline.now_s)
         # Prefill draws the next token.
         remaining = attempt.request.output_tokens - attempt.generated - 1
         sequence = CountedSequence(waiting.number, attempt, attempt.token_count, remaining, SequencePhase.RESERVED)
         if not self.engine.open(sequence, attempt.token_count + 1):
-            self.room.line.refused(attempt.key)
+            self.room.refused(attempt.key)
             self._batch.leave(waiting.number)
             return False
         self._decoding[waiting.number] = sequence

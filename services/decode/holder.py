@@ -93,14 +93,12 @@ class ReplicaHolder:
         self._incarnation = incarnation
         self._orphan_grace_s = orphan_grace_s
         self._is_there = is_there
-        self._unused_s = max(_UNUSED_S, orphan_grace_s)
         self._metrics = metrics
         self.resumed_count = 0
         self._held: dict[str, HeldReplica] = {}
         self._tasks = asyncio.TaskGroup()
-        self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._drained: asyncio.Event | None = None
+        """Set once a drain has no copy left; None: not draining."""
         self._store = store
         metrics.watch(store)
 
@@ -126,13 +124,12 @@ class ReplicaHolder:
         """Reserve memory for a copy of a request.
 
         First drops a copy of the same request by the same or an older owner. When the memory is full, copies that are
-        far
-        cheaper to recompute are dropped, and the owner has to ask again.
+        far cheaper to recompute are dropped, and the owner has to ask again.
 
         Raises Unavailable (draining, or a copy of another request with the same id exists), LayoutMismatch, NoCapacity,
         StaleAttempt and RequestAlreadyExists (a newer owner is known).
         """
-        if self._draining:
+        if self._drained is not None:
             raise Unavailable("the holder is draining", retry_after_s=_RETRY_AFTER_S)
         request_id, owner = offer.request_id, offer.ownership.owner
         former = self._held.get(request_id)
@@ -167,8 +164,7 @@ class ReplicaHolder:
         Cancellation does not end the request; its router ends it by an abort.
 
         Raises RequestNotFound, InvalidArgument (another secret, other tokens, an owner that is not newer), StaleAttempt
-        and
-        RequestAlreadyExists (a newer owner is known), NoCapacity. The copy is kept on errors.
+        and RequestAlreadyExists (a newer owner is known), NoCapacity. The copy is kept on errors.
         """
         try:
             return await asyncio.shield(self._resuming(resumption))
@@ -186,24 +182,17 @@ class ReplicaHolder:
     def update(self, request_id: str, ownership: Ownership, number: int) -> None:
         """Record a new owner of a copied request that stays at its instance. Ignored if the copy `number` is unknown or
         belongs to a newer owner. Raises InvalidArgument (another secret), StaleAttempt and RequestAlreadyExists."""
-        held = self._held.get(request_id)
-        if held is None or held.offer.number != number:
-            return
-        if not ownership.is_same_request(held.offer.ownership):
-            raise wrong_secret()
-        if ownership.owner > held.newest:
+        held = self._copy(request_id, ownership, number)
+        if held is not None and ownership.owner > held.newest:
             self._instance.owners.note_owner(request_id, ownership)
             held.offer = replace(held.offer, ownership=ownership)
 
     async def await_resumed(self, request_id: str, ownership: Ownership, number: int) -> None:
         """Wait until the request was resumed from the copy `number`, or that copy was dropped. Raises InvalidArgument
         (another secret)."""
-        held = self._held.get(request_id)
-        if held is None or held.offer.number != number:
-            return
-        if not ownership.is_same_request(held.offer.ownership):
-            raise wrong_secret()
-        await held.left.wait()
+        held = self._copy(request_id, ownership, number)
+        if held is not None:
+            await held.left.wait()
 
     def close(self, request_id: str, ownership: Ownership, number: int = 0) -> None:
         """Drop the copy of a request on behalf of its owner, its router or a newer owner. Ignored while a newer owner
@@ -221,30 +210,32 @@ class ReplicaHolder:
     def drain(self) -> None:
         """Refuse new copies and seal the present ones, so owners look for other holders. Requests can be resumed from
         sealed copies until wait_idle() has returned."""
-        self._draining = True
+        self._drained = self._drained or asyncio.Event()
         for held in list(self._held.values()):
             self._take(held, holding.HolderDrains(self._store.watermark(held.key)))
-        if self._held:
-            self._idle.clear()
+        if not self._held:
+            self._drained.set()
 
     def undrain(self) -> None:
-        self._draining = False
-        self._idle.set()
+        if self._drained is not None:
+            self._drained.set()
+            self._drained = None
 
     @property
     def is_idle(self) -> bool:
         """True unless a drain waits for copies."""
-        return self._idle.is_set()
+        return self._drained is None or self._drained.is_set()
 
     async def wait_idle(self) -> None:
-        await self._idle.wait()
+        if self._drained is not None:
+            await self._drained.wait()
 
     def with_room(self, load: InstanceLoad) -> InstanceLoad:
         """Return the load with the free memory for copies filled in."""
         usage = self._store.usage()
         complete = (held for held in self._held.values() if isinstance(held.state, Complete))
         unneeded_bytes = sum(copy_bytes(held.offer.layout, held.watermark, ahead=0) for held in complete)
-        free_bytes = 0 if self._draining else usage.total_bytes - usage.used_bytes + unneeded_bytes
+        free_bytes = 0 if self._drained is not None else usage.total_bytes - usage.used_bytes + unneeded_bytes
         return replace(load, replica_free_bytes=free_bytes, replica_total_bytes=usage.total_bytes)
 
     def check_integrity(self) -> None:
@@ -252,6 +243,15 @@ class ReplicaHolder:
         self._store.check_integrity()
         usage = self._store.usage()
         assert usage.replica_count == len(self._held), (usage, self._held)
+
+    def _copy(self, request_id: str, ownership: Ownership, number: int) -> HeldReplica | None:
+        """Find the copy `number` of a request. Raises InvalidArgument (another secret)."""
+        held = self._held.get(request_id)
+        if held is None or held.offer.number != number:
+            return None
+        if not ownership.is_same_request(held.offer.ownership):
+            raise wrong_secret()
+        return held
 
     def _open(self, key: ReplicaKey, offer: ReplicaOffer) -> Ticket:
         expires_in_s = min(offer.timeout_s, _QUIET_S)
@@ -398,24 +398,21 @@ class ReplicaHolder:
                 self._take(held, holding.Unwanted("given_up"))
 
     def _drop_expired(self, now_s: float) -> None:
+        unused_s = max(_UNUSED_S, self._orphan_grace_s)
         for held in list(self._held.values()):
+            usage, is_old = self._store.usage(), held.opened_s + unused_s <= now_s
             looked = holding.Looked(
-                is_unused=not held.watermark and held.opened_s + self._unused_s <= now_s,
+                is_unused=not held.watermark and is_old,
                 is_expired=held.opened_s + held.offer.timeout_s <= now_s,
-                is_memory_scarce=isinstance(held.state, Complete) and self._is_memory_scarce(),
+                is_memory_scarce=usage.total_bytes - usage.used_bytes < _SCARCE * usage.total_bytes,
             )
             self._take(held, looked, now_s)
             if isinstance(held.state, Growing):
-                if self._has_lost_owner(held, now_s):
+                # The view may lose an owner whose connection is still open (no packet closed it), and lack a young one.
+                if is_old and not self._is_there(held.offer.owner_id, held.offer.owner_incarnation):
                     self._take(held, holding.OwnerLost("its owner has left the cluster"), now_s)
                 elif self._is_starved(held, now_s):
                     self._take(held, holding.BareEvent.BLOCK_MISSED, now_s)
-
-    def _has_lost_owner(self, held: HeldReplica, now_s: float) -> bool:
-        """Return True if the cluster view has lost an owner whose connection is still open (no packet closed it). A
-        young owner may not be in the view yet."""
-        is_old = now_s - held.opened_s >= self._unused_s
-        return is_old and not self._is_there(held.offer.owner_id, held.offer.owner_incarnation)
 
     def _is_starved(self, held: HeldReplica, now_s: float) -> bool:
         if not self._store.is_starved(held.key):
@@ -428,11 +425,7 @@ class ReplicaHolder:
     @property
     def _grace_s(self) -> float:
         """Seconds for which a copy without an owner is kept."""
-        return min(_LEAVING_S, self._orphan_grace_s) if self._draining else self._orphan_grace_s
-
-    def _is_memory_scarce(self) -> bool:
-        usage = self._store.usage()
-        return usage.total_bytes - usage.used_bytes < _SCARCE * usage.total_bytes
+        return self._orphan_grace_s if self._drained is None else min(_LEAVING_S, self._orphan_grace_s)
 
     def _take(self, held: HeldReplica, event: holding.HoldingEvent, now_s: float | None = None) -> None:
         now_s = time.monotonic() if now_s is None else now_s
@@ -449,8 +442,8 @@ class ReplicaHolder:
     def _drop(self, held: HeldReplica, cause: str) -> None:
         held.left.set()
         del self._held[held.key.request_id]
-        if not self._held:
-            self._idle.set()
+        if not self._held and self._drained is not None:
+            self._drained.set()
         self._store.drop(held.key)
         self._metrics.drops.labels(cause).inc()
         get_logger().bind(**_name_of(held)).info("replica_dropped", cause=cause)

@@ -3,7 +3,9 @@
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
 
 from kaveri.domain.length import RangeEnd, TokenRange
 from kaveri.domain.owner import Ownership
@@ -28,6 +30,7 @@ from kaveri.engine.contract import (
 from kaveri.errors import (
     EngineError,
     KaveriError,
+    NoCapacity,
     RequestAlreadyExists,
     RequestCancelled,
     Unavailable,
@@ -36,14 +39,14 @@ from kaveri.feeds.feed import RouterFeeds
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.admission import AnyAdmission, DecodeBatch, expected_answer, member_of
-from kaveri.policy.decode_room import DecodeRoom, Place, RequestCounts
+from kaveri.policy.decode_room import DecodeRoom, FreeRoom, Place
 from kaveri.policy.growth import BatchMember
 from kaveri.policy.placement import HeavyThresholds
+from kaveri.policy.waits import LINE_LOOK_S
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import spans_below, trace_fields
 from services.decode import lifecycle
 from services.decode.answer_readers import AnswerTokenizer
-from services.decode.engine_room import EngineRoom, draining
 from services.decode.lifecycle import InLine, Ready, Released, Reserving, Rival, Running
 from services.decode.metrics import DecodeMetrics
 from services.decode.owners import RequestOwners
@@ -51,6 +54,13 @@ from services.decode.requests import AnswerLog, DecodeRequest, End, ResumedHere
 from services.decode.spans import DecodeSpans
 
 _LONGEST_REQUEST_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    reservation_ttl_s: float
+    range_end: RangeEnd
+    thresholds: HeavyThresholds
 
 
 class DecodeInstance:
@@ -75,22 +85,20 @@ class DecodeInstance:
 
         orphan_grace_s: seconds for which requests continue without a stream of their router, and ended ones are kept.
         range_end: end of a predicted length that the policy uses. thresholds: which requests count as heavy in the
-        load.
-        serials: unique numbers for requests of this engine. tokenizer: for direct reads by clients; None disables them.
-        feeds: shared with the instance's other phase.
+        load. serials: unique numbers for requests of this engine. tokenizer: for direct reads by clients; None disables
+        them. feeds: shared with the instance's other phase.
         """
         self._engine = engine
-        self._range_end = range_end
-        self._thresholds = thresholds
+        self._terms = _Terms(reservation_ttl_s, range_end, thresholds)
         self._metrics = metrics
         block_tokens = engine.info.layout.block_tokens
         self._room = DecodeRoom(engine.info.total_blocks, block_tokens, DecodeBatch(policy, block_tokens, max_batch))
         self.owners = RequestOwners(orphan_grace_s, self._router_gone, metrics, tokenizer, feeds)
-        self._requests = self.owners.requests
-        self._engine_room = EngineRoom(engine, self._room, self._requests, reservation_ttl_s, self._take)
+        self._look_again: asyncio.TimerHandle | None = None
+        """Looks for free blocks again."""
+        self._draining = False
         self._serials = serials
-        # Read by the thread that serves metrics.
-        metrics.in_line.set_function(lambda: self._room.line.length)
+        metrics.here.in_line.set_function(lambda: self._room.waiting_count)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -116,20 +124,17 @@ class DecodeInstance:
         """Reserve room. With `waits`, a request without room waits in line; otherwise it is refused.
 
         First ends a reservation of the same request by the same or an older owner, waiting or not, and another request
-        with
-        the same id. A newer attempt takes over an older one's place in line.
-        reservation: number of this call within the attempt; an earlier call that arrives late is stale.
-        traceparent: of the parent span; empty: not traced. placed_by: id of the calling prefill instance; empty:
-        unknown.
-        suspect_until: see EngineRequest. timeout_s: seconds until the request is ended here.
+        with the same id. A newer attempt takes over an older one's place in line. reservation: number of this call
+        within the attempt; an earlier call that arrives late is stale. traceparent: of the parent span; empty: not
+        traced. placed_by: id of the calling prefill instance; empty: unknown. suspect_until: see EngineRequest.
+        timeout_s: seconds until the request is ended here.
 
         Raises Unavailable (draining, also during the wait), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument
-        (can
-        never fit), RequestAlreadyExists (replaced by another request or a later session), DeadlineExceeded, and
+        (can never fit), RequestAlreadyExists (replaced by another request or a later session), DeadlineExceeded, and
         RequestCancelled when aborted. On cancellation nothing stays reserved or in line.
         """
-        if self._engine_room.is_draining:
-            raise draining()
+        if self._draining:
+            raise _draining()
         info = self._engine.info
         info.layout.require_mappable(layout)
         key = EngineKey(request_id, next(self._serials))
@@ -138,14 +143,14 @@ class DecodeInstance:
         info.require_servable(engine_request)
         needed_blocks = self._room.needed_blocks(len(token_ids))
         place = self._end_former(request_id, ownership, reservation)
-        request = self._open(engine_request, ownership, timeout_s, predicted_length, InLine(waits), traceparent)
+        request = self._open(engine_request, ownership, timeout_s, predicted_length, waits, traceparent)
         request.reservation, request.source, request.placed_by = reservation, layout, placed_by
         request.answer = asyncio.get_running_loop().create_future()
-        self._room.line.join(request_id, needed_blocks, len(token_ids), place)
-        self._engine_room.give()
-        if isinstance(request.state, InLine) and (not waits or self._room.line.is_over_limit()):
-            self._engine_room.turn_away(request)
-        return await self._engine_room.granted(request)
+        self._room.join(request_id, needed_blocks, len(token_ids), place)
+        self._give()
+        if isinstance(request.state, InLine) and (not waits or self._room.is_over_limit()):
+            self._turn_away(request)
+        return await self._granted(request)
 
     async def reserve_resumed(self, resumption: Resumption, held_tokens: int) -> tuple[DecodeRequest, Ticket]:
         """Reserve room, ahead of the line, for a request resumed from a local copy of `held_tokens` tokens. The request
@@ -165,21 +170,21 @@ class DecodeInstance:
             resumption.ownership,
             resumption.timeout_s,
             resumption.predicted_length,
-            InLine(stays=False),
+            False,
             resumption.traceparent,
         )
         loop = asyncio.get_running_loop()
         request.answer, request.resumed = loop.create_future(), ResumedHere(held_tokens, loop.create_future())
-        request.log = AnswerLog.drawn_here(resumption.generated_count)
-        if self._room.has_ahead_of_line(needed_blocks, self._engine_room.free(), time.monotonic()):
-            self._engine_room.ask(request)
+        request.log = AnswerLog(resumption.generated_count, resumption.generated_count)
+        if self._room.has_ahead_of_line(needed_blocks, self._free_room(), time.monotonic()):
+            self._ask(request)
         else:
-            self._engine_room.turn_away(request)
-        return request, await self._engine_room.granted(request)
+            self._turn_away(request)
+        return request, await self._granted(request)
 
     def landed(self) -> Iterator[DecodeRequest]:
         """Iterate over requests whose KV has landed, preempted ones included."""
-        return (request for request in self._requests if isinstance(request.state, Ready | Running))
+        return (request for request in self.owners.by_serial.values() if isinstance(request.state, Ready | Running))
 
     def move(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
         """End a request that the engine has released; its router resumes it at the replica's holder."""
@@ -207,7 +212,7 @@ class DecodeInstance:
         Unavailable when the engine has stopped.
         """
         self._end_former(engine_request.key.request_id, ownership)
-        request = self._open(engine_request, ownership, timeout_s, predicted_length, InLine(stays=False), traceparent)
+        request = self._open(engine_request, ownership, timeout_s, predicted_length, False, traceparent)
         request.log.begin_with(*first_token)
         self._take(request, lifecycle.BareEvent.ROOM_ASKED)
         try:
@@ -216,7 +221,7 @@ class DecodeInstance:
             self._take(request, lifecycle.RoomRefused(error))
             raise Unavailable(str(error)) from error
         self._take(request, lifecycle.BareEvent.ADOPTED)
-        self._engine_room.admit()
+        self._admit()
         if request.spans is not None:
             request.spans.adopted(time.monotonic())
 
@@ -227,13 +232,13 @@ class DecodeInstance:
         by_router: the caller is the router. When a prefill instance aborts a landed request, the router gets an error,
         because it may wait for tokens of this instance only.
         """
-        request = self._requests.by_request_id(request_id)
+        request = self.owners.by_id.get(request_id)
         if request is None:
             return
         owner = ownership.comparable(request.ownership)
-        if owner is None or owner < request.owner:
+        if owner is None or owner < request.ownership.owner:
             return
-        if request.owner == owner and 0 < reservation < request.reservation:
+        if request.ownership.owner == owner and 0 < reservation < request.reservation:
             # The room was given back and reserved again before this abort arrived.
             return
         self._take(request, lifecycle.AbortAsked(by_router))
@@ -246,11 +251,11 @@ class DecodeInstance:
                 self._step(event.steps)
                 token_counts.append(len(event.steps))
             elif isinstance(event, EngineStopped):
-                for each in list(self._requests):
-                    self._take(each, lifecycle.Broken(error_of_stop(event, each.key)))
+                for each in list(self.owners.by_serial.values()):
+                    self._take(each, lifecycle.Broken(error_of_stop(event, each.engine_request.key)))
             # Aborted requests may still have events.
             elif (
-                isinstance(event, RequestEvent) and (request := self._requests.by_serial(event.key.serial)) is not None
+                isinstance(event, RequestEvent) and (request := self.owners.by_serial.get(event.key.serial)) is not None
             ):
                 match event:
                     case Landed():
@@ -268,19 +273,24 @@ class DecodeInstance:
                     case RequestFailed():
                         self._take(request, lifecycle.Broken(error_of_failure(event)))
         if token_counts:
-            self._metrics.count_steps(token_counts, time.monotonic(), self._room.batch.running_count)
-        self._engine_room.admit()
+            self._metrics.steps.count(token_counts, time.monotonic(), self._room.batch.running_count)
+        self._admit()
         for request in landed:
             if isinstance(request.state, Ready):
                 self.owners.announce(request)
-        self._engine_room.give()
+        self._give()
 
     def load(self) -> InstanceLoad:
         self.owners.prune()
-        placed = [request for request in self._requests if not isinstance(request.state, InLine)]
+        placed = [request for request in self.owners.by_serial.values() if not isinstance(request.state, InLine)]
         heavy_count = sum(request.heavy for request in placed)
-        counts = RequestCounts(len(self._requests), heavy_count, len(placed) - heavy_count)
-        return self._room.load(self._engine_room.free(), self._engine.stats().context_tokens, counts, time.monotonic())
+        load = self._room.load(self._free_room(), len(self.owners.by_serial), time.monotonic())
+        return replace(
+            load,
+            context_tokens=self._engine.stats().context_tokens,
+            heavy_requests=heavy_count,
+            light_requests=len(placed) - heavy_count,
+        )
 
     def kept_blocks(self, coming: tuple[EngineRequest, TokenRange | None] | None = None) -> int:
         """Number of free blocks that the policy keeps for present requests. coming: the next request to be adopted,
@@ -289,13 +299,13 @@ class DecodeInstance:
         return self._room.batch.kept_blocks(time.monotonic(), member)
 
     def drain(self) -> None:
-        self._engine_room.is_draining = True
-        for request in list(self._requests):
+        self._draining = True
+        for request in list(self.owners.by_serial.values()):
             if isinstance(request.state, InLine):
-                self._take(request, lifecycle.TurnedAway(draining()))
+                self._take(request, lifecycle.RoomRefused(_draining()))
 
     def undrain(self) -> None:
-        self._engine_room.is_draining = False
+        self._draining = False
 
     @property
     def is_idle(self) -> bool:
@@ -305,16 +315,100 @@ class DecodeInstance:
         await self.owners.feeds.wait_sent(self._idle)
 
     def fail_all(self, reason: str) -> None:
-        for request in list(self._requests):
+        for request in list(self.owners.by_serial.values()):
             self._take(request, lifecycle.Broken(Unavailable(reason)))
         self.owners.feeds.close_all()
+
+    def _free_room(self) -> FreeRoom:
+        quarantined_blocks = self._engine.kv_flow().receiving.quarantined_block_count
+        stats = self._engine.stats()
+        return FreeRoom(stats.free_blocks, quarantined_blocks, stats.running_requests)
+
+    def _give(self) -> None:
+        """Reserve room for waiting requests as long as there is some."""
+        room = self._room
+        while room.waiting_count:
+            request_id = room.next_to_ask(self._free_room(), time.monotonic())
+            if request_id is None:
+                break
+            request = self.owners.by_id.get(request_id)
+            assert request is not None, request_id
+            self._ask(request)
+            if isinstance(request.state, InLine):
+                break  # the engine keeps its free blocks for preempted requests
+        if room.waiting_count and self._look_again is None:
+            self._look_again = asyncio.get_running_loop().call_later(LINE_LOOK_S, self._look_for_room)
+
+    def _look_for_room(self) -> None:
+        self._look_again = None
+        self._give()
+
+    def _ask(self, request: DecodeRequest) -> None:
+        left_s = request.expires_s - time.monotonic()
+        if left_s <= 0:
+            self._take(request, lifecycle.BareEvent.TIME_OVER)
+            return
+        held_tokens = None
+        if request.resumed is not None:
+            held_tokens = request.resumed.held_tokens
+        else:
+            self._room.asked(request.request_id)
+        self._take(request, lifecycle.BareEvent.ROOM_ASKED)
+        expires_in_s = min(left_s, self._terms.reservation_ttl_s)
+        granting = self._engine.reserve(request.engine_request, expires_in_s, request.source, held_tokens)
+        if granting.done():
+            self._answered(request, granting)
+        else:
+            asyncio.wrap_future(granting).add_done_callback(partial(self._answered, request))
+
+    def _turn_away(self, request: DecodeRequest) -> None:
+        """Refuse a request that may not wait in line."""
+        refusal = self._room.refusal(self._free_room(), time.monotonic())
+        self._take(request, lifecycle.RoomRefused(refusal))
+
+    async def _granted(self, request: DecodeRequest) -> Ticket:
+        """Wait for the request's ticket. Cancellation ends the request."""
+        assert request.answer is not None
+        try:
+            return await request.answer
+        except asyncio.CancelledError:
+            self._take(request, lifecycle.BareEvent.CALL_ENDED)
+            raise
+
+    def _answered(self, request: DecodeRequest, granting: "Future[Ticket] | asyncio.Future[Ticket]") -> None:
+        """Handle the engine's answer; the request may have ended meanwhile."""
+        error = granting.exception()
+        if isinstance(request.state, Released):
+            if error is None:
+                self._engine.abort(request.engine_request.key)
+        elif error is None:
+            self._take(request, lifecycle.RoomGranted(granting.result()))
+        else:
+            known = error if isinstance(error, KaveriError) else EngineError(repr(error))
+            if self._draining and isinstance(known, NoCapacity):
+                # drain() emptied the line while this request was outside; joining again would make it wait forever.
+                known = _draining()
+            self._take(request, lifecycle.RoomRefused(known))
+
+    def _admit(self) -> None:
+        """Admit requests that the policy has seats for."""
+        if not self._room.batch.ready_count:
+            return
+        for serial in self._room.batch.admissible(self._engine.stats().free_blocks):
+            request = self.owners.by_serial.get(serial)
+            assert request is not None, serial
+            try:
+                self._engine.admit(request.engine_request.key)
+            except EngineError:
+                return  # it stopped; EngineStopped follows and ends every request
+            self._take(request, lifecycle.BareEvent.SEAT_TAKEN)
 
     def _step(self, steps: Sequence[TokenStep]) -> None:
         now_s = time.monotonic()
         drawn: set[int] = set()
         for step in steps:
             # Aborted requests may still have events.
-            request = self._requests.by_serial(step.key.serial)
+            request = self.owners.by_serial.get(step.key.serial)
             if request is None:
                 continue
             drawn.add(step.key.serial)
@@ -340,21 +434,21 @@ class DecodeInstance:
     def _end_former(self, request_id: str, ownership: Ownership, reservation: int = 0) -> Place | None:
         """End an earlier request with this id. Raises StaleAttempt or RequestAlreadyExists if that one is newer.
         Returns the place in line of an older owner of the same request."""
-        former = self._requests.by_request_id(request_id)
+        former = self.owners.by_id.get(request_id)
         owner = ownership.comparable(former.ownership) if former is not None else None
         if former is not None and owner is not None:
-            is_late = owner == former.owner and 0 < reservation < former.reservation
-            if owner < former.owner or is_late:
-                raise owner.stale(request_id, former.owner)
+            is_late = owner == former.ownership.owner and 0 < reservation < former.reservation
+            if owner < former.ownership.owner or is_late:
+                raise owner.stale(request_id, former.ownership.owner)
         self.owners.begin(request_id, ownership)
         if former is None:
             return None
-        place = self._room.line.leave(request_id)
+        place = self._room.leave_line(request_id)
         if owner is None:
             self._take(former, lifecycle.RivalCame(Rival.OTHER_REQUEST, RequestAlreadyExists(request_id)))
             return None
-        rival = Rival.NEWER_OWNER if former.owner < owner else Rival.SAME_OWNER
-        self._take(former, lifecycle.RivalCame(rival, former.owner.stale(request_id, owner)))
+        rival = Rival.NEWER_OWNER if former.ownership.owner < owner else Rival.SAME_OWNER
+        self._take(former, lifecycle.RivalCame(rival, former.ownership.owner.stale(request_id, owner)))
         return place
 
     def _open(
@@ -363,34 +457,38 @@ class DecodeInstance:
         ownership: Ownership,
         timeout_s: float,
         predicted: TokenRange | None,
-        state: InLine,
+        stays: bool,
         traceparent: str,
     ) -> DecodeRequest:
         now_s, timeout_s = time.monotonic(), min(timeout_s, _LONGEST_REQUEST_S)
+        # Prefill samples and sends the first token.
+        next_index = engine_request.generated_count + 1
         request = DecodeRequest(
+            request_id=engine_request.key.request_id,
             engine_request=engine_request,
             ownership=ownership,
             came_s=now_s,
             expires_s=now_s + timeout_s,
             member=self._member(engine_request, predicted),
-            state=state,
-            heavy=self._thresholds.is_heavy(predicted, engine_request.prompt_tokens),
+            state=InLine(stays),
+            log=AnswerLog(next_index, next_index),
+            heavy=self._terms.thresholds.is_heavy(predicted, engine_request.prompt_tokens),
         )
         loop = asyncio.get_running_loop()
         request.deadline = loop.call_later(timeout_s, self._take, request, lifecycle.BareEvent.TIME_OVER)
         if (spans := spans_below(traceparent)) is not None:
             request.spans = DecodeSpans(spans, now_s)
-        self._requests.add(request)
+        self.owners.add(request)
         self._idle.clear()
         return request
 
     def _member(self, request: EngineRequest, predicted: TokenRange | None) -> BatchMember:
         max_model_len = self._engine.info.max_model_len
         expected = expected_answer(predicted, request.prompt_tokens, request.params.max_tokens, max_model_len)
-        return member_of(len(request.token_ids), request.generated_count, expected, self._range_end)
+        return member_of(len(request.token_ids), request.generated_count, expected, self._terms.range_end)
 
     def _router_gone(self, router_id: str) -> None:
-        for request in self._requests.of_router(router_id):
+        for request in self.owners.of_router(router_id):
             self._take(request, lifecycle.BareEvent.ROUTER_LOST)
 
     def _take(self, request: DecodeRequest, event: lifecycle.Event) -> None:
@@ -406,11 +504,11 @@ class DecodeInstance:
 
     def _follow(self, request: DecodeRequest, former: lifecycle.State, now_s: float) -> None:
         """Update table and batch after a transition."""
-        batch, serial = self._room.batch, request.key.serial
+        batch, serial = self._room.batch, request.engine_request.key.serial
         match request.state:
             case Reserving():
                 batch.expect(serial, request.member, now_s)
-                self.owners.feeds.expect(request.router_id)
+                self.owners.feeds.expect(request.ownership.router_id)
             case InLine() if isinstance(former, Reserving):
                 batch.leave(serial)
             case Ready() if not isinstance(former, Ready):
@@ -423,17 +521,17 @@ class DecodeInstance:
                 self._remove(request)
                 # Freed seats, blocks and places in line may serve other requests.
                 loop = asyncio.get_running_loop()
-                loop.call_soon(self._engine_room.admit)
-                loop.call_soon(self._engine_room.give)
+                loop.call_soon(self._admit)
+                loop.call_soon(self._give)
 
     def _remove(self, request: DecodeRequest) -> None:
-        self._room.batch.leave(request.key.serial)
-        self._requests.remove(request)
+        self._room.batch.leave(request.engine_request.key.serial)
+        self.owners.remove(request)
         if request.deadline is not None:
             request.deadline.cancel()
         if request.resumed is not None and not request.resumed.landed.done():
             request.resumed.landed.set_result(False)
-        if not len(self._requests):
+        if not self.owners.by_serial:
             self._idle.set()
 
     def _act(self, request: DecodeRequest, action: lifecycle.Action, now_s: float) -> None:
@@ -448,11 +546,11 @@ class DecodeInstance:
                 else:
                     request.answer.set_exception(result or RequestCancelled(request.request_id))
             case lifecycle.BareAction.LEAVE_LINE:
-                self._room.line.leave(request.request_id)
+                self._room.leave_line(request.request_id)
             case lifecycle.BareAction.KEEP_PLACE:
-                self._room.line.refused(request.request_id)
+                self._room.refused(request.request_id)
             case lifecycle.BareAction.ABORT_IN_ENGINE:
-                self._engine.abort(request.key)
+                self._engine.abort(request.engine_request.key)
             case lifecycle.TellRouter(error, replaced, moved, fault):
                 self.owners.fail(request, End(error=error, replaced=replaced, moved=moved, fault=fault))
                 self.owners.keep(request, now_s)
@@ -478,8 +576,8 @@ class DecodeInstance:
         get_logger().info(
             "request_ended",
             request_id=request.request_id,
-            attempt=request.owner.attempt,
-            session=request.owner.session,
+            attempt=request.ownership.owner.attempt,
+            session=request.ownership.owner.session,
             outcome=report.outcome.value,
             reason=report.reason,
             prompt_tokens=len(request.engine_request.token_ids),
@@ -487,3 +585,7 @@ class DecodeInstance:
             seconds=round(now_s - request.came_s, 6),
             **trace_fields(request.spans),
         )
+
+
+def _draining() -> Unavailable:
+    return Unavailable("the decode instance is draining", retry_after_s=1.0)

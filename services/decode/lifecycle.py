@@ -119,12 +119,8 @@ class RoomGranted:
 
 @dataclass(frozen=True, slots=True)
 class RoomRefused:
-    error: KaveriError
-
-
-@dataclass(frozen=True, slots=True)
-class TurnedAway:
-    """Event: the request may not wait: its call forbids waiting, the line is full, or the instance drains."""
+    """Event: the engine has refused room; or the request may not wait in line: its call forbids that, the line is full,
+    or the instance drains."""
 
     error: KaveriError
 
@@ -192,19 +188,7 @@ class Broken:
     """EngineError: the request must not be placed again."""
 
 
-Event = (
-    BareEvent
-    | RoomGranted
-    | RoomRefused
-    | TurnedAway
-    | KvLanded
-    | KvNotLanded
-    | Drew
-    | AbortAsked
-    | RivalCame
-    | Moved
-    | Broken
-)
+Event = BareEvent | RoomGranted | RoomRefused | KvLanded | KvNotLanded | Drew | AbortAsked | RivalCame | Moved | Broken
 
 
 class BareAction(enum.Enum):
@@ -297,9 +281,7 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return Reserved(state.asked_s), (BareAction.LEAVE_LINE, AnswerReserve(event.ticket))
         case RoomRefused(NoCapacity()), Reserving(stays=True):
             return InLine(stays=True), (BareAction.KEEP_PLACE,)
-        case RoomRefused(), Reserving():
-            return _refused(state, event.error)
-        case TurnedAway(), InLine():
+        case RoomRefused(), InLine() | Reserving():
             return _refused(state, event.error)
         case BareEvent.ADOPTED, Reserving():
             return Ready(now_s), ()

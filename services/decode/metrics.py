@@ -1,6 +1,7 @@
 """Prometheus metrics of an instance's decode phase."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -8,6 +9,45 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from kaveri.telemetry.metrics import ANSWER_BUCKETS_S, LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
 
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestGauges:
+    """Requests here now. Their owners set the functions, which the thread that serves metrics calls."""
+
+    in_line: Gauge
+    orphans: Gauge
+    kept: Gauge
+
+
+class StepMetrics:
+    """Duration and size of decode steps."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._seconds = Histogram(
+            "kaveri_decode_step_seconds",
+            "Between the tokens of two consecutive steps while requests run.",
+            buckets=TOKEN_BUCKETS_S,
+            registry=registry,
+        )
+        self._requests = Histogram(
+            "kaveri_decode_step_requests",
+            "Requests that gained a token in a step.",
+            buckets=_BATCH_BUCKETS,
+            registry=registry,
+        )
+        self._tokens = Counter("kaveri_decode_tokens", "Tokens generated.", registry=registry)
+        self._last_s: float | None = None
+
+    def count(self, token_counts: Sequence[int], now_s: float, running_count: int) -> None:
+        """Count steps whose tokens arrived together, each with an equal share of the time. token_counts: tokens of each
+        step, one per request; at least one step. running_count: requests that continue."""
+        for token_count in token_counts:
+            if self._last_s is not None:
+                self._seconds.observe((now_s - self._last_s) / len(token_counts))
+            self._requests.observe(token_count)
+        self._tokens.inc(sum(token_counts))
+        self._last_s = now_s if running_count else None
 
 
 class DecodeMetrics:
@@ -26,23 +66,17 @@ class DecodeMetrics:
         self.decode_seconds = histogram(
             "kaveri_decode_seconds", "From a request's first to its last token here.", buckets=ANSWER_BUCKETS_S
         )
-        self.step_seconds = histogram(
-            "kaveri_decode_step_seconds",
-            "Between the tokens of two consecutive steps while requests run.",
-            buckets=TOKEN_BUCKETS_S,
-        )
-        self.step_requests = histogram(
-            "kaveri_decode_step_requests", "Requests that gained a token in a step.", buckets=_BATCH_BUCKETS
-        )
-        self.tokens = counter("kaveri_decode_tokens", "Tokens generated.")
+        self.steps = StepMetrics(registry)
         self.read_tokens = counter(
             "kaveri_decode_read_tokens", "Tokens that callers have read here, and not at routers."
         )
         self.received_bytes = counter("kaveri_kv_received_bytes", "KV bytes landed and verified.")
         self.preemptions = counter("kaveri_decode_preemptions", "Requests preempted because blocks ran out.")
-        self.in_line = gauge("kaveri_decode_line_requests", "Requests that wait for room.")
-        self.orphans = gauge("kaveri_decode_orphans", "Requests that go on without a stream of their router.")
-        self.kept = gauge("kaveri_decode_kept_answers", "Answers that have ended and are kept to be repeated.")
+        self.here = RequestGauges(
+            gauge("kaveri_decode_line_requests", "Requests that wait for room."),
+            gauge("kaveri_decode_orphans", "Requests that go on without a stream of their router."),
+            gauge("kaveri_decode_kept_answers", "Answers that have ended and are kept to be repeated."),
+        )
         self.attaches = counter("kaveri_decode_attaches", "Requests that were given to a later session or attempt.")
         self.requests = counter(
             "kaveri_decode_requests",
@@ -50,14 +84,3 @@ class DecodeMetrics:
             "router_gone, moved or failed.",
             ["outcome"],
         )
-        self._last_step_s: float | None = None
-
-    def count_steps(self, token_counts: Sequence[int], now_s: float, running_count: int) -> None:
-        """Count steps whose tokens arrived together, each with an equal share of the time. token_counts: tokens of each
-        step, one per request; at least one step. running_count: requests that continue."""
-        for token_count in token_counts:
-            if self._last_step_s is not None:
-                self.step_seconds.observe((now_s - self._last_step_s) / len(token_counts))
-            self.step_requests.observe(token_count)
-        self.tokens.inc(sum(token_counts))
-        self._last_step_s = now_s if running_count else None

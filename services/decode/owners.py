@@ -18,7 +18,7 @@ from kaveri.wire.attempts import wrong_secret
 from services.decode.answer_readers import AnswerReaders, AnswerTokenizer
 from services.decode.lifecycle import InLine, Ready, Released, RequestTimes, Reserved, Reserving
 from services.decode.metrics import DecodeMetrics
-from services.decode.requests import DecodeRequest, DecodeRequests, End, GainedTokens
+from services.decode.requests import DecodeRequest, End, GainedTokens
 
 _OWNERS_REMEMBERED_COUNT = 65_536
 
@@ -45,12 +45,15 @@ class RequestOwners:
         """orphan_grace_s: seconds for which ended answers are kept. router_gone: called with the id of a router that
         was away for the grace time of `feeds`. tokenizer: None disables direct reads. feeds: shared with the instance's
         other phase."""
-        self.requests = DecodeRequests()
+        self.by_serial: dict[int, DecodeRequest] = {}
+        """Present requests, by the serials of their engine keys."""
+        self.by_id: dict[str, DecodeRequest] = {}
+        """The present attempt of each request, by request id."""
+        # Ordered: requests of a lost router end in the order of their arrival.
+        self._by_router: dict[str, dict[DecodeRequest, None]] = {}
         self.feeds = feeds
         feeds.join(router_gone, self._unsent_of)
-        self.readers = AnswerReaders(
-            self.requests.by_request_id, self._reader_changed, tokenizer, metrics.read_tokens.inc
-        )
+        self.readers = AnswerReaders(self.by_id.get, self._reader_changed, tokenizer, metrics.read_tokens.inc)
         # Newest owner of each request, kept for a while after its end to refuse late messages. Keyed by request id and
         # secret, and by router id, because a router's attempt numbers grow even when a request id is reused.
         self._newest: ExpiringMap[tuple[str, str | bytes], Owner] = ExpiringMap(
@@ -58,9 +61,26 @@ class RequestOwners:
         )
         self._kept: ExpiringMap[str, DecodeRequest] = ExpiringMap(orphan_grace_s, max_bytes=MAX_ANSWER_BYTES)
         self._metrics = metrics
-        # Called by the threads that serve metrics.
-        metrics.orphans.set_function(self._orphan_count)
-        metrics.kept.set_function(lambda: len(self._kept))
+        metrics.here.orphans.set_function(self._orphan_count)
+        metrics.here.kept.set_function(lambda: len(self._kept))
+
+    def add(self, request: DecodeRequest) -> None:
+        """Add a request whose id is not in use."""
+        assert request.request_id not in self.by_id
+        self.by_serial[request.engine_request.key.serial] = request
+        self.by_id[request.request_id] = request
+        self._by_router.setdefault(request.ownership.router_id, {})[request] = None
+
+    def remove(self, request: DecodeRequest) -> None:
+        del self.by_serial[request.engine_request.key.serial]
+        del self.by_id[request.request_id]
+        self._leave_router(request)
+
+    def of_router(self, router_id: str) -> tuple[DecodeRequest, ...]:
+        return tuple(self._by_router.get(router_id, ()))
+
+    def has_requests_of(self, router_id: str) -> bool:
+        return router_id in self._by_router
 
     def gain(self, request: DecodeRequest, step: TokenStep, times: RequestTimes | None) -> None:
         """Add one token to the request's log. times: only with the last token."""
@@ -69,12 +89,12 @@ class RequestOwners:
             request.reader.changed()
             if not request.log.is_due:
                 return
-        self.feeds.add(request.router_id, request)
+        self.feeds.add(request.ownership.router_id, request)
 
     def announce(self, request: DecodeRequest) -> None:
         """Send the router an entry without tokens: the request has landed and waits for a seat. A router that gave the
         request up before it learned of the placement answers with an abort."""
-        self.feeds.add(request.router_id, request)
+        self.feeds.add(request.ownership.router_id, request)
 
     def announce_replica(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
         """Send the router the new location of a landed request's copy, with the next tokens at the latest."""
@@ -94,7 +114,7 @@ class RequestOwners:
         """Stop sending the request's tokens to its router and to a client that reads it directly."""
         if request.reader is not None:
             request.reader.leave()
-        self.feeds.discard(request.router_id, request)
+        self.feeds.discard(request.ownership.router_id, request)
 
     def keep(self, request: DecodeRequest, now_s: float) -> None:
         """Keep the answer of an ended request for a router that attaches later."""
@@ -111,10 +131,8 @@ class RequestOwners:
         error.
 
         Raises RequestNotFound (also: it was given up, and its client has all its tokens), InvalidArgument (another
-        secret,
-        prompt or answer, or a session that does not grow), StaleAttempt and RequestAlreadyExists (a newer owner is
-        known).
-        Nothing changes on errors.
+        secret, prompt or answer, or a session that does not grow), StaleAttempt and RequestAlreadyExists (a newer owner
+        is known). Nothing changes on errors.
         """
         request_id, ownership, now_s = attachment.request_id, attachment.ownership, time.monotonic()
         owner = ownership.owner
@@ -126,13 +144,13 @@ class RequestOwners:
                 # An earlier request had the same id.
                 raise RequestNotFound(request_id)
             raise wrong_secret()
-        if ownership.router_id != request.router_id and owner.session == request.owner.session:
-            raise InvalidArgument("session", owner.session, f"above {request.owner.session}, the present one")
-        if owner < request.owner:
-            raise owner.stale(request_id, request.owner)
+        if ownership.router_id != request.ownership.router_id and owner.session == request.ownership.owner.session:
+            raise InvalidArgument("session", owner.session, f"above {request.ownership.owner.session}, the present one")
+        if owner < request.ownership.owner:
+            raise owner.stale(request_id, request.ownership.owner)
         attached, next_index = _attached(request, attachment)
         self._note_newest(request_id, ownership, now_s)
-        if owner != request.owner:
+        if owner != request.ownership.owner:
             self._change_owner(request, ownership)
         # A first token that the log lacks comes from prefill.
         request.log.send_from(max(next_index, request.log.first_index))
@@ -156,7 +174,7 @@ class RequestOwners:
         unknown: list[GainedTokens] = []
         for named in awaited:
             request = self._find(named.request_id, now_s)
-            if request is None or (request.router_id, request.owner) != (router_id, named.owner):
+            if request is None or (request.ownership.router_id, request.ownership.owner) != (router_id, named.owner):
                 reason = "it is not here, or belongs to another owner"
                 unknown.append(GainedTokens(named.request_id, named.owner, named.next_index, end=End(error=reason)))
             else:
@@ -176,10 +194,10 @@ class RequestOwners:
 
     def note_owner(self, request_id: str, ownership: Ownership) -> None:
         """Record an owner at another instance. Raises StaleAttempt or RequestAlreadyExists if a newer one is known."""
-        request = self.requests.by_request_id(request_id)
+        request = self.by_id.get(request_id)
         owner = ownership.comparable(request.ownership) if request is not None else None
-        if request is not None and owner is not None and owner < request.owner:
-            raise owner.stale(request_id, request.owner)
+        if request is not None and owner is not None and owner < request.ownership.owner:
+            raise owner.stale(request_id, request.ownership.owner)
         self._note_newest(request_id, ownership, time.monotonic())
 
     def note_loss(self, request: DecodeRequest, error: KaveriError) -> None:
@@ -201,24 +219,34 @@ class RequestOwners:
 
     def _change_owner(self, request: DecodeRequest, ownership: Ownership) -> None:
         self.drop(request)
-        if ownership.router_id != request.router_id:
+        if ownership.router_id != request.ownership.router_id:
             reason = f"session {ownership.owner.session} of the request was attached through another router"
             self._notify(request, End(error=reason, replaced=True))
         if isinstance(request.state, Released):
             request.ownership = ownership
         else:
-            self.requests.give(request, ownership)
+            self._leave_router(request)
+            request.ownership = ownership
+            self._by_router.setdefault(ownership.router_id, {})[request] = None
         self._metrics.attaches.inc()
+
+    def _leave_router(self, request: DecodeRequest) -> None:
+        of_router = self._by_router[request.ownership.router_id]
+        del of_router[request]
+        if not of_router:
+            del self._by_router[request.ownership.router_id]
 
     def _notify(self, request: DecodeRequest, end: End) -> None:
         """Send the router an end that is not in the request's log. Dropped if the router has no stream."""
-        self.feeds.add(request.router_id, GainedTokens(request.request_id, request.owner, 0, end=end))
+        self.feeds.add(
+            request.ownership.router_id, GainedTokens(request.request_id, request.ownership.owner, 0, end=end)
+        )
 
     def _send(self, request: DecodeRequest) -> None:
         """Send unsent tokens to a possibly new router."""
-        self.feeds.expect(request.router_id)
+        self.feeds.expect(request.ownership.router_id)
         if request.log.has_unsent:
-            self.feeds.add(request.router_id, request)
+            self.feeds.add(request.ownership.router_id, request)
 
     def _reader_changed(self, request: DecodeRequest) -> None:
         """Send the router unsent tokens, and the start or stop of a direct read."""
@@ -226,14 +254,14 @@ class RequestOwners:
             self.announce(request)
 
     def _find(self, request_id: str, now_s: float) -> DecodeRequest | None:
-        return self.requests.by_request_id(request_id) or self._kept.get(request_id, now_s)
+        return self.by_id.get(request_id) or self._kept.get(request_id, now_s)
 
     def _unsent_of(self, router_id: str) -> list[DecodeRequest]:
-        kept = (request for request in self._kept.values() if request.router_id == router_id)
-        return [request for request in (*self.requests.of_router(router_id), *kept) if request.log.has_unsent]
+        kept = (request for request in self._kept.values() if request.ownership.router_id == router_id)
+        return [request for request in (*self.of_router(router_id), *kept) if request.log.has_unsent]
 
     def _orphan_count(self) -> int:
-        return sum(len(self.requests.of_router(router_id)) for router_id in self.feeds.missing_routers)
+        return sum(len(self.of_router(router_id)) for router_id in self.feeds.missing_routers)
 
 
 def _attached(request: DecodeRequest, attachment: Attachment) -> tuple[Attached, int]:

@@ -1,5 +1,6 @@
 """Prometheus metrics of replicas: copies held here, copies of local requests, and resumptions."""
 
+from dataclasses import dataclass
 from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
@@ -10,17 +11,28 @@ from kaveri.kv.replicas.store import ReplicaStore
 _RESUME_OUTCOMES = {RequestNotFound: "not_found", NoCapacity: "no_room", InvalidArgument: "invalid"}
 
 
+@dataclass(frozen=True, slots=True)
+class CopyGauges:
+    """Copies of the requests here that other instances hold."""
+
+    owned: Gauge
+    unprotected: Gauge
+    lag_tokens: Gauge
+
+
 class ReplicaMetrics:
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self.held = gauge("kaveri_replicas_held", "Copies of other instances' requests that this one holds.")
         self.bytes = gauge("kaveri_replica_bytes", "Host memory for copies, by state: used or free.", ["state"])
-        self.owned = gauge("kaveri_replicas_owned", "Requests here of which another instance holds a copy.")
-        self.unprotected = gauge(
-            "kaveri_unprotected_requests",
-            "Requests here that are worth a copy, and of which no whole block is copied yet.",
+        self.copies = CopyGauges(
+            gauge("kaveri_replicas_owned", "Requests here of which another instance holds a copy."),
+            gauge(
+                "kaveri_unprotected_requests",
+                "Requests here that are worth a copy, and of which no whole block is copied yet.",
+            ),
+            gauge("kaveri_replica_lag_tokens", "Most tokens of one request here whose copy lacks them."),
         )
-        self.lag_tokens = gauge("kaveri_replica_lag_tokens", "Most tokens of one request here whose copy lacks them.")
         self.copied_tokens = counter(
             "kaveri_replica_copied_tokens",
             "Tokens of requests here whose KV has been copied to holders; again, where a holder was replaced.",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpc import StatusCode, aio
+from structlog.typing import FilteringBoundLogger
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.owner import Ownership
@@ -166,7 +167,7 @@ class Replicator:
     async def _look(self) -> None:
         """Choose and ask a holder for each request without a copy, and drop the state of ended requests."""
         now_s = time.monotonic()
-        here = {request.key: request for request in self._instance.landed()}
+        here = {request.engine_request.key: request for request in self._instance.landed()}
         for key in [key for key in self._owned if key not in here]:
             state = self._owned[key].request.state
             # The router resumes a failed request from its copy.
@@ -197,7 +198,7 @@ class Replicator:
         is_ending = rest_tokens is not None and rest_tokens < _LEAST_REST_TOKENS
         # Before the first token here, prefill is involved as well. A preempted request has no KV to release.
         has_begun = isinstance(state, Running) and state.drawn > 0 and state.holds_blocks
-        has_router = self._instance.owners.feeds.has(request.router_id)
+        has_router = self._instance.owners.feeds.has(request.ownership.router_id)
         return self._draining and has_begun and not is_ending and has_router
 
     def _move_some(self) -> None:
@@ -217,8 +218,8 @@ class Replicator:
                 continue
             if self._moves(request) and self._has_room(holder, request):
                 moving_count += 1
-                self._moved.add(request.key, holder, self._needed_blocks(request))
-                self._take(request.key, copying.BareEvent.MOVE_ASKED)
+                self._moved.add(request.engine_request.key, holder, self._needed_blocks(request))
+                self._take(request.engine_request.key, copying.BareEvent.MOVE_ASKED)
 
     def _needed_blocks(self, request: DecodeRequest) -> int:
         return self._engine.info.layout.block_count(request.context_tokens + 1)
@@ -230,7 +231,7 @@ class Replicator:
         if self._asked_count >= COPY_REQUESTS_MAX or now_s < self._none_until_s:
             return
         needed_bytes = copy_bytes(self._engine.info.layout, owned.request.context_tokens)
-        key, avoid = owned.request.key, self._resting_until_s
+        key, avoid = owned.request.engine_request.key, self._resting_until_s
 
         def is_fit(instance: ViewedInstance) -> bool:
             return not self._draining or self._has_room(instance, owned.request)
@@ -269,29 +270,22 @@ class Replicator:
                 self._tasks.create_task(self._ask(owned, holder))
             case copying.BeginCopy(ticket):
                 try:
-                    self._engine.replicate(owned.request.key, ticket)
+                    self._engine.replicate(owned.request.engine_request.key, ticket)
                 except KaveriError as error:
-                    self._lost(owned.request.key, str(error))
+                    self._lost(owned.request.engine_request.key, str(error))
             case copying.CloseCopy(holder):
                 self._tasks.create_task(self._close(owned.request, holder))
             case copying.TellRouterOfCopy(replica):
                 self._instance.owners.announce_replica(owned.request, replica)
             case copying.LetGoInEngine():
                 try:
-                    self._engine.release(owned.request.key, _RELEASE_TIMEOUT_S)
+                    self._engine.release(owned.request.engine_request.key, _RELEASE_TIMEOUT_S)
                 except EngineError:
                     return  # it stopped; EngineStopped follows and ends every request
             case copying.EndAsMoved(replica):
                 self._metrics.moves.inc()
                 self._moved_count += 1
-                get_logger().info(
-                    "request_let_go",
-                    request_id=owned.request.request_id,
-                    attempt=owned.request.owner.attempt,
-                    session=owned.request.owner.session,
-                    holder_id=replica.holder_id,
-                    tokens=replica.token_count,
-                )
+                _log(owned.request, replica.holder_id).info("request_let_go", tokens=replica.token_count)
                 self._instance.move(owned.request, replica)
             case copying.AwaitResumed(holder):
                 self._let_go_count += 1
@@ -312,32 +306,27 @@ class Replicator:
         self._move_some()
 
     async def _ask(self, owned: _Owned, holder: Holder) -> None:
-        try:
-            await self._ask_or_raise(owned, holder)
-        except Exception as error:  # Isolate failures per request.
-            request = owned.request
-            get_logger().exception("replication_failed_unexpectedly", request_id=request.request_id)
-            self._refused(request, request.ownership, holder, Unavailable(repr(error)))
-
-    async def _ask_or_raise(self, owned: _Owned, holder: Holder) -> None:
-        request, key = owned.request, owned.request.key
+        request, key = owned.request, owned.request.engine_request.key
         offered = request.ownership
         try:
-            response = await self._open(owned, holder)
+            try:
+                response = await self._open(owned, holder)
+            finally:
+                self._asked_count -= 1
             ticket = ticket_from_proto(response.ticket)
-        except KaveriError as error:
+            if key in self._owned and isinstance(request.state, Ready | Running):
+                self._metrics.opens.labels("granted").inc()
+                self._take(key, copying.CopyRoomGranted(ticket, response.incarnation))
+            else:
+                # The request has ended, so no push will inform the holder.
+                await self._close(request, holder)
+        except Exception as raised:  # Isolate failures per request.
+            error = raised if isinstance(raised, KaveriError) else Unavailable(repr(raised))
+            if error is not raised:
+                get_logger().exception("replication_failed_unexpectedly", request_id=request.request_id)
             # Reserved room counts as used until the holder's heartbeats include it.
             self._unconfirmed.remove(key, holder.instance_id)
             self._refused(request, offered, holder, error)
-            return
-        finally:
-            self._asked_count -= 1
-        if key not in self._owned or not isinstance(request.state, Ready | Running):
-            # The request has ended, so no push will inform the holder.
-            await self._close(request, holder)
-            return
-        self._metrics.opens.labels("granted").inc()
-        self._take(key, copying.CopyRoomGranted(ticket, response.incarnation))
 
     async def _open(self, owned: _Owned, holder: Holder) -> decode_pb2.OpenReplicaResponse:
         request = owned.request
@@ -363,21 +352,14 @@ class Replicator:
         self._metrics.opens.labels("refused" if isinstance(error, NoCapacity) else "failed").inc()
         rest_s = bounded_retry_s(error.retry_after_s) if isinstance(error, NoCapacity) else HOLDER_REST_S
         self._rest(holder, rest_s)
-        get_logger().info(
-            "replica_refused",
-            request_id=request.request_id,
-            attempt=request.owner.attempt,
-            session=request.owner.session,
-            holder_id=holder.instance_id,
-            error=str(error),
-        )
+        _log(request, holder.instance_id).info("replica_refused", error=str(error))
         if isinstance(error, DeadlineExceeded | Unavailable):
             # The room may have been reserved nevertheless.
             self._tasks.create_task(self._close(request, holder))
         if isinstance(error, StaleAttempt | RequestAlreadyExists) and request.ownership == offered:
             # The holder has seen a newer owner: this instance was frozen or partitioned, and has lost the request.
             self._instance.lose(request, error)
-        self._take(request.key, copying.CopyLost(self._pause_s()))
+        self._take(request.engine_request.key, copying.CopyLost(self._pause_s()))
 
     def _grown(self, key: EngineKey, token_count: int) -> None:
         owned = self._owned.get(key)
@@ -393,15 +375,7 @@ class Replicator:
         request, holder = owned.request, owned.copy.holder
         self._metrics.losses.inc()
         self._rest(holder, HOLDER_REST_S)
-        get_logger().info(
-            "replica_lost",
-            request_id=request.request_id,
-            attempt=request.owner.attempt,
-            session=request.owner.session,
-            holder_id=holder.instance_id,
-            tokens=owned.copy.token_count,
-            reason=reason,
-        )
+        _log(request, holder.instance_id).info("replica_lost", tokens=owned.copy.token_count, reason=reason)
         self._take(key, copying.CopyLost(self._pause_s()))
 
     async def _update(self, owned: _Owned, holder: Holder) -> None:
@@ -451,8 +425,16 @@ class Replicator:
                     lags.append(owned.request.context_tokens - token_count)
                 case _ if self._is_worth_a_copy(owned.request):
                     unprotected_count += 1
-        counts = ReplicaCounts(len(lags), unprotected_count, max(lags, default=0), moved=self._moved_count)
-        self.counts = counts
-        self._metrics.owned.set(counts.owned)
-        self._metrics.unprotected.set(counts.unprotected)
-        self._metrics.lag_tokens.set(counts.lag_tokens)
+        counts = self.counts = ReplicaCounts(
+            len(lags), unprotected_count, max(lags, default=0), moved=self._moved_count
+        )
+        self._metrics.copies.owned.set(counts.owned)
+        self._metrics.copies.unprotected.set(counts.unprotected)
+        self._metrics.copies.lag_tokens.set(counts.lag_tokens)
+
+
+def _log(request: DecodeRequest, holder_id: str) -> FilteringBoundLogger:
+    owner = request.ownership.owner
+    return get_logger().bind(
+        request_id=request.request_id, attempt=owner.attempt, session=owner.session, holder_id=holder_id
+    )

@@ -3,14 +3,13 @@ was sent. No I/O."""
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason, Logprobs
-from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
+from kaveri.engine.contract import EngineRequest, TokenStep
 from kaveri.errors import EngineBroke, EngineError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
@@ -76,11 +75,6 @@ class AnswerLog:
     """Location of the request's copy; None: none so far."""
     replica_sent: bool = True
 
-    @classmethod
-    def drawn_here(cls, index: int) -> "AnswerLog":
-        """Log of a request whose next token, at that index, is drawn here."""
-        return cls(index, index)
-
     @property
     def next_index(self) -> int:
         """Index of the next token to draw."""
@@ -128,11 +122,13 @@ class AnswerLog:
         """Record the location and size of the request's copy."""
         self.replica, self.replica_sent = replica, False
 
-    def take(self, request_id: str, owner: Owner) -> GainedTokens:
-        """Take unsent tokens; they count as sent from now on."""
+    def take(self, request_id: str, owner: Owner, read_here: bool = False) -> GainedTokens:
+        """Take unsent tokens; they count as sent from now on. read_here: a caller reads the answer here."""
         start = self.sent - self.first_index
         token_ids = self.token_ids[start:].tolist()
-        gained = GainedTokens(request_id, owner, self.sent, token_ids, self.logprobs[start:], self.end)
+        gained = GainedTokens(
+            request_id, owner, self.sent, token_ids, self.logprobs[start:], self.end, read_here=read_here
+        )
         # The copy of a request that has ended is gone, unless the request was moved to it.
         if not self.replica_sent and (self.end is GOING_ON or self.end.moved):
             gained.replica, self.replica_sent = self.replica, True
@@ -166,6 +162,7 @@ class DecodeRequest:
     """A reservation of one attempt, until its end. Times are time.monotonic()'s: uvloop's own clock has a resolution of
     milliseconds."""
 
+    request_id: str
     engine_request: EngineRequest
     ownership: Ownership
     came_s: float
@@ -173,6 +170,7 @@ class DecodeRequest:
     member: BatchMember
     """The request's weight in the batch at its arrival."""
     state: State
+    log: AnswerLog
     source: KvLayout | None = None
     """Layout of the engine that pushes the request's KV."""
     heavy: bool = False
@@ -188,15 +186,6 @@ class DecodeRequest:
     spans: DecodeSpans | None = None
     reader: Reader | None = None
     """Client that reads the answer directly; None: only the router reads it."""
-    log: AnswerLog = field(init=False)
-    key: EngineKey = field(init=False)
-    """Its key in the engine. The serial is unique, so events of an earlier request are told apart."""
-    request_id: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        # Prefill samples and sends the first token.
-        self.log = AnswerLog.drawn_here(self.engine_request.generated_count + 1)
-        self.key, self.request_id = self.engine_request.key, self.engine_request.key.request_id
 
     @property
     def context_tokens(self) -> int:
@@ -212,69 +201,3 @@ class DecodeRequest:
         limits = [predicted] if predicted > 0 else []
         limits += [most - self.log.next_index] if most is not None else []
         return min(limits, default=None)
-
-    @property
-    def owner(self) -> Owner:
-        return self.ownership.owner
-
-    @property
-    def router_id(self) -> str:
-        return self.ownership.router_id
-
-
-class DecodeRequests:
-    """Table of an instance's requests, indexed by engine key, request id and router."""
-
-    def __init__(self) -> None:
-        self._by_serial: dict[int, DecodeRequest] = {}
-        self._by_request_id: dict[str, DecodeRequest] = {}
-        self.by_serial: Callable[[int], DecodeRequest | None] = self._by_serial.get
-        """The request whose engine key has that serial, or None."""
-        self.by_request_id: Callable[[str], DecodeRequest | None] = self._by_request_id.get
-        """The attempt of a request that is here, or None."""
-        # Ordered: requests of a lost router end in the order of their arrival.
-        self._by_router: dict[str, dict[DecodeRequest, None]] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_serial)
-
-    def __iter__(self) -> Iterator[DecodeRequest]:
-        return iter(self._by_serial.values())
-
-    def add(self, request: DecodeRequest) -> None:
-        """Add a request whose id is not in use."""
-        assert request.request_id not in self._by_request_id
-        self._by_serial[request.key.serial] = request
-        self._by_request_id[request.request_id] = request
-        self._by_router.setdefault(request.router_id, {})[request] = None
-
-    def remove(self, request: DecodeRequest) -> None:
-        del self._by_serial[request.key.serial]
-        del self._by_request_id[request.request_id]
-        self._leave_router(request)
-
-    def give(self, request: DecodeRequest, ownership: Ownership) -> None:
-        self._leave_router(request)
-        request.ownership = ownership
-        self._by_router.setdefault(request.router_id, {})[request] = None
-
-    def of_router(self, router_id: str) -> tuple[DecodeRequest, ...]:
-        return tuple(self._by_router.get(router_id, ()))
-
-    def has_any_of(self, router_id: str) -> bool:
-        return router_id in self._by_router
-
-    def _leave_router(self, request: DecodeRequest) -> None:
-        of_router = self._by_router[request.router_id]
-        del of_router[request]
-        if not of_router:
-            del self._by_router[request.router_id]
-
-
-def gained_of(news: DecodeRequest | GainedTokens) -> GainedTokens:
-    """Take the unsent tokens of a request; a notice is returned unchanged."""
-    if isinstance(news, GainedTokens):
-        return news
-    gained = news.log.take(news.request_id, news.owner)
-    gained.read_here = news.reader is not None
-    return gained

@@ -7,7 +7,7 @@ from typing import Any
 from grpc import aio
 
 from kaveri.errors import InvalidArgument, KaveriError, SlowReader, Unavailable, Unsupported
-from kaveri.hosting.read_limit import ReadLimit
+from kaveri.hosting.read_limit import read_limit
 from kaveri.telemetry.logs import get_logger
 from kaveri.text.answer import MAX_OUTPUT_BYTES
 from kaveri.timeouts import BEAT_S
@@ -139,13 +139,13 @@ class DecodeServer(DecodeServiceServicer):
             await abort(context, error)
         context.add_done_callback(lambda _: readers.close(stream))  # type: ignore[arg-type]
         try:
-            async with ReadLimit(SLOW_READER_S) as limit:
+            async with read_limit(SLOW_READER_S) as writes:
                 await context.write(decode_pb2.StreamAnswersResponse(incarnation=self._incarnation, beat_s=BEAT_S))
                 while not stream.closed:
                     for message in _answer_messages(await readers.next_parts(stream)):
-                        limit.begin()
+                        writes.ticks = 0
                         await context.write(message)
-                        limit.end()
+                        writes.ticks = None
         except SlowReader as error:
             readers.close(stream)
             get_logger().warning("reader_too_slow", slow_reader_s=error.limit_s)

@@ -30,6 +30,7 @@ from kaveri.errors import (
     Unauthenticated,
     Unavailable,
 )
+from kaveri.hosting.read_limit import read_limit
 from kaveri.security.callers import Callers
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import OpenSpan, calls_below, error_in_span, trace_fields, traceparent_of
@@ -255,7 +256,8 @@ class _Generate:
 
     async def _stream(self, answers: Answers, made: AnswerFormat, state: HttpRequest, send: Send) -> None:
         limit_s = self._app.config.slow_reader_s
-        async with EventWriter(send, limit_s) as writer, contextlib.aclosing(answers.chunks()) as chunks:
+        async with read_limit(limit_s) as writes, contextlib.aclosing(answers.chunks()) as chunks:
+            writer = EventWriter(send, writes)
             try:
                 async for index, chunk in chunks:
                     if not writer.begun:

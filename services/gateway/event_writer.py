@@ -2,7 +2,7 @@
 
 from starlette.types import Send
 
-from kaveri.hosting.read_limit import ReadLimit
+from kaveri.hosting.read_limit import Writes
 from services.gateway.http_errors import Headers
 
 _HEADERS: Headers = [
@@ -12,24 +12,25 @@ _HEADERS: Headers = [
 ]
 
 
-class EventWriter(ReadLimit):
-    """Writer of one response, and context for its writes. Raises SlowReader when the client takes longer than the limit
-    to make room for one event; until then such a client costs the buffers of its connection."""
+class EventWriter:
+    """Writer of one response. A client that takes longer than the read limit to make room for one event is aborted;
+    until then it costs the buffers of its connection."""
 
-    def __init__(self, send: Send, slow_reader_s: float) -> None:
-        super().__init__(slow_reader_s)
+    def __init__(self, send: Send, writes: Writes) -> None:
+        """writes: of the response's read_limit()."""
         self._send = send
+        self._writes = writes
         self.begun = False
         """True once the status was sent."""
 
     async def write(self, data: bytes) -> None:
         """Write events; the first call sends the status 200 before them."""
-        self.begin()
+        self._writes.ticks = 0
         if not self.begun:
             self.begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
-        self.end()
+        self._writes.ticks = None
 
     async def finish(self, data: bytes) -> None:
         """Write the last events, and end the response."""

@@ -16,7 +16,7 @@ from kaveri.wire.status import abort
 from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
 from services.decode.owners import Awaited
-from services.decode.requests import DecodeRequest, GainedTokens, gained_of
+from services.decode.requests import DecodeRequest, GainedTokens
 from services.decode.server import messages_of, tokens_to_proto
 from services.prefill.requests import PrefillRequest, PromptNews
 from services.prefill.role import PrefillRole
@@ -63,18 +63,18 @@ class FeedServer(FeedServiceServicer):
         for notice in unknown:
             feed.add(notice)
         yield feed_pb2.FollowResponse(incarnation=self._incarnation)
-        prefill, decode = self._prefill, self._decode.owners.requests
+        prefill, decode = self._prefill, self._decode.owners
         is_quiet = False
         while not feed.ended:
             news = feed.drain()
             if not news:
-                beats = prefill.has_requests_of(router_id) or decode.has_any_of(router_id)
+                beats = prefill.has_requests_of(router_id) or decode.has_requests_of(router_id)
                 if not (beats or is_quiet):
                     yield _QUIET
                     is_quiet = True
                     continue
                 news = await feed.take(BEAT_S if beats else None)
-                if not news and (beats or prefill.has_requests_of(router_id) or decode.has_any_of(router_id)):
+                if not news and (beats or prefill.has_requests_of(router_id) or decode.has_requests_of(router_id)):
                     yield _BEAT
                     is_quiet = False
             for message in _messages(news):
@@ -130,14 +130,19 @@ class FeedServer(FeedServiceServicer):
 
 def _messages(news: Sequence[Hashable]) -> Iterator[feed_pb2.FollowResponse]:
     """Encode a batch of news; no message if nothing in it is unsent."""
-    gained = [gained_of(each) for each in news if isinstance(each, DecodeRequest | GainedTokens)]
+    gained: list[GainedTokens] = []
+    for each in news:
+        if isinstance(each, DecodeRequest):
+            gained.append(each.log.take(each.request_id, each.ownership.owner, each.reader is not None))
+        elif isinstance(each, GainedTokens):
+            gained.append(each)
     for entries in messages_of(gained):
         yield feed_pb2.FollowResponse(requests=map(tokens_to_proto, entries))
     message = feed_pb2.FollowResponse()
     for each in news:
         if isinstance(each, PrefillRequest | PromptNews):
             for report in reports_of(
-                each if isinstance(each, PromptNews) else each.log.take(each.request_id, each.owner)
+                each if isinstance(each, PromptNews) else each.log.take(each.request_id, each.ownership.owner)
             ):
                 message.reports.append(report)
                 if report.HasField("prompt_logprobs") or len(message.reports) >= _REPORTS_TOGETHER:

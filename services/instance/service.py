@@ -14,9 +14,8 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from kaveri.cluster.store import ClusterStore, ViewSource
 from kaveri.domain.view import Phase
-from kaveri.engine.contract import KvPushFailed
 from kaveri.engine.factory import BuiltEngine
-from kaveri.errors import ConfigError, KaveriError
+from kaveri.errors import ConfigError
 from kaveri.feeds.feed import RouterFeeds
 from kaveri.hosting.config import load_engine
 from kaveri.hosting.engine_host import EngineHost
@@ -41,15 +40,11 @@ from services.prefill.decode_placer import DecodePlacer
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.predictors import Predictors
-from services.prefill.requests import Adopted, HandOverFailed, PrefillRequest, RoomReserved
+from services.prefill.requests import Adopted, PrefillRequest, RoomReserved
 from services.prefill.role import PrefillRole
 
 if TYPE_CHECKING:
     from kaveri.text.tokenizer import ModelTokenizer
-
-
-_AFTER_FIRST_TOKEN_S = 0.002
-"""Delay of the adoption on engines that run ahead; about the time until a first token reaches its client."""
 
 
 async def serve(config: PhasesConfig, stopping: asyncio.Event) -> int:
@@ -117,6 +112,7 @@ def instance_host(
         feeds=feeds,
     )
     metrics = PrefillMetrics(registry)
+    adopted = Adopted(RoomReserved(config.instance_id, incarnation))
     decode_placer = DecodePlacer(
         engine,
         store,
@@ -126,23 +122,20 @@ def instance_host(
         policy=config.decode_placement,
         thresholds=config.heavy_thresholds,
         own_id=config.instance_id,
+        decodes_here=lambda: Phase.DECODE in phases.ordered,
+        adopt=partial(_adopt, decode, adopted),
     )
-
-    def decodes_here() -> bool:
-        return phases.is_ordered(Phase.DECODE)
-
     predictors = Predictors(store, config.model_name, config.predictor_address, rng)
-    own = RoomReserved(config.instance_id, incarnation)
     prefill = PrefillRole(
         engine,
         PromptQueue[PrefillRequest](
             config.prefill_policy, config.chunk_tokens, config.max_queue, config.prefill_sched_batch
         ),
-        HereOrElsewhere(own, decode, engine.info.runs_ahead, decode_placer, decodes_here),
+        decode_placer,
         LengthForecaster(predictors, config.prediction, config.prediction_budget_s, metrics),
         metrics,
         orphan_grace_s=config.orphan_grace_s,
-        has_room=partial(_has_room, engine, decode, decodes_here),
+        has_room=partial(_has_room, engine, decode, decode_placer.at_first_token),
         serials=serials,
         feeds=feeds,
     )
@@ -156,8 +149,10 @@ def instance_host(
         feed_service = feed_server.FeedServer(feeds, prefill, decode, incarnation, holder)
         add_FeedServiceServicer_to_server(feed_service, server)
         add_PrefillServiceServicer_to_server(prefill_server.PrefillServer(prefill), server)
-        prefills = partial(phases.is_ordered, Phase.PREFILL)
-        add_DecodeServiceServicer_to_server(decode_server.DecodeServer(decode, incarnation, holder, prefills), server)
+        decode_service = decode_server.DecodeServer(
+            decode, incarnation, holder, lambda: Phase.PREFILL in phases.ordered
+        )
+        add_DecodeServiceServicer_to_server(decode_service, server)
 
     return EngineHost(config, engine, store, phases, names, register, incarnation)
 
@@ -184,59 +179,16 @@ def _has_room(
     )
 
 
-class HereOrElsewhere:
-    """The HandOver that adopts while the instance decodes, and pushes otherwise. For one event loop."""
-
-    def __init__(
-        self,
-        own: RoomReserved,
-        decode: DecodeInstance,
-        runs_ahead: bool,
-        decode_placer: DecodePlacer,
-        decodes_here: Callable[[], bool],
-    ) -> None:
-        """own: this instance, as routers are told of it."""
-        self._own = own
-        self._decode = decode
-        self._delay_s = _AFTER_FIRST_TOKEN_S if runs_ahead else 0.0
-        self._decode_placer = decode_placer
-        self.at_first_token = decodes_here
-        self._adopting: dict[PrefillRequest, asyncio.Handle] = {}
-
-    async def run(self) -> None:
-        await self._decode_placer.run()
-
-    def begin(self, request: PrefillRequest) -> None:
-        # A request that came while the instance did not decode is pushed: its first token may not be drawn yet.
-        if request.placed_at_first_token and self.at_first_token():
-            # After the event loop's present iteration, so that the first token is sent before.
-            loop = asyncio.get_running_loop()
-            self._adopting[request] = loop.call_later(self._delay_s, self._adopt, request)
-        else:
-            self._decode_placer.begin(request)
-
-    def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
-        self._decode_placer.push_failed(request, event)
-
-    def end(self, request: PrefillRequest, handed_over: bool) -> None:
-        if (adopting := self._adopting.pop(request, None)) is not None:
-            adopting.cancel()
-        self._decode_placer.end(request, handed_over)
-
-    def _adopt(self, request: PrefillRequest) -> None:
-        del self._adopting[request]
-        first = request.log.first_token
-        assert first is not None, request
-        try:
-            self._decode.adopt(
-                request.engine_request,
-                request.ownership,
-                request.deadline_s - time.monotonic(),
-                (first.token_id, first.logprobs),
-                request.predicted_length,
-                request.traceparent,
-            )
-        except KaveriError as error:
-            request.report(request, HandOverFailed(error))
-            return
-        request.report(request, Adopted(self._own))
+def _adopt(decode: DecodeInstance, adopted: Adopted, request: PrefillRequest) -> Adopted:
+    """Have the decode side take over a request whose first token is drawn. Raises as DecodeInstance.adopt()."""
+    first = request.log.first_token
+    assert first is not None, request
+    decode.adopt(
+        request.engine_request,
+        request.ownership,
+        request.deadline_s - time.monotonic(),
+        (first.token_id, first.logprobs),
+        request.predicted_length,
+        request.traceparent,
+    )
+    return adopted

@@ -1,4 +1,5 @@
-"""Places requests on decode instances: reserves room, pushes to the ticket, tries elsewhere if that fails.
+"""Hands computed requests over to decode: reserves room at an instance, pushes to the ticket, tries elsewhere if that
+fails. While its own instance decodes, requests are adopted there.
 
 Without room anywhere a request's KV stays in this instance's pool, which is the queue (the burst control of DistServe,
 arXiv 2401.09670, section 4.3, with a push instead of a pull). The request waits in line at a decode instance
@@ -7,31 +8,26 @@ arXiv 2401.09670, section 4.3, with a push instead of a pull). The request waits
 
 import asyncio
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import ViewedInstance
 from kaveri.engine.contract import EngineKey, KvPushFailed, PrefillEngine
 from kaveri.errors import EngineError, InvalidArgument, KaveriError, LayoutMismatch, Unavailable
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, AnyDecodePlacement, DecodePlacementPolicy, HeavyThresholds
 from kaveri.policy.room_search import RoomSearch
 from kaveri.telemetry.logs import get_logger
 from services.prefill.metrics import PrefillMetrics
-from services.prefill.requests import HandOverFailed, PrefillRequest, RoomReserved
-from services.prefill.room_finder import RoomFinder, RoomSeeker
+from services.prefill.requests import Adopted, HandOverFailed, HandOverReport, PrefillRequest, RoomReserved
+from services.prefill.room_finder import Placement, RoomFinder
 
-
-@dataclass(eq=False, slots=True)
-class _Placement:
-    seeking: RoomSeeker
-    task: asyncio.Task[None]
-    target: ViewedInstance | None = None
-    """The instance with its room."""
-    push_failure: asyncio.Future[KvPushFailed] | None = None
+_AFTER_FIRST_TOKEN_S = 0.002
+"""Delay of the adoption on engines that run ahead; about the time until a first token reaches its client."""
 
 
 class DecodePlacer:
-    """Placements of the requests of one prefill instance. For one event loop."""
+    """HandOver of one prefill instance. For one event loop."""
+
+    report: Callable[[PrefillRequest, HandOverReport], None]
 
     def __init__(
         self,
@@ -43,17 +39,20 @@ class DecodePlacer:
         policy: AnyDecodePlacement = DecodePlacementPolicy.POWER_OF_TWO,
         thresholds: HeavyThresholds = DEFAULT_THRESHOLDS,
         own_id: str = "",
+        decodes_here: Callable[[], bool] = lambda: False,
+        adopt: Callable[[PrefillRequest], Adopted] | None = None,
     ) -> None:
-        """own_id: this instance, which is no target of pushes."""
+        """own_id: this instance, which is no target of pushes. decodes_here: True while the instance decodes. adopt:
+        called with a request whose first token is drawn, while decodes_here(); raises KaveriErrors."""
         self._engine = engine
         layout = engine.info.layout
         search: RoomSearch[EngineKey] = RoomSearch(model, layout, policy, rng)
         self._finder = RoomFinder(store, search, layout, own_id, metrics)
         self._thresholds = thresholds
-        self._unfit: dict[str, KaveriError] = {}
-        if own_id:
-            self._unfit[own_id] = Unavailable("no other decode instance takes the request", retry_after_s=1.0)
-        self._placements: dict[PrefillRequest, _Placement] = {}
+        self._own_id = own_id
+        self.at_first_token = decodes_here
+        self._adopt_here = adopt
+        self._placements: dict[PrefillRequest, Placement] = {}
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
@@ -62,12 +61,22 @@ class DecodePlacer:
             await self._finder.run()
 
     def begin(self, request: PrefillRequest) -> None:
-        """Search for a place. Idempotent."""
-        if request not in self._placements:
-            is_heavy = self._thresholds.is_heavy(request.predicted_length, request.engine_request.prompt_tokens)
-            seeking = RoomSeeker(request, is_heavy, dict(self._unfit))
-            task = self._tasks.create_task(self._place(request))
-            self._placements[request] = _Placement(seeking, task)
+        """Search for a place, or adopt the request. Idempotent."""
+        if request in self._placements:
+            return
+        # A request that came while the instance did not decode is pushed: its first token may not be drawn yet.
+        if request.engine_request.stays and self.at_first_token():
+            # After the event loop's present iteration, so that the first token is sent before.
+            delay_s = _AFTER_FIRST_TOKEN_S if self._engine.info.runs_ahead else 0.0
+            handle = asyncio.get_running_loop().call_later(delay_s, self._adopt, request)
+            self._placements[request] = Placement(request, work=handle)
+            return
+        is_heavy = self._thresholds.is_heavy(request.predicted_length, request.engine_request.prompt_tokens)
+        placement = self._placements[request] = Placement(request, is_heavy)
+        if self._own_id:
+            own = Unavailable("no other decode instance takes the request", retry_after_s=1.0)
+            placement.unfit[self._own_id] = own
+        placement.work = self._tasks.create_task(self._place(placement))
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
         """Search for another place after a failed push."""
@@ -80,41 +89,49 @@ class DecodePlacer:
         placement = self._placements.pop(request, None)
         if placement is None:
             return
-        placement.task.cancel()
-        self._finder.give_up(placement.seeking)
+        assert placement.work is not None
+        placement.work.cancel()
+        self._finder.give_up(placement)
         if placement.target is not None and not handed_over:
-            self._give_back(request, placement)
+            self._give_back(placement)
 
-    async def _place(self, request: PrefillRequest) -> None:
+    def _adopt(self, request: PrefillRequest) -> None:
+        assert self._adopt_here is not None
+        try:
+            report: HandOverReport = self._adopt_here(request)
+        except KaveriError as error:
+            report = HandOverFailed(error)
+        self.report(request, report)
+
+    async def _place(self, placement: Placement) -> None:
         """Place the request until end() cancels this: the engine reports the acceptance to the life."""
-        placement = self._placements[request]
+        request = placement.request
         try:
             while True:
-                room = await self._finder.find(placement.seeking)
+                room = await self._finder.find(placement)
                 placement.target = room.target
                 instance_id = room.target.record.instance_id
                 placement.push_failure = asyncio.get_running_loop().create_future()
                 try:
-                    self._engine.push_to(request.key, room.ticket)
+                    self._engine.push_to(request.engine_request.key, room.ticket)
                 except (LayoutMismatch, InvalidArgument) as error:
-                    placement.seeking.unfit[instance_id] = error
-                    self._give_back(request, placement)
+                    placement.unfit[instance_id] = error
+                    self._give_back(placement)
                     continue
-                request.report(request, RoomReserved(instance_id, room.incarnation))
+                self.report(request, RoomReserved(instance_id, room.incarnation))
                 failure = await placement.push_failure
-                self._give_back(request, placement)
+                self._give_back(placement)
                 self._finder.failed_there(request, room.target, "push_failed", failure.reason)
         except EngineError as error:
-            request.report(request, HandOverFailed(Unavailable(str(error))))
+            self.report(request, HandOverFailed(Unavailable(str(error))))
         except KaveriError as error:
-            request.report(request, HandOverFailed(error))
+            self.report(request, HandOverFailed(error))
         except Exception as error:  # Isolate failures per request.
-            get_logger().exception(
-                "placement_failed_unexpectedly", request_id=request.request_id, attempt=request.owner.attempt
-            )
-            request.report(request, HandOverFailed(Unavailable(f"placement failed: {error!r}")))
+            attempt = request.ownership.owner.attempt
+            get_logger().exception("placement_failed_unexpectedly", request_id=request.request_id, attempt=attempt)
+            self.report(request, HandOverFailed(Unavailable(f"placement failed: {error!r}")))
 
-    def _give_back(self, request: PrefillRequest, placement: _Placement) -> None:
+    def _give_back(self, placement: Placement) -> None:
         assert placement.target is not None
-        self._finder.give_back(request, placement.target)
+        self._finder.give_back(placement.request, placement.target)
         placement.target = None

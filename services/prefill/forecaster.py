@@ -145,7 +145,7 @@ class LengthForecaster:
             self._answered(call, lengths)
 
     def _answered(self, call: _Call, lengths: Sequence[TokenRange]) -> None:
-        self._metrics.prediction_seconds.observe(time.monotonic() - call.asked_s)
+        self._metrics.forecasts.seconds.observe(time.monotonic() - call.asked_s)
         if call.health.succeeded():
             get_logger().info("predictor_works", predictor=call.predictor.name, address=call.predictor.address)
         if not call.open:
@@ -187,7 +187,7 @@ class LengthForecaster:
             self._failed(call, Unavailable("the call was cancelled"))
 
     def _count(self, outcome: PredictionOutcome) -> None:
-        self._metrics.predictions.labels(outcome).inc()
+        self._metrics.forecasts.outcomes.labels(outcome).inc()
         if outcome is PredictionOutcome.USED:
             if self._late_in_a_row >= _LATE_IN_A_ROW:
                 get_logger().info("predictions_in_time")

@@ -1,10 +1,28 @@
 """The Prometheus metrics of an instance's prefill phase."""
 
+from dataclasses import dataclass
 from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
+
+
+@dataclass(frozen=True, slots=True)
+class TransferMetrics:
+    """Pushes of KV to decode instances."""
+
+    seconds: Histogram
+    tail_seconds: Histogram
+    bytes: Counter
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastMetrics:
+    """Predictions of answers' lengths."""
+
+    outcomes: Counter
+    seconds: Histogram
 
 
 class PrefillMetrics:
@@ -13,28 +31,23 @@ class PrefillMetrics:
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         counter = partial(Counter, registry=registry)
         gauge = partial(Gauge, registry=registry)
-        histogram = partial(Histogram, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=LATENCY_BUCKETS_S)
         self.queue_seconds = histogram(
-            "kaveri_prefill_queue_seconds",
-            "From a request's arrival to the start of its first chunk.",
-            buckets=LATENCY_BUCKETS_S,
+            "kaveri_prefill_queue_seconds", "From a request's arrival to the start of its first chunk."
         )
         self.prefill_seconds = histogram(
-            "kaveri_prefill_seconds",
-            "From the start of a request's first chunk to its first token.",
-            buckets=LATENCY_BUCKETS_S,
+            "kaveri_prefill_seconds", "From the start of a request's first chunk to its first token."
         )
-        self.transfer_seconds = histogram(
-            "kaveri_kv_transfer_seconds",
-            "From the ticket to the acceptance of the KV; overlaps the prefill.",
-            buckets=LATENCY_BUCKETS_S,
+        self.transfers = TransferMetrics(
+            histogram(
+                "kaveri_kv_transfer_seconds", "From the ticket to the acceptance of the KV; overlaps the prefill."
+            ),
+            histogram(
+                "kaveri_kv_tail_seconds",
+                "From the first token to the acceptance of the KV: what the prefill did not hide.",
+            ),
+            counter("kaveri_kv_transfer_bytes", "KV bytes pushed and accepted.", ["transport"]),
         )
-        self.tail_seconds = histogram(
-            "kaveri_kv_tail_seconds",
-            "From the first token to the acceptance of the KV: what the prefill did not hide.",
-            buckets=LATENCY_BUCKETS_S,
-        )
-        self.transfer_bytes = counter("kaveri_kv_transfer_bytes", "KV bytes pushed and accepted.", ["transport"])
         self.tokens = counter("kaveri_prefill_tokens", "Prompt tokens computed.")
         self.requests = counter(
             "kaveri_prefill_requests",
@@ -47,15 +60,13 @@ class PrefillMetrics:
             "Attempts to place a request by outcome: reserved, no_room, unavailable, push_failed.",
             ["outcome"],
         )
-        self.predictions = counter(
-            "kaveri_predictions",
-            "Length predictions by outcome: used, outlived (the answer is longer already), late, failed, none.",
-            ["outcome"],
-        )
-        self.prediction_seconds = histogram(
-            "kaveri_prediction_seconds",
-            "From asking a predictor to its answer; one sample a call.",
-            buckets=LATENCY_BUCKETS_S,
+        self.forecasts = ForecastMetrics(
+            counter(
+                "kaveri_predictions",
+                "Length predictions by outcome: used, outlived (the answer is longer already), late, failed, none.",
+                ["outcome"],
+            ),
+            histogram("kaveri_prediction_seconds", "From asking a predictor to its answer; one sample a call."),
         )
         self.waiting = gauge("kaveri_prefill_queued_tokens", "Tokens accepted and not computed yet.")
         self.orphans = gauge("kaveri_prefill_orphans", "Prompts that go on without a stream of their router.")

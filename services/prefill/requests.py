@@ -7,7 +7,7 @@ from typing import Protocol
 from kaveri.domain.length import TokenRange
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason, Logprobs
-from kaveri.engine.contract import EngineKey, EngineRequest, KvPushFailed
+from kaveri.engine.contract import EngineRequest, KvPushFailed
 from kaveri.errors import KaveriError
 
 
@@ -99,6 +99,8 @@ class ReportLog:
     ended: bool = False
     error: KaveriError | None = None
     """Cause of the end; None: not ended, or see the last entry."""
+    first_token: FirstTokenDrawn | None = None
+    """The token that prefill drew; None: not yet."""
     _told: dict[_Kind, Progress] = field(default_factory=dict)
     _unsent: dict[_Kind, Progress] = field(default_factory=dict)
     _end_is_unsent: bool = False
@@ -107,17 +109,13 @@ class ReportLog:
         """Add an entry; a second placement replaces an unsent one."""
         kind: _Kind = progress.first if isinstance(progress, PromptScored) else type(progress)
         self._told[kind] = self._unsent[kind] = progress
+        if isinstance(progress, FirstTokenDrawn):
+            self.first_token = progress
 
     def end(self, error: KaveriError | None) -> None:
         """End the log."""
         self.ended = self._end_is_unsent = True
         self.error = error
-
-    @property
-    def first_token(self) -> FirstTokenDrawn | None:
-        """The token that prefill drew, if it has."""
-        told = self._told.get(FirstTokenDrawn)
-        return told if isinstance(told, FirstTokenDrawn) else None
 
     @property
     def has_unsent(self) -> bool:
@@ -145,11 +143,13 @@ class PrefillRequest:
     deadline_s is time.monotonic()'s: uvloop's own clock counts in milliseconds.
     """
 
+    request_id: str
     ownership: Ownership
+    """Its router gets the reports."""
     engine_request: EngineRequest
+    token_count: int
+    """Tokens to compute: the prompt and what earlier attempts generated."""
     deadline_s: float
-    report: Callable[["PrefillRequest", HandOverReport], None]
-    """Called by the hand-over. May end the request within."""
     predicted_length: TokenRange | None = None
     """Length of the whole answer, earlier attempts included. None: unknown. Fixed when a place is searched for."""
     silent_decode_ids: frozenset[str] = frozenset()
@@ -158,35 +158,15 @@ class PrefillRequest:
     """The parent span. Empty: not traced."""
     reservation_count: int = 0
     """Number of Reserve calls, at all instances."""
-    placed_at_first_token: bool = False
-    """The search for a place begins at its first token."""
     log: ReportLog = field(default_factory=ReportLog)
-    key: EngineKey = field(init=False)
-    """Its key in the engine. The serial is unique, so events of an earlier request are told apart."""
-    request_id: str = field(init=False)
-    token_count: int = field(init=False)
-    """Tokens to compute: the prompt and what earlier attempts generated."""
-
-    def __post_init__(self) -> None:
-        self.key, self.request_id = self.engine_request.key, self.engine_request.key.request_id
-        self.token_count = len(self.engine_request.token_ids)
-
-    @property
-    def owner(self) -> Owner:
-        return self.ownership.owner
-
-    @property
-    def router_id(self) -> str:
-        """The router that gets its reports."""
-        return self.ownership.router_id
 
 
 class HandOver(Protocol):
-    """Moves computed requests to a decode instance, or to the decode side of the same engine.
+    """Moves computed requests to a decode instance, or to the decode side of the same engine."""
 
-    Calls request.report() with RoomReserved when a push has begun, Adopted, or HandOverFailed.
-    """
-
+    report: Callable[[PrefillRequest, HandOverReport], None]
+    """Set by the prefill side, which may end the request within a call: RoomReserved when a push has begun, Adopted,
+    or HandOverFailed."""
     at_first_token: Callable[[], bool]
     """True if requests are placed at their first token now, not before."""
 

@@ -110,6 +110,7 @@ class PrefillRole:
         self._retry: asyncio.TimerHandle | None = None
         """Looks for blocks again."""
         self._hand_over = hand_over
+        hand_over.report = self._happened
         self._forecaster = forecaster
         self._metrics = metrics
         self._serials = serials
@@ -169,15 +170,22 @@ class PrefillRole:
         timeout_s = min(timeout_s, LONGEST_REQUEST_S)
         now_s = time.monotonic()
         room = self._engine.info.max_model_len - (len(token_ids) - generated_count)
-        deadline_s, length = now_s + timeout_s, known_length(params, max(1, room))
-        request = PrefillRequest(ownership, sent, deadline_s, self._happened, length, silent_decode_ids)
-        request.traceparent = traceparent
+        request = PrefillRequest(
+            request_id,
+            ownership,
+            sent,
+            len(token_ids),
+            now_s + timeout_s,
+            known_length(params, max(1, room)),
+            silent_decode_ids,
+            traceparent,
+        )
         self._begin(request, now_s, timeout_s)
         return request
 
     def has_requests_of(self, router_id: str) -> bool:
         """Whether the router waits for reports from here."""
-        return any(life.request.router_id == router_id for life in self._lives.values())
+        return any(life.request.ownership.router_id == router_id for life in self._lives.values())
 
     def repeat(self, router_id: str, owners: Mapping[str, Owner]) -> list[PromptNews]:
         """Report everything again about a router's requests, by request id. Returns errors for requests that it does
@@ -185,7 +193,7 @@ class PrefillRole:
         unknown: list[PromptNews] = []
         for request_id, owner in owners.items():
             request = self._find(request_id)
-            if request is not None and (request.router_id, request.owner) == (router_id, owner):
+            if request is not None and (request.ownership.router_id, request.ownership.owner) == (router_id, owner):
                 request.log.repeat()
             else:
                 error = Unavailable("the request is not at the prefill instance, or belongs to another owner")
@@ -209,16 +217,18 @@ class PrefillRole:
                 # Another request had this id before.
                 raise RequestNotFound(request_id)
             raise wrong_secret()
-        is_its_router = (ownership.router_id, owner) == (request.router_id, request.owner)
-        if owner.session <= request.owner.session and not is_its_router:
-            raise InvalidArgument("session", owner.session, f"above {request.owner.session}, the present one")
+        is_its_router = (ownership.router_id, owner) == (request.ownership.router_id, request.ownership.owner)
+        if owner.session <= request.ownership.owner.session and not is_its_router:
+            raise InvalidArgument("session", owner.session, f"above {request.ownership.owner.session}, the present one")
         attached = _attached(request, attachment)
         if not is_its_router:
             # A later session that wants log-probabilities has the prompt computed again.
             request.log.forget_report()
-            self.feeds.discard(request.router_id, request)
-            replaced = PromptNews(request_id, request.owner, ended=True, error=RequestAlreadyExists(request_id))
-            self.feeds.add(request.router_id, replaced)
+            self.feeds.discard(request.ownership.router_id, request)
+            replaced = PromptNews(
+                request_id, request.ownership.owner, ended=True, error=RequestAlreadyExists(request_id)
+            )
+            self.feeds.add(request.ownership.router_id, replaced)
             request.ownership = ownership
         self._repeat(request)
         self._metrics.attaches.inc()
@@ -237,7 +247,7 @@ class PrefillRole:
             self._aborted.put(request_id, ownership, time.monotonic())
             return
         owner = ownership.comparable(life.request.ownership)
-        if owner is not None and life.request.owner <= owner:
+        if owner is not None and life.request.ownership.owner <= owner:
             self.cancel(life.request)
 
     def give_back(self, request_id: str, ownership: Ownership) -> None:
@@ -247,7 +257,7 @@ class PrefillRole:
         if not self._draining or life is None:
             return
         waits = isinstance(life.state, AwaitingLength | Queued) and life.request not in self._queue.computing
-        if waits and ownership.comparable(life.request.ownership) == life.request.owner:
+        if waits and ownership.comparable(life.request.ownership) == life.request.ownership.owner:
             self._happened(life.request, EndRequested(PrefillOutcome.GIVEN_BACK, _draining()))
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
@@ -255,11 +265,11 @@ class PrefillRole:
             # Aborted requests may still have events.
             if isinstance(event, EngineReport):
                 life = self._lives.get(event.key.request_id)
-                if life is not None and life.request.key == event.key:
+                if life is not None and life.request.engine_request.key == event.key:
                     self._happened(life.request, event)
             elif isinstance(event, EngineStopped):
                 for life in list(self._lives.values()):
-                    self._happened(life.request, HandOverFailed(error_of_stop(event, life.request.key)))
+                    self._happened(life.request, HandOverFailed(error_of_stop(event, life.request.engine_request.key)))
         self._submit()
 
     def load(self) -> InstanceLoad:
@@ -299,22 +309,22 @@ class PrefillRole:
 
     def _repeat(self, request: PrefillRequest) -> PrefillRequest:
         request.log.repeat()
-        self.feeds.expect(request.router_id)
-        self.feeds.add(request.router_id, request)
+        self.feeds.expect(request.ownership.router_id)
+        self.feeds.add(request.ownership.router_id, request)
         return request
 
     def _router_gone(self, router_id: str) -> None:
         for life in list(self._lives.values()):
-            if life.request.router_id == router_id:
+            if life.request.ownership.router_id == router_id:
                 self.cancel(life.request)
 
     def _unsent_of(self, router_id: str) -> list[PrefillRequest]:
         known = (*(life.request for life in self._lives.values()), *self._kept.values())
-        return [request for request in known if request.router_id == router_id and request.log.has_unsent]
+        return [request for request in known if request.ownership.router_id == router_id and request.log.has_unsent]
 
     def _orphan_count(self) -> int:
         missing = self.feeds.missing_routers
-        return sum(life.request.router_id in missing for life in list(self._lives.values()))
+        return sum(life.request.ownership.router_id in missing for life in list(self._lives.values()))
 
     def _replace(self, request_id: str, ownership: Ownership) -> None:
         """End a former request with this id. Raises StaleAttempt or RequestAlreadyExists if that has the same owner or
@@ -332,23 +342,22 @@ class PrefillRole:
         # The router of another request must not place it again: the two would replace each other in turn.
         error: KaveriError = RequestAlreadyExists(request_id)
         if owner is not None:
-            if owner <= former.owner:
-                raise owner.stale(request_id, former.owner)
-            error = former.owner.stale(request_id, owner)
+            if owner <= former.ownership.owner:
+                raise owner.stale(request_id, former.ownership.owner)
+            error = former.ownership.owner.stale(request_id, owner)
         self._happened(former, EndRequested(PrefillOutcome.REFUSED, error))
 
     def _begin(self, request: PrefillRequest, now_s: float, timeout_s: float) -> None:
         info, sent = self._engine.info, request.engine_request
         assert sent.params.max_tokens is not None
         more = draws_more(request.token_count, sent.generated_count, sent.params.max_tokens, info.max_model_len)
-        at_first_token = request.placed_at_first_token = self._hand_over.at_first_token()
         terms = Terms(
             arrived_s=now_s,
             token_count=request.token_count,
             generated_count=sent.generated_count,
             most_tokens=min(sent.params.max_tokens, info.max_model_len - sent.prompt_tokens),
             least_tokens=sent.params.min_tokens,
-            place_search=place_search(request.token_count, self._queue.chunk_tokens, more, at_first_token),
+            place_search=place_search(request.token_count, self._queue.chunk_tokens, more, sent.stays),
         )
         self._queue.hold(request)
         question = None
@@ -365,7 +374,7 @@ class PrefillRole:
         spans = spans_below(request.traceparent)
         traced = PrefillSpans(spans, now_s) if spans is not None else None
         self._lives[request.request_id] = _Life(request, state, question, deadline, traced)
-        self.feeds.expect(request.router_id)
+        self.feeds.expect(request.ownership.router_id)
         self._idle.clear()
         if not waits:
             self._queue.release(request)
@@ -390,7 +399,7 @@ class PrefillRole:
                 case Tell():
                     self._observe(action.progress)
                     request.log.put(action.progress)
-                    self.feeds.add(request.router_id, request)
+                    self.feeds.add(request.ownership.router_id, request)
                 case CountPrediction():
                     assert life.question is not None
                     self._forecaster.decided(life.question, action.outcome)
@@ -412,7 +421,7 @@ class PrefillRole:
                     assert life.question is not None
                     self._forecaster.drop(life.question)
                 case Do.ABORT_IN_ENGINE:
-                    self._engine.abort(request.key)
+                    self._engine.abort(request.engine_request.key)
 
     def _submit(self) -> None:
         """Submit the prompts that the engine needs now. Prompts that can never fit fail within."""
@@ -447,21 +456,22 @@ class PrefillRole:
             case FirstTokenDrawn():
                 self._metrics.prefill_seconds.observe(progress.prefill_s)
             case HandedOver() if progress.kv_transport != NO_TRANSPORT:
-                self._metrics.transfer_seconds.observe(progress.kv_transfer_s)
-                self._metrics.tail_seconds.observe(progress.kv_tail_s)
-                self._metrics.transfer_bytes.labels(progress.kv_transport).inc(progress.kv_bytes)
+                self._metrics.transfers.seconds.observe(progress.kv_transfer_s)
+                self._metrics.transfers.tail_seconds.observe(progress.kv_tail_s)
+                self._metrics.transfers.bytes.labels(progress.kv_transport).inc(progress.kv_bytes)
 
     def _close(self, life: _Life, close: Close) -> None:
         request = life.request
         life.deadline.cancel()
         request.log.end(close.error)
         if close.outcome is PrefillOutcome.CANCELLED:
-            self.feeds.discard(request.router_id, request)
+            self.feeds.discard(request.ownership.router_id, request)
         else:
-            self.feeds.add(request.router_id, request)
+            self.feeds.add(request.ownership.router_id, request)
         if close.outcome not in (PrefillOutcome.CANCELLED, PrefillOutcome.REFUSED):
-            # Log-probabilities of a prompt would take the memory of many other requests.
-            request.log.forget_report()
+            if request.engine_request.params.prompt_logprobs is not None:
+                # They would take the memory of many other requests.
+                request.log.forget_report()
             first = request.log.first_token
             logprobs = [first.logprobs] if first is not None and first.logprobs is not None else []
             size = answer_bytes(request.token_count, logprobs)
@@ -470,8 +480,8 @@ class PrefillRole:
         get_logger().info(
             "request_ended",
             request_id=request.request_id,
-            attempt=request.owner.attempt,
-            session=request.owner.session,
+            attempt=request.ownership.owner.attempt,
+            session=request.ownership.owner.session,
             outcome=close.outcome,
             reason=str(close.error) if close.error is not None else None,
             prompt_tokens=request.token_count,

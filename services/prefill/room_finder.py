@@ -10,7 +10,7 @@ from grpc import StatusCode, aio
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.owner import Owner
 from kaveri.domain.view import ViewedInstance
-from kaveri.engine.contract import EngineKey
+from kaveri.engine.contract import EngineKey, KvPushFailed
 from kaveri.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -25,10 +25,7 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.room_search import Ask, Hopeless, NoInstance, RoomSearch, Seeker, StopWaiting
-from kaveri.policy.waits import NO_DECODE_INSTANCE_S as _NO_INSTANCE_S
-from kaveri.policy.waits import ROOM_LOOK_S as _LONGEST_WAIT_S
-from kaveri.policy.waits import ROOM_PATIENCE_S as _PATIENCE_S
-from kaveri.policy.waits import ROOM_REST_WHEN_FAILED_S as _REST_WHEN_FAILED_S
+from kaveri.policy.waits import NO_DECODE_INSTANCE_S, ROOM_LOOK_S, ROOM_PATIENCE_S, ROOM_REST_WHEN_FAILED_S
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import CALL_TIMEOUT_S
@@ -67,30 +64,20 @@ class _ReserveCall:
 
 
 @dataclass(eq=False, slots=True)
-class RoomSeeker:
-    """A request that searches for room."""
+class Placement:
+    """A request that searches for room at decode, or has some."""
 
     request: PrefillRequest
-    heavy: bool
+    heavy: bool = False
     unfit: dict[str, KaveriError] = field(default_factory=dict)
     """Instances that can never take it, with the cause; by id."""
-    questions: dict[str, _ReserveCall] = field(default_factory=dict)
+    calls: dict[str, _ReserveCall] = field(default_factory=dict)
     """By instance id. At most one waits in line, and at most one other is pending."""
-
-    def seeker(self) -> Seeker[EngineKey]:
-        """The request as the policy sees it."""
-        waits_at = next((name for name, question in self.questions.items() if question.waits), None)
-        length = self.request.predicted_length
-        predicted_tokens = 0 if length is None else self.request.engine_request.prompt_tokens + length.low
-        return Seeker(
-            self.request.key,
-            self.request.token_count,
-            predicted_tokens,
-            self.heavy,
-            waits_at,
-            dict(self.unfit),
-            self.request.silent_decode_ids,
-        )
+    target: ViewedInstance | None = None
+    """The instance with its room."""
+    push_failure: asyncio.Future[KvPushFailed] | None = None
+    work: asyncio.Task[None] | asyncio.Handle | None = None
+    """Places the request, or adopts it soon."""
 
 
 class RoomFinder:
@@ -129,39 +116,50 @@ class RoomFinder:
         finally:
             await self._channels.close()
 
-    async def find(self, seeking: RoomSeeker) -> Room:
+    async def find(self, placement: Placement) -> Room:
         """Wait for room. No other room or place in line is held after it.
 
         Raises StaleAttempt and RequestAlreadyExists, InvalidArgument and LayoutMismatch if no instance can ever take
         the request, Unavailable if there is none, and DeadlineExceeded. If this call fails or is cancelled, the caller
         must call give_up().
         """
+        request = placement.request
         none_since_s: float | None = None
         while True:
             now_s = time.monotonic()
             # Its caller may end it later, and it would ask without a pause until then.
-            if now_s >= seeking.request.deadline_s:
+            if now_s >= request.deadline_s:
                 raise DeadlineExceeded
-            wake_s = now_s + _LONGEST_WAIT_S
-            patient_until_s = max((question.patient_until_s for question in seeking.questions.values()), default=now_s)
+            wake_s = now_s + ROOM_LOOK_S
+            patient_until_s = max((call.patient_until_s for call in placement.calls.values()), default=now_s)
             if now_s < patient_until_s:
                 wake_s = min(wake_s, patient_until_s)
             else:
-                seeker = seeking.seeker()
+                waits_at = next((name for name, call in placement.calls.items() if call.waits), None)
+                length = request.predicted_length
+                seeker = Seeker(
+                    request.engine_request.key,
+                    request.token_count,
+                    0 if length is None else request.engine_request.prompt_tokens + length.low,
+                    placement.heavy,
+                    waits_at,
+                    placement.unfit,
+                    request.silent_decode_ids,
+                )
                 found = self._search.look(seeker, self._store.view(), now_s)
                 match found:
                     case Ask():
-                        self._ask(seeking, found, now_s)
+                        self._ask(placement, found, now_s)
                         continue
                     case StopWaiting():
-                        assert seeker.waits_at is not None
-                        self._drop(seeking, seeker.waits_at)
+                        assert waits_at is not None
+                        self._drop(placement, waits_at)
                         continue
                     case Hopeless():
                         raise found.error
                     case NoInstance():
                         none_since_s = now_s if none_since_s is None else none_since_s
-                        if now_s - none_since_s > _NO_INSTANCE_S:
+                        if now_s - none_since_s > NO_DECODE_INSTANCE_S:
                             raise Unavailable(found.reason, retry_after_s=1.0)
                     case None:
                         none_since_s = None
@@ -171,45 +169,46 @@ class RoomFinder:
             if self._changed is None:
                 self._changed = asyncio.get_running_loop().create_future()
             awaited: list[asyncio.Future[Any]] = [self._changed]
-            awaited += [question.answer for question in seeking.questions.values()]
+            awaited += [call.answer for call in placement.calls.values()]
             await asyncio.wait(awaited, timeout=wake_s - now_s, return_when=asyncio.FIRST_COMPLETED)
-            room = self._take_answers(seeking)
+            room = self._take_answers(placement)
             if room is not None:
                 return room
 
-    def give_up(self, seeking: RoomSeeker) -> None:
+    def give_up(self, placement: Placement) -> None:
         """End the search: give up places in line, and room that was granted meanwhile. Idempotent."""
-        for instance_id in list(seeking.questions):
-            self._drop(seeking, instance_id)
+        for instance_id in list(placement.calls):
+            self._drop(placement, instance_id)
 
     def give_back(self, request: PrefillRequest, target: ViewedInstance) -> None:
         """Give back room that the request has, or may have, at `target`."""
-        self._search.forget(request.key, target.record.instance_id)
+        self._search.forget(request.engine_request.key, target.record.instance_id)
         # A task of its own: it must be sent even if the caller is cancelled.
         self._tasks.create_task(self._abort(target, request, request.reservation_count))
 
     def failed_there(self, request: PrefillRequest, target: ViewedInstance, outcome: str, reason: str) -> None:
         """Count and log a failure at `target`, and let it rest for all requests."""
         self._metrics.placements.labels(outcome).inc()
-        self._search.rest(target.record.instance_id, time.monotonic() + _REST_WHEN_FAILED_S)
+        self._search.rest(target.record.instance_id, time.monotonic() + ROOM_REST_WHEN_FAILED_S)
         get_logger().warning(
             "placement_failed",
             request_id=request.request_id,
-            attempt=request.owner.attempt,
+            attempt=request.ownership.owner.attempt,
             decode_instance_id=target.record.instance_id,
             outcome=outcome,
             reason=reason,
         )
 
-    def _ask(self, seeking: RoomSeeker, ask: Ask, now_s: float) -> None:
-        request = seeking.request
-        patience_s = _PATIENCE_S if ask.shows_room else 0.0
+    def _ask(self, placement: Placement, ask: Ask, now_s: float) -> None:
+        request = placement.request
+        patience_s = ROOM_PATIENCE_S if ask.shows_room else 0.0
         # A call without a wait is answered soon, or fails.
         patient_until_s = now_s + patience_s if ask.waits else request.deadline_s
         request.reservation_count += 1
         answer = self._tasks.create_task(self._reserve(request, ask, request.reservation_count))
         instance_id = ask.target.record.instance_id
-        seeking.questions[instance_id] = _ReserveCall(ask.target, request.owner, ask.waits, patient_until_s, answer)
+        owner = request.ownership.owner
+        placement.calls[instance_id] = _ReserveCall(ask.target, owner, ask.waits, patient_until_s, answer)
 
     async def _reserve(self, request: PrefillRequest, ask: Ask, reservation: int) -> Room | Exception:
         """Ask for room. reservation: the number of this call among the request's.
@@ -223,8 +222,8 @@ class RoomFinder:
             predicted = request.predicted_length
             message = decode_pb2.ReserveRequest(
                 request_id=request.request_id,
-                attempt=request.owner.attempt,
-                session=request.owner.session,
+                attempt=request.ownership.owner.attempt,
+                session=request.ownership.owner.session,
                 router_id=request.ownership.router_id,
                 secret=request.ownership.secret,
                 token_ids=request.engine_request.token_ids,
@@ -258,8 +257,8 @@ class RoomFinder:
         unreachable instance frees the room when the reservation expires."""
         attempt = decode_pb2.AttemptId(
             request_id=request.request_id,
-            session=request.owner.session,
-            attempt=request.owner.attempt,
+            session=request.ownership.owner.session,
+            attempt=request.ownership.owner.attempt,
             router_id=request.ownership.router_id,
             secret=request.ownership.secret,
             reservation=reservation,
@@ -271,48 +270,48 @@ class RoomFinder:
                 get_logger().warning(
                     "abort_failed",
                     request_id=request.request_id,
-                    attempt=request.owner.attempt,
+                    attempt=request.ownership.owner.attempt,
                     decode_instance_id=target.record.instance_id,
                     reason=str(error_of(error)),
                 )
 
-    def _take_answers(self, seeking: RoomSeeker) -> Room | None:
-        request = seeking.request
-        for instance_id, question in list(seeking.questions.items()):
-            if not question.answer.done():
+    def _take_answers(self, placement: Placement) -> Room | None:
+        request = placement.request
+        for instance_id, call in list(placement.calls.items()):
+            if not call.answer.done():
                 continue
-            match question.answer.result():
+            match call.answer.result():
                 case Room() as room:
-                    del seeking.questions[instance_id]
-                    self.give_up(seeking)
+                    del placement.calls[instance_id]
+                    self.give_up(placement)
                     self._metrics.placements.labels("reserved").inc()
                     return room
-                case StaleAttempt() | RequestAlreadyExists() if question.owner < request.owner:
+                case StaleAttempt() | RequestAlreadyExists() if call.owner < request.ownership.owner:
                     # It knew the new owner, who has attached the request since and may ask it.
-                    self._forget(seeking, instance_id)
+                    self._forget(placement, instance_id)
                 case StaleAttempt() | RequestAlreadyExists() as error:
                     raise error
                 case InvalidArgument() | LayoutMismatch() as error:
-                    self._forget(seeking, instance_id)
-                    seeking.unfit[instance_id] = error
+                    self._forget(placement, instance_id)
+                    placement.unfit[instance_id] = error
                 case NoCapacity() as error:
-                    self._forget(seeking, instance_id)
+                    self._forget(placement, instance_id)
                     self._metrics.placements.labels("no_room").inc()
                     self._search.rest(instance_id, time.monotonic() + bounded_retry_s(error.retry_after_s))
                 case KaveriError() as error:
                     # It may have reserved nevertheless.
-                    self._drop(seeking, instance_id)
-                    self.failed_there(request, question.target, "unavailable", str(error))
+                    self._drop(placement, instance_id)
+                    self.failed_there(request, call.target, "unavailable", str(error))
                 case error:
                     raise error
         return None
 
-    def _forget(self, seeking: RoomSeeker, instance_id: str) -> None:
-        del seeking.questions[instance_id]
-        self._search.forget(seeking.request.key, instance_id)
+    def _forget(self, placement: Placement, instance_id: str) -> None:
+        del placement.calls[instance_id]
+        self._search.forget(placement.request.engine_request.key, instance_id)
 
-    def _drop(self, seeking: RoomSeeker, instance_id: str) -> None:
+    def _drop(self, placement: Placement, instance_id: str) -> None:
         """Cancel a call, and give back the room that it may have got."""
-        question = seeking.questions.pop(instance_id)
-        question.answer.cancel()
-        self.give_back(seeking.request, question.target)
+        call = placement.calls.pop(instance_id)
+        call.answer.cancel()
+        self.give_back(placement.request, call.target)

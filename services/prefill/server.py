@@ -1,6 +1,6 @@
 """PrefillService over gRPC, and reports as messages: domain values and back, nothing else."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from grpc import aio
@@ -61,33 +61,28 @@ class PrefillServer(PrefillServiceServicer):
 
 def reports_of(news: PromptNews) -> Iterator[prefill_pb2.PrefillReport]:
     """Pack news into as few reports as possible: at most one entry of each kind in a report."""
-    report, kinds = _report(news), set[type[Progress]]()
-    for progress in _in_parts(news.progress):
-        if type(progress) in kinds:
-            yield report
-            report, kinds = _report(news), set()
-        kinds.add(type(progress))
-        _fill(report, progress)
+    owner, kinds = news.owner, set[type[Progress]]()
+    report = prefill_pb2.PrefillReport(request_id=news.request_id, session=owner.session, attempt=owner.attempt)
+    for entry in news.progress:
+        for progress in _parts(entry) if isinstance(entry, PromptScored) else (entry,):
+            if type(progress) in kinds:
+                yield report
+                report = prefill_pb2.PrefillReport(
+                    request_id=news.request_id, session=owner.session, attempt=owner.attempt
+                )
+                kinds.clear()
+            kinds.add(type(progress))
+            _fill(report, progress)
     if news.ended:
         report.ended.error = b"" if news.error is None else error_to_bytes(news.error)
     if kinds or news.ended:
         yield report
 
 
-def _report(news: PromptNews) -> prefill_pb2.PrefillReport:
-    owner = news.owner
-    return prefill_pb2.PrefillReport(request_id=news.request_id, session=owner.session, attempt=owner.attempt)
-
-
-def _in_parts(reported: Iterable[Progress]) -> Iterator[Progress]:
-    """Split long prompt reports, so that no single message blocks the event loop for long."""
-    for progress in reported:
-        if isinstance(progress, PromptScored):
-            for start in range(0, len(progress.entries), _REPORTED_TOGETHER):
-                entries = progress.entries[start : start + _REPORTED_TOGETHER]
-                yield PromptScored(progress.first + start, entries)
-        else:
-            yield progress
+def _parts(scored: PromptScored) -> Iterator[PromptScored]:
+    """Split a long report on a prompt, so that no single message blocks the event loop for long."""
+    for start in range(0, len(scored.entries), _REPORTED_TOGETHER):
+        yield PromptScored(scored.first + start, scored.entries[start : start + _REPORTED_TOGETHER])
 
 
 def _fill(report: prefill_pb2.PrefillReport, progress: Progress) -> None:

@@ -7,7 +7,7 @@ from grpc import aio
 
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError
-from kaveri.hosting.read_limit import ReadLimit
+from kaveri.hosting.read_limit import read_limit
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import trace_fields
 from kaveri.text.answer import AnswerPart
@@ -43,7 +43,7 @@ async def write_answer(
     if not (isinstance(entry.state, Ended) or answer.has_output):
         # Before the first token: a gRPC client starts to read messages only after it has received the metadata.
         await context.send_initial_metadata(())
-    async with ReadLimit(slow_reader_s) as limit:
+    async with read_limit(slow_reader_s) as writes:
         while True:
             await entry.wait_for_output()
             outcome = entry.state.outcome if isinstance(entry.state, Ended) else None
@@ -82,9 +82,9 @@ async def write_answer(
                 response.interrupted = ended and isinstance(error, Interrupted)
             if ended and error is None:
                 _complete(entry, response)
-            limit.begin()
+            writes.ticks = 0
             await context.write(response)
-            limit.end()
+            writes.ticks = None
             if ended and error is not None:
                 raise error
             if ended:

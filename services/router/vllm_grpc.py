@@ -17,7 +17,7 @@ from smg_grpc_proto import vllm_engine_pb2
 from kaveri.domain.sampling import FinishReason
 from kaveri.domain.view import ClusterView, Phase
 from kaveri.errors import InvalidArgument, KaveriError, RequestAlreadyExists, SlowReader, Unsupported
-from kaveri.hosting.read_limit import ReadLimit
+from kaveri.hosting.read_limit import read_limit
 from kaveri.hosting.vllm_grpc import (
     SERVICE_NAME,
     AnswerMessages,
@@ -222,11 +222,11 @@ class VllmEngineServicer:
     async def GetTokenizer(self, request: Any, context: ServicerContext) -> None:  # noqa: N802
         files = await self._model_files()
         try:
-            async with ReadLimit(self._router.config.slow_reader_s) as limit:
+            async with read_limit(self._router.config.slow_reader_s) as writes:
                 for chunk in tokenizer_chunks(files):
-                    limit.begin()
+                    writes.ticks = 0
                     await context.write(chunk)
-                    limit.end()
+                    writes.ticks = None
         except Unsupported as error:
             await abort(context, error)
         except SlowReader as error:

@@ -72,8 +72,8 @@ class RunningInstance:
     def service(self) -> Any:
         """What serves its only phase."""
         phases = self.host._phases
-        (phase,) = phases._ordered
-        return phases._services[phase]
+        (phase,) = phases.ordered
+        return phases.services[phase]
 
     @property
     def held_blocks(self) -> int:

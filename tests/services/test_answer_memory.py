@@ -59,7 +59,7 @@ def test_a_router_holds_the_tokens_that_its_client_has_taken_without_an_object_f
 
 
 def test_a_decode_instance_holds_the_tokens_of_an_answer_without_an_object_for_each() -> None:
-    log = AnswerLog.drawn_here(0)
+    log = AnswerLog(0, 0)
     before = referents([log])
     for index in range(TOKENS):
         log.gain(TokenStep(EngineKey("a", 1), index, 300 + index, None, None), None)

@@ -114,7 +114,7 @@ async def test_a_decode_instance_does_not_take_one_prefill_instances_request_for
     decode, _, stub = await let_it_decode(cluster)
     by_another = attachment_to_proto(replace(RIGHT, placed_by="another"))
     assert isinstance(await refusal(stub.Attach(by_another, timeout=60)), RequestNotFound)
-    (there,) = decode.service._requests
+    (there,) = decode.service.owners.by_serial.values()
     attached = await stub.Attach(attachment_to_proto(replace(RIGHT, placed_by=there.placed_by)), timeout=60)
     assert there.placed_by
     assert attached.attached.max_tokens == 120

@@ -1,14 +1,11 @@
 """Requests through prefill and decode servers: exact tokens, waiting for room, attempts, drain, failures."""
 
 import asyncio
-import random
 from typing import Any
 
 import grpc
 import pytest
 
-from kaveri.policy.admission import AdmissionPolicy
-from kaveri.policy.placement import DecodePlacementPolicy
 from kaveri.v1 import predictor_pb2
 from tests.services.conftest import OVER_EACH_TRANSPORT, TIGHT, eventually
 from tests.services.prompts import prompt
@@ -31,32 +28,6 @@ async def test_a_request_is_prefilled_pushed_and_decoded_with_exact_tokens(clust
     last = router.last["a", 1]
     assert last.timing.decode_s > 0
     assert router.incarnations["decode-0"] > 0
-    await cluster.all_free()
-
-
-@OVER_EACH_TRANSPORT
-async def test_many_requests_over_two_and_two_instances_keep_their_tokens_apart(cluster: Any) -> None:
-    # Pools of 12 blocks: most requests wait for room, and some are preempted.
-    prefills = [await cluster.prefill(f"prefill-{number}", chunk_tokens=32, **TIGHT) for number in range(2)]
-    for number in range(2):
-        await cluster.decode(f"decode-{number}", **TIGHT)
-    router = await cluster.router()
-    seed = 7
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    sizes = {f"r{number}": (rng.randrange(1, 90), rng.randrange(1, 60)) for number in range(40)}
-    prompts = {name: prompt(index, sizes[name][0]) for index, name in enumerate(sizes)}
-    calls = {
-        name: router.prefill(prefills[index % 2], name, prompts[name], max_tokens=sizes[name][1], timeout_s=60.0)
-        for index, name in enumerate(sizes)
-    }
-    for name, call in calls.items():
-        assert await router.answer(call, name) == cluster.expected(prompts[name], sizes[name][1]), name
-    assert router.duplicates == 0
-    assert {call.get("placed").decode_instance_id for call in calls.values() if call.seen("placed")} == {
-        "decode-0",
-        "decode-1",
-    }
     await cluster.all_free()
 
 
@@ -202,49 +173,7 @@ async def test_a_broken_engine_fails_its_requests_and_ends_the_instance(cluster:
         await prefilling.ended()
 
 
-@pytest.mark.parametrize(("policy", "preempts"), [("greedy", True), ("reserve-static", False)])
-async def test_reserve_static_holds_a_landed_request_back_where_greedy_preempts(
-    cluster: Any, policy: str, preempts: bool
-) -> None:
-    prefill = await cluster.prefill(**TIGHT)
-    # Slow enough that the second one lands while the first one runs.
-    decode = await cluster.decode(decode_policy=AdmissionPolicy(policy), fake_step_s=0.005, **TIGHT)
-    router = await cluster.router()
-    # Each ends with 130 tokens in 9 of the 12 blocks.
-    prompts = {name: prompt(seed, 30) for seed, name in enumerate("ab")}
-    calls = {}
-    for name, token_ids in prompts.items():
-        calls[name] = router.prefill(prefill, name, token_ids, max_tokens=100, ignore_eos=True)
-        await eventually(lambda name=name: calls[name].seen("handed_over"), f"{name} is handed over")
-    running, waiting = (2, 0) if preempts else (1, 1)
-    await eventually(
-        lambda: (decode.load().running_requests, decode.load().waiting_requests) == (running, waiting),
-        f"{running} run and {waiting} wait",
-    )
-    for name, call in calls.items():
-        assert await router.answer(call, name) == cluster.expected(prompts[name], 100), name
-    preemptions = sum(router.last[name, 1].timing.preemptions for name in prompts)
-    assert (preemptions > 0) == preempts
-
-
 async def test_a_prediction_that_is_no_range_is_refused(cluster: Any) -> None:
     decode = await cluster.decode()
     with refuses(grpc.StatusCode.INVALID_ARGUMENT, "predicted_length"):
         await decode.reserve("a", 1, predicted_length=predictor_pb2.PredictedLength(low=5, high=5))
-
-
-async def test_heavy_light_spreads_heavy_requests_over_the_instances(cluster: Any) -> None:
-    prefill = await cluster.prefill(decode_placement=DecodePlacementPolicy.HEAVY_LIGHT, heavy_output_tokens=50)
-    decodes = [
-        await cluster.decode(f"decode-{number}", heavy_output_tokens=50, fake_step_s=0.01) for number in range(2)
-    ]
-    router = await cluster.router()
-    calls = []
-    for number in range(2):
-        calls.append(router.prefill(prefill, f"r{number}", prompt(number, 8), max_tokens=200, ignore_eos=True))
-        await eventually(lambda: calls[-1].seen("handed_over"), f"r{number} is handed over")
-    loads = [decode.load() for decode in decodes]
-    assert [(load.heavy_requests, load.light_requests) for load in loads] == [(1, 0), (1, 0)]
-    for number, call in enumerate(calls):
-        assert await router.answer(call, f"r{number}") == cluster.expected(prompt(number, 8), 200)
-    assert sorted(call.get("placed").decode_instance_id for call in calls) == ["decode-0", "decode-1"]

@@ -54,7 +54,7 @@ async def test_a_router_hears_when_its_request_is_lost_to_a_newer_owner_elsewher
     """It would wait for tokens without end if it were the newest owner after all."""
     _, decode, router, _ = await begin()
     (request,) = decode.service.landed()
-    decode.service.lose(request, request.owner.stale("a", newer))
+    decode.service.lose(request, request.ownership.owner.stale("a", newer))
     await eventually(lambda: router.finished("a"), "the router hears of it")
     assert router.last["a", 1].error
     # Another session has it: then this router must not place it again.

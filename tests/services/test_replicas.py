@@ -253,7 +253,7 @@ async def test_only_a_few_requests_of_a_draining_owner_stand_still_at_once(
         await router.prefill(prefill, name, prompt(number, 20), 450).ended()
     asked: list[Any] = []
     monkeypatch.setattr(owner.engine, "release", lambda key, timeout_s: asked.append(key))
-    here = [name for name in names if owner.service._instance._requests.by_request_id(name) is not None]
+    here = [name for name in names if name in owner.service._instance.owners.by_id]
     owner.service.drain()
     await eventually(lambda: len(asked) >= min(2, len(here)), "some are let go")
     await eventually(lambda: owner.metric("kaveri_replicas_owned") == len(here), "all have copies")

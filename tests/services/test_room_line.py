@@ -201,7 +201,7 @@ async def test_a_full_line_refuses_the_next_request(
     cluster: Any, waiters: Waiters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = await small_decode(cluster)
-    monkeypatch.setattr(decode.service._room.line, "_max_waiting", 2)
+    monkeypatch.setattr(decode.service._room, "_max_waiting", 2)
     await cluster.router()
     await decode.reserve("taken", 79)
     for name in ("a", "b"):

@@ -63,28 +63,6 @@ async def test_transformers_draws_the_same_tokens_behind_a_mapped_push(cluster: 
 
 
 @over_each_transport
-async def test_like_and_unlike_decode_instances_are_pushed_to_side_by_side(cluster: Any) -> None:
-    prefills = [await cluster.prefill(f"prefill-{number}", block_tokens=size) for number, size in enumerate((16, 32))]
-    for number, size in enumerate((16, 32, 128)):
-        await cluster.decode(f"decode-{number}", block_tokens=size)
-    router = await cluster.router()
-    prompts = {f"r{number}": prompt(number, 1 + 13 * number) for number in range(24)}
-    calls = {
-        name: router.prefill(prefills[number % 2], name, token_ids, max_tokens=8)
-        for number, (name, token_ids) in enumerate(prompts.items())
-    }
-    for name, call in calls.items():
-        assert await router.answer(call, name) == FakeModel().answer(prompts[name], 0, 8), name
-    used = {call.get("placed").decode_instance_id for call in calls.values()}
-    assert used == {"decode-0", "decode-1", "decode-2"}
-    mapped = {name: call.get("handed_over").kv_transport.endswith("mapped") for name, call in calls.items()}
-    like = {0: "decode-0", 1: "decode-1"}
-    for number, (name, call) in enumerate(calls.items()):
-        assert mapped[name] == (call.get("placed").decode_instance_id != like[number % 2])
-    await cluster.all_free()
-
-
-@over_each_transport
 async def test_a_request_that_is_given_up_while_it_is_mapped_leaves_nothing_behind(cluster: Any) -> None:
     prefill = await cluster.prefill(block_tokens=32, chunk_tokens=32, fake_step_s=0.01)
     decode = await cluster.decode(block_tokens=16)

@@ -6,12 +6,12 @@ import time
 import pytest
 
 from kaveri.errors import SlowReader
-from kaveri.hosting.read_limit import ReadLimit
+from kaveri.hosting.read_limit import read_limit
 
 
 async def write_for_ever(limit_s: float) -> None:
-    async with ReadLimit(limit_s) as limit:
-        limit.begin()
+    async with read_limit(limit_s) as writes:
+        writes.ticks = 0
         await asyncio.Event().wait()
 
 
@@ -22,21 +22,21 @@ async def test_a_write_that_nobody_reads_ends_with_the_limit() -> None:
 
 
 async def test_time_in_which_the_event_loop_stands_still_does_not_count() -> None:
-    async with ReadLimit(0.1) as limit:
-        limit.begin()
+    async with read_limit(0.1) as writes:
+        writes.ticks = 0
         for _ in range(5):
             time.sleep(0.2)  # noqa: ASYNC251 - it is to stand still
             await asyncio.sleep(0)
-        limit.end()
+        writes.ticks = None
         await asyncio.sleep(0)
 
 
 async def test_each_write_has_the_whole_limit() -> None:
     ticks = 0
-    async with ReadLimit(0.1) as limit:
+    async with read_limit(0.1) as writes:
         while ticks < 50:
-            limit.begin()
+            writes.ticks = 0
             # Half of the limit, if the loop runs.
             await asyncio.sleep(0.05)
-            limit.end()
+            writes.ticks = None
             ticks += 5

@@ -11,29 +11,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, Phase, Role, ViewedInstance
+from kaveri.domain.view import InstanceStatus, ViewedInstance
 from kaveri.policy import placement as candidates_module
 from kaveri.policy.placement import Candidates
 from tests.library.policy.reference_choices import Distribution, any_of, better_of_two, candidates_of
+from tests.library.policy.views import DECODE, instance
 
 _MOST_RUNS = 200_000
 
 
 def _instance(number: int, load: int, takes: bool, wanted: bool) -> InstanceStatus:
-    record = InstanceRecord(f"i{number:03}", 1, Role.ENGINE, "h:1", "tiny", phases=(Phase.DECODE,))
-    return InstanceStatus(record, InstanceLoad(running_requests=load, free_blocks=takes, light_requests=wanted))
+    return instance(f"i{number:03}", DECODE, running_requests=load, free_blocks=takes, light_requests=wanted)
 
 
-def _load(instance: ViewedInstance) -> tuple[float, ...]:
-    return (instance.load.running_requests,)
+def _load(viewed: ViewedInstance) -> tuple[float, ...]:
+    return (viewed.load.running_requests,)
 
 
-def _takes(instance: ViewedInstance) -> bool:
-    return instance.load.free_blocks > 0
+def _takes(viewed: ViewedInstance) -> bool:
+    return viewed.load.free_blocks > 0
 
 
-def _wanted(instance: ViewedInstance) -> bool:
-    return _takes(instance) and instance.load.light_requests > 0
+def _wanted(viewed: ViewedInstance) -> bool:
+    return _takes(viewed) and viewed.load.light_requests > 0
 
 
 class _EveryDraw(random.Random):
@@ -98,7 +98,7 @@ def test_small_clusters_have_exactly_the_probabilities_of_looking_at_all(
     ready, avoid = cluster
     drawing = Candidates(ready, _takes, avoid)
     everyone = candidates_of(ready, _takes, avoid)
-    wanted = [instance for instance in everyone if _wanted(instance)] or everyone
+    wanted = [each for each in everyone if _wanted(each)] or everyone
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(candidates_module, "_MOST_DRAWS", most_draws)
         assert _distribution(drawing.any, len(ready)) == any_of(everyone)

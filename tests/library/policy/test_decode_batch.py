@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kaveri.domain.length import RangeEnd, TokenRange
 from kaveri.policy import admission
 from kaveri.policy.admission import AdmissionPolicy, DecodeBatch, expected_answer, member_of
-from kaveri.policy.decode_room import DecodeRoom, FreeRoom, RequestCounts
+from kaveri.policy.decode_room import DecodeRoom, FreeRoom
 from kaveri.policy.growth import BatchMember
 
 SIZE = 16
@@ -121,13 +121,13 @@ def test_shown_room_is_room_that_a_request_gets(policy: AdmissionPolicy, free: i
         landed(room.batch, number, BatchMember(SIZE, answer))
         room.batch.admit(number)
     now = FreeRoom(free, 0, room.batch.running_count)
-    load = room.load(now, 0, RequestCounts(len(answers), 0, len(answers)), 0.0)
+    load = room.load(now, len(answers), 0.0)
     assert load.waiting_requests == 0
     if load.free_blocks:
-        room.line.join("a", load.free_blocks, 1)
+        room.join("a", load.free_blocks, 1)
         assert room.next_to_ask(now, 0.0) == "a"
-        room.line.leave("a")
-    room.line.join("b", load.free_blocks + 1, 1)
+        room.leave_line("a")
+    room.join("b", load.free_blocks + 1, 1)
     assert room.next_to_ask(now, 0.0) is None
     assert room.refusal(now, 0.0).role == "decode"
 
@@ -138,13 +138,13 @@ def test_blocks_of_requests_whose_end_is_not_known_yet_go_to_no_new_request() ->
     landed(room.batch, 1, BatchMember(SIZE, 1))
     room.batch.admit(1)
     landed(room.batch, 2, BatchMember(SIZE, 8 * SIZE))
-    room.line.join("new", 4, 1)
+    room.join("new", 4, 1)
     ended_in_the_engine = FreeRoom(free_blocks=10, quarantined_blocks=0, running_requests=0)
     assert room.next_to_ask(ended_in_the_engine, 0.0) is None
-    assert room.load(ended_in_the_engine, 0, RequestCounts(3, 0, 2), 0.0).free_blocks == 0
+    assert room.load(ended_in_the_engine, 3, 0.0).free_blocks == 0
     room.batch.leave(1)
     # Seven are kept for the answer that runs next.
     assert room.next_to_ask(ended_in_the_engine, 0.0) is None
-    room.line.leave("new")
-    room.line.join("small", 3, 1)
+    room.leave_line("new")
+    room.join("small", 3, 1)
     assert room.next_to_ask(ended_in_the_engine, 0.0) == "small"

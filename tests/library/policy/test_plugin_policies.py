@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Phase, Role
-from kaveri.kv.layout.layout import KvLayout
+from kaveri.domain.view import ClusterView, Phase
 from kaveri.policy.admission import DecodeBatch, admitted_count, kept_blocks
 from kaveri.policy.demand import Demand
 from kaveri.policy.growth import BatchGrowth, BatchMember
@@ -25,9 +24,7 @@ from kaveri.policy.plugins import (
 )
 from kaveri.policy.replication import ReplicationMode, choose_holder
 from kaveri.policy.unconfirmed import UnconfirmedWork
-
-MODEL = "tiny"
-LAYOUT = KvLayout("fingerprint", 2, 16, 2, 32, "float32")
+from tests.library.policy.views import LAYOUT, MODEL, instance, view_of
 
 
 class _Unspeakable:
@@ -70,13 +67,8 @@ class _Prompt:
         self.token_count = token_count
 
 
-def _view(phase: Phase, *loads: InstanceLoad) -> ClusterView:
-    records = [
-        InstanceRecord(f"i{number}", 1, Role.ENGINE, "h:1", MODEL, layout=LAYOUT, phases=(phase,))
-        for number in range(len(loads))
-    ]
-    pairs = zip(records, loads, strict=True)
-    return ClusterView({record.instance_id: InstanceStatus(record, load) for record, load in pairs})
+def _view(phase: Phase, *loads: dict[str, int]) -> ClusterView:
+    return view_of(*(instance(f"i{number}", (phase,), layout=LAYOUT, **load) for number, load in enumerate(loads)))
 
 
 def _id(chosen: Any) -> str | None:
@@ -88,11 +80,9 @@ def _chosen_prefill(view: ClusterView, policy: Any, **given: Any) -> str | None:
     return _id(choose_prefill(view, MODEL, unconfirmed, policy, random.Random(7), **given))
 
 
-PREFILLS = _view(Phase.PREFILL, InstanceLoad(), InstanceLoad(queued_prefill_tokens=90), InstanceLoad(queue_room=0))
-DECODES = _view(Phase.DECODE, *(InstanceLoad(free_blocks=blocks, total_blocks=9) for blocks in (9, 9, 2)))
-HOLDERS = _view(
-    Phase.DECODE, *(InstanceLoad(replica_free_bytes=size, replica_total_bytes=99) for size in (99, 99, 99, 1))
-)
+PREFILLS = _view(Phase.PREFILL, {}, {"queued_prefill_tokens": 90}, {"queue_room": 0})
+DECODES = _view(Phase.DECODE, *({"free_blocks": blocks, "total_blocks": 9} for blocks in (9, 9, 2)))
+HOLDERS = _view(Phase.DECODE, *({"replica_free_bytes": size, "replica_total_bytes": 99} for size in (99, 99, 99, 1)))
 
 
 def test_a_plug_in_chooses_among_the_prefill_instances_that_take_the_request() -> None:

@@ -55,13 +55,6 @@ def test_a_predictor_rests_longer_after_each_failure_and_is_then_asked_one_thing
     assert health.may_be_asked(now_s)
 
 
-def test_a_predictor_that_never_comes_back_is_asked_for_ever() -> None:
-    health = PredictorHealth()
-    for now_s in range(2000):
-        health.failed(float(now_s), float(now_s), slip=False)
-    assert health.may_be_asked(2003.0)
-
-
 def test_that_it_stopped_and_that_it_works_again_is_news_once() -> None:
     health = PredictorHealth()
     assert health.succeeded()

@@ -5,16 +5,30 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.policy.decode_room import RoomLine
+from kaveri.policy.admission import AdmissionPolicy, DecodeBatch
+from kaveri.policy.decode_room import DecodeRoom, FreeRoom
 
 POOL = 10
+"""Blocks, of one token each."""
+
+
+def line(**limits: int) -> DecodeRoom:
+    return DecodeRoom(POOL, 1, DecodeBatch(AdmissionPolicy.GREEDY, 1, POOL), **limits)
+
+
+def free(blocks: int, attainable_blocks: int = POOL) -> FreeRoom:
+    return FreeRoom(blocks, POOL - attainable_blocks, 0)
+
+
+def next_to_ask(room: DecodeRoom, blocks: int, attainable_blocks: int = POOL) -> str | None:
+    return room.next_to_ask(free(blocks, attainable_blocks), 0.0)
 
 
 class LineMachine:
     """A pool of blocks with a line in front of it; counts who was overtaken how often."""
 
     def __init__(self, max_overtakes: int) -> None:
-        self.line = RoomLine(max_overtakes)
+        self.line = line(max_overtakes=max_overtakes)
         self.waiting: dict[str, int] = {}
         """Needed blocks, in the order in which the requests came."""
         self.asked: list[str] = []
@@ -31,7 +45,7 @@ class LineMachine:
             self.waiting[request_id] = needed_blocks
 
     def ask_next(self) -> str | None:
-        request_id = self.line.next_to_ask(self.free, POOL)
+        request_id = next_to_ask(self.line, self.free)
         if request_id is not None:
             assert request_id not in self.asked
             self.line.asked(request_id)
@@ -61,7 +75,7 @@ class LineMachine:
         self.holds.pop(request_id, None)
 
     def _leave(self, request_id: str) -> None:
-        self.line.leave(request_id)
+        self.line.leave_line(request_id)
         self.waiting.pop(request_id, None)
         self.overtaken.pop(request_id, None)
 
@@ -87,7 +101,7 @@ def run(machine: LineMachine, actions: list[tuple[str, str, int]], limit: int | 
             machine.end(request_id)
         else:
             machine.answer(action == "granted")
-        assert machine.line.length == len(machine.waiting)
+        assert machine.line.waiting_count == len(machine.waiting)
         if limit is not None:
             assert max(machine.overtaken.values(), default=0) <= limit
 
@@ -125,7 +139,7 @@ def test_room_that_fits_a_waiting_request_is_idle_only_for_one_that_was_overtake
     while machine.ask_next() is not None:
         pass
     fits = [r for r, needed in machine.waiting.items() if needed <= machine.free and r not in machine.asked]
-    assert not fits or not machine.line.is_open(POOL)
+    assert not fits or not machine.line.is_open(free(0))
 
 
 def test_small_requests_overtake_a_large_one_until_the_limit_and_go_on_behind_it() -> None:
@@ -135,78 +149,78 @@ def test_small_requests_overtake_a_large_one_until_the_limit_and_go_on_behind_it
     for number in range(4):
         machine.join(f"small {number}", 1)
     assert [machine.ask_next() for _ in range(3)] == ["small 0", "small 1", None]
-    assert not machine.line.is_open(POOL)
+    assert not machine.line.is_open(free(0))
     machine.answer(granted=True)
     machine.answer(granted=True)
     for request_id in ("taken", "small 0"):
         machine.end(request_id)
     assert [machine.ask_next() for _ in range(3)] == ["large", "small 2", None]
-    assert machine.line.is_open(POOL)
+    assert machine.line.is_open(free(0))
 
 
 def test_a_request_that_the_engine_refused_keeps_its_place() -> None:
-    line = RoomLine()
-    line.join("a", 2, 1)
-    line.join("b", 2, 1)
-    line.asked("a")
-    assert line.next_to_ask(2, POOL) == "b"
-    line.refused("a")
-    assert line.next_to_ask(2, POOL) == "a"
+    room = line()
+    room.join("a", 2, 1)
+    room.join("b", 2, 1)
+    room.asked("a")
+    assert next_to_ask(room, 2) == "b"
+    room.refused("a")
+    assert next_to_ask(room, 2) == "a"
 
 
 def test_a_request_that_the_engine_refused_has_overtaken_no_other() -> None:
-    line = RoomLine(max_overtakes=1)
-    line.join("large", 8, 1)
-    line.join("small", 1, 1)
+    room = line(max_overtakes=1)
+    room.join("large", 8, 1)
+    room.join("small", 1, 1)
     for _ in range(3):
-        assert line.next_to_ask(2, POOL) == "small"
-        line.asked("small")
-        assert not line.is_open(POOL)
-        line.refused("small")
-        assert line.is_open(POOL)
+        assert next_to_ask(room, 2) == "small"
+        room.asked("small")
+        assert not room.is_open(free(0))
+        room.refused("small")
+        assert room.is_open(free(0))
 
 
 def test_a_request_that_asks_again_can_take_its_former_place_over() -> None:
-    line = RoomLine(max_overtakes=1)
+    room = line(max_overtakes=1)
     for request_id in "ab":
-        line.join(request_id, 2, 1)
-    line.join("c", 1, 1)
-    line.asked("c")
-    assert line.leave("c") is not None
-    line.join("a", 2, 1, line.leave("a"))
-    assert not line.is_open(POOL), "its overtakings count on"
-    assert line.next_to_ask(2, POOL) == "a"
-    line.join("a", 2, 1, (line.leave("a"), None)[1])
-    assert line.next_to_ask(2, POOL) == "b", "without the place it is the last"
+        room.join(request_id, 2, 1)
+    room.join("c", 1, 1)
+    room.asked("c")
+    assert room.leave_line("c") is not None
+    room.join("a", 2, 1, room.leave_line("a"))
+    assert not room.is_open(free(0)), "its overtakings count on"
+    assert next_to_ask(room, 2) == "a"
+    room.join("a", 2, 1, (room.leave_line("a"), None)[1])
+    assert next_to_ask(room, 2) == "b", "without the place it is the last"
 
 
 def test_a_request_that_waits_for_quarantined_blocks_holds_no_other_up() -> None:
-    line = RoomLine(max_overtakes=1)
-    line.join("large", 8, 1)
+    room = line(max_overtakes=1)
+    room.join("large", 8, 1)
     for request_id in "abc":
-        line.join(request_id, 1, 1)
-        assert line.next_to_ask(2, attainable_blocks=7) == request_id
-        line.asked(request_id)
-        line.leave(request_id)
-    assert line.is_open(7)
-    assert not line.is_open(8), "the blocks are out of quarantine"
-    line.join("d", 1, 1)
-    assert line.next_to_ask(2, attainable_blocks=8) is None
-    assert line.next_to_ask(8, attainable_blocks=8) == "large"
+        room.join(request_id, 1, 1)
+        assert next_to_ask(room, 2, 7) == request_id
+        room.asked(request_id)
+        room.leave_line(request_id)
+    assert room.is_open(free(0, 7))
+    assert not room.is_open(free(0, 8)), "the blocks are out of quarantine"
+    room.join("d", 1, 1)
+    assert next_to_ask(room, 2, 8) is None
+    assert next_to_ask(room, 8, 8) == "large"
 
 
 def test_a_line_has_limits_of_requests_and_of_tokens() -> None:
-    by_count = RoomLine(max_waiting=2)
-    by_tokens = RoomLine(max_waiting_tokens=100)
+    by_count = line(max_waiting=2)
+    by_tokens = line(max_waiting_tokens=100)
     over = []
     for number in range(3):
         by_count.join(f"r{number}", 1, 90)
         by_tokens.join(f"r{number}", 1, 40)
         over.append((by_count.is_over_limit(), by_tokens.is_over_limit()))
     assert over == [(False, False), (False, False), (True, True)]
-    for line in (by_count, by_tokens):
-        line.leave("r1")
-        assert not line.is_over_limit()
-    alone = RoomLine(max_waiting_tokens=100)
+    for room in (by_count, by_tokens):
+        room.leave_line("r1")
+        assert not room.is_over_limit()
+    alone = line(max_waiting_tokens=100)
     alone.join("r", 1, 1000)
     assert not alone.is_over_limit()

@@ -3,9 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, Phase, Role
+from kaveri.domain.view import InstanceStatus
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from tests.library.policy.reference_choices import PlainUnconfirmedWork
+from tests.library.policy.views import DECODE, instance
 
 _IDS = ("i0", "i1")
 _KEYS = ("a", "b", "c", "d")
@@ -19,8 +20,7 @@ _STEPS = st.one_of(
 
 
 def _status(instance_id: str, life: int, heartbeat: int) -> InstanceStatus:
-    record = InstanceRecord(instance_id, life, Role.ENGINE, "h:1", "tiny", phases=(Phase.DECODE,))
-    return InstanceStatus(record, InstanceLoad(sequence_number=heartbeat))
+    return instance(instance_id, DECODE, incarnation=life, sequence_number=heartbeat)
 
 
 @given(st.lists(_STEPS, max_size=40))

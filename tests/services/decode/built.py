@@ -15,7 +15,7 @@ from kaveri.policy.growth import BatchMember
 from services.decode.lifecycle import InLine, RequestTimes, State
 from services.decode.metrics import DecodeMetrics
 from services.decode.owners import RequestOwners
-from services.decode.requests import DecodeRequest, GainedTokens, gained_of
+from services.decode.requests import AnswerLog, DecodeRequest, GainedTokens
 
 WAIT_S = 60.0
 PROMPT = tuple(range(1, 11))
@@ -27,7 +27,8 @@ def built_request(
     request_id: str = "r", ownership: Ownership = ROUTERS, state: State | None = None, **params: Any
 ) -> DecodeRequest:
     engine_request = EngineRequest(EngineKey(request_id, next(SERIALS)), PROMPT, 0, ResolvedParams(**params))
-    return DecodeRequest(engine_request, ownership, 0.0, 60.0, BatchMember(10), state or InLine(stays=False))
+    state, log = state or InLine(stays=False), AnswerLog(1, 1)
+    return DecodeRequest(request_id, engine_request, ownership, 0.0, 60.0, BatchMember(10), state, log)
 
 
 def built_owners(
@@ -35,12 +36,12 @@ def built_owners(
 ) -> RequestOwners:
     owners = RequestOwners(grace_s, gone, DecodeMetrics(CollectorRegistry()), None, RouterFeeds(grace_s))
     for request in requests:
-        owners.requests.add(request)
+        owners.add(request)
     return owners
 
 
 def token(request: DecodeRequest, index: int, finish: FinishReason | None = None) -> TokenStep:
-    return TokenStep(request.key, index, 100 + index, None, finish)
+    return TokenStep(request.engine_request.key, index, 100 + index, None, finish)
 
 
 def gain(owners: RequestOwners, request: DecodeRequest, index: int, finish: FinishReason | None = None) -> None:
@@ -51,4 +52,6 @@ def gain(owners: RequestOwners, request: DecodeRequest, index: int, finish: Fini
 async def next_batch(feed: RouterFeed, beat_s: float = 2 * WAIT_S) -> list[GainedTokens]:
     """The next message to the feed's router."""
     news = await asyncio.wait_for(feed.take(beat_s), WAIT_S)
-    return [gained_of(each) for each in news]  # type: ignore[arg-type]
+    requests: list[Any] = [each for each in news if isinstance(each, DecodeRequest)]
+    taken = {each: each.log.take(each.request_id, each.ownership.owner, each.reader is not None) for each in requests}
+    return [taken.get(each, each) for each in news]

@@ -14,7 +14,7 @@ OWNER = Owner(0, 1)
 
 
 def test_news_of_a_copy_are_sent_once_and_again_to_a_router_that_attaches() -> None:
-    log = AnswerLog.drawn_here(1)
+    log = AnswerLog(1, 1)
     assert log.take("r", OWNER).replica is None
     log.note_replica(ReplicaLocation("d1", 1, 16))
     log.note_replica(ReplicaLocation("d1", 1, 32))
@@ -25,7 +25,7 @@ def test_news_of_a_copy_are_sent_once_and_again_to_a_router_that_attaches() -> N
 
 
 def test_no_copy_is_named_of_a_request_that_has_ended() -> None:
-    log = AnswerLog.drawn_here(0)
+    log = AnswerLog(0, 0)
     log.note_replica(ReplicaLocation("d1", 1, 16))
     log.gain(TokenStep(EngineKey("r", 1), 0, 42, None, FinishReason.LENGTH), None)
     log.send_from(0)
@@ -34,7 +34,7 @@ def test_no_copy_is_named_of_a_request_that_has_ended() -> None:
 
 
 def test_the_copy_of_a_moved_request_is_named_with_its_end() -> None:
-    log = AnswerLog.drawn_here(0)
+    log = AnswerLog(0, 0)
     log.note_replica(ReplicaLocation("d1", 1, 16))
     log.take("r", OWNER)
     log.note_replica(ReplicaLocation("d1", 1, 21))
@@ -47,7 +47,7 @@ def test_the_copy_of_a_moved_request_is_named_with_its_end() -> None:
 
 
 def test_a_resumed_request_draws_its_next_token_here() -> None:
-    log = AnswerLog.drawn_here(5)
+    log = AnswerLog(5, 5)
     log.gain(TokenStep(EngineKey("r", 1), 5, 42, None, None), None)
     gained = log.take("r", OWNER)
     assert (gained.index, gained.token_ids) == (5, [42])

@@ -47,7 +47,7 @@ class AnswerReadHere:
 
     def add(self, request_id: str) -> DecodeRequest:
         request = built_request(request_id, Ownership(Owner(2, 1), ROUTER, SECRET), **self.params)
-        self.owners.requests.add(request)
+        self.owners.add(request)
         return request
 
     async def ask(self, **changes: Any) -> None:
@@ -57,7 +57,9 @@ class AnswerReadHere:
     def draw(self, index: int, finish: FinishReason | None = None, request: DecodeRequest | None = None) -> None:
         times = RequestTimes(0.1, 0.2, 0) if finish is not None else None
         request = request or self.request
-        self.owners.gain(request, TokenStep(request.key, index, FIRST + index % 100, None, finish), times)
+        self.owners.gain(
+            request, TokenStep(request.engine_request.key, index, FIRST + index % 100, None, finish), times
+        )
 
     async def parts(self, stream: CallerStream) -> list[ReadPart]:
         return await asyncio.wait_for(self.readers.next_parts(stream, 0.01), WAIT_S)

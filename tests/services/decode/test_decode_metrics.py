@@ -8,8 +8,8 @@ from services.decode.metrics import DecodeMetrics
 def test_steps_whose_tokens_come_together_count_as_equally_long() -> None:
     registry = CollectorRegistry()
     metrics = DecodeMetrics(registry)
-    metrics.count_steps([4], 1.0, 4)
-    metrics.count_steps([4, 3], 1.2, 3)
+    metrics.steps.count([4], 1.0, 4)
+    metrics.steps.count([4, 3], 1.2, 3)
 
     def value(name: str, **labels: str) -> object:
         return registry.get_sample_value(f"kaveri_decode_{name}", labels or None)

@@ -45,7 +45,6 @@ from services.decode.lifecycle import (
     Running,
     State,
     TellRouter,
-    TurnedAway,
     step,
 )
 
@@ -66,7 +65,6 @@ EVENTS: tuple[Event, ...] = (
     RoomGranted(TICKET),
     RoomRefused(FULL),
     RoomRefused(EngineError("stopped")),
-    TurnedAway(FULL),
     BareEvent.ADOPTED,
     KvLanded(1),
     KvNotLanded("expired"),
@@ -78,9 +76,8 @@ EVENTS: tuple[Event, ...] = (
 )
 POSSIBLE: dict[BareEvent | type[Event], set[type[State]]] = {
     BareEvent.ROOM_ASKED: {InLine},
-    TurnedAway: {InLine},
     RoomGranted: {Reserving},
-    RoomRefused: {Reserving},
+    RoomRefused: {InLine, Reserving},
     BareEvent.ADOPTED: {Reserving},
     KvLanded: {Reserved},
     KvNotLanded: {Reserving, Reserved},

@@ -27,10 +27,10 @@ def owners() -> RequestOwners:
 def add(owners: RequestOwners, state: State | None = None) -> DecodeRequest:
     """A request of the present owner that has drawn five tokens behind prefill's, and sent them."""
     request = built_request("r", PRESENT, state or Running(0.0), max_tokens=20)
-    owners.requests.add(request)
+    owners.add(request)
     for index in range(1, 6):
         request.log.gain(token(request, index), None)
-    request.log.take("r", request.owner)
+    request.log.take("r", request.ownership.owner)
     return request
 
 

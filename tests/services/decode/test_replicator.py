@@ -18,7 +18,7 @@ from services.decode.copying import Copied, Holder, Moving
 from services.decode.lifecycle import DecodeOutcome, Ready, Released, Running
 from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.replicator import Replicator, _Owned
-from services.decode.requests import DecodeRequest
+from services.decode.requests import AnswerLog, DecodeRequest
 
 KEY = EngineKey("r", 1)
 HOLDER = Holder("d1", 1, "127.0.0.1:1", 3)
@@ -64,7 +64,9 @@ class Bench:
         monkeypatch.setattr(self.replicator, "_close", close)
         engine_request = EngineRequest(KEY, (1, 2, 3), 0, ResolvedParams(max_tokens=20, seed=0))
         ownership = Ownership(Owner(0, 1), "router-0", bytes(16))
-        self.request = DecodeRequest(engine_request, ownership, 0.0, 60.0, BatchMember(3, 20), Ready(0.0))
+        self.request = DecodeRequest(
+            "r", engine_request, ownership, 0.0, 60.0, BatchMember(3, 20), Ready(0.0), AnswerLog(1, 1)
+        )
         self.replicator._owned[KEY] = _Owned(self.request, Moving(HOLDER, 0, 0), ownership)
 
     async def look(self) -> None:

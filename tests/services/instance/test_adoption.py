@@ -1,17 +1,18 @@
 """The hand-over to the decode side of the same instance, without an engine."""
 
 import asyncio
-from types import SimpleNamespace
+import random
 from typing import Any
 
 import pytest
 
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.feeds.feed import RouterFeed
-from services.instance.service import HereOrElsewhere
-from services.prefill.requests import FirstTokenDrawn, PrefillRequest, RoomReserved
+from services.prefill import decode_placer
+from services.prefill.decode_placer import DecodePlacer
+from services.prefill.requests import Adopted, FirstTokenDrawn, PrefillRequest, RoomReserved
+from tests.services.prefill.scripted import MODEL, ScriptedEngine, new_metrics, params
 
 
 class Turns:
@@ -19,21 +20,29 @@ class Turns:
 
     def __init__(self, runs_ahead: bool = False) -> None:
         self.happened: list[str] = []
-        placer: Any = SimpleNamespace(end=lambda *_: None)
-        own = RoomReserved("colocated-0", 1)
-        self.hand_over = HereOrElsewhere(own, self, runs_ahead, placer, lambda: True)  # type: ignore[arg-type]
-        sent = EngineRequest(EngineKey("a", 1), (1, 2), 0, ResolvedParams(max_tokens=2, seed=0))
-        ownership = Ownership(Owner(0, 1), "router")
+        engine: Any = ScriptedEngine(runs_ahead=runs_ahead)
+        self.hand_over = DecodePlacer(
+            engine,
+            None,
+            MODEL,
+            new_metrics(),
+            random.Random(0),
+            decodes_here=lambda: True,
+            adopt=self.adopt,  # type: ignore[arg-type]
+        )
+        self.hand_over.report = self.report
+        sent = EngineRequest(EngineKey("a", 1), (1, 2), 0, params(2), stays=True)
         self.reported = asyncio.Event()
         self.feed = RouterFeed("router", ())
-        self.request = PrefillRequest(ownership, sent, 1.0, self.report, placed_at_first_token=True)
+        self.request = PrefillRequest("a", Ownership(Owner(0, 1), "router"), sent, 2, 1.0)
 
     def report(self, _: PrefillRequest, report: object) -> None:
         self.happened.append(type(report).__name__)
         self.reported.set()
 
-    def adopt(self, *_: object) -> None:
+    def adopt(self, _: PrefillRequest) -> Adopted:
         self.happened.append("adopted")
+        return Adopted(RoomReserved("colocated-0", 1))
 
     async def read(self) -> None:
         await self.feed.take()
@@ -59,10 +68,12 @@ async def test_a_first_token_is_read_before_its_request_is_adopted() -> None:
     assert turns.happened == ["read", "adopted", "Adopted"]
 
 
-async def test_an_engine_that_runs_ahead_decodes_while_the_first_token_goes_to_its_client() -> None:
-    turns = Turns(runs_ahead=True)
+async def test_an_engine_that_runs_ahead_decodes_while_the_first_token_goes_to_its_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # Longer than this machine may stand still.
-    turns.hand_over._delay_s = 1.0
+    monkeypatch.setattr(decode_placer, "_AFTER_FIRST_TOKEN_S", 1.0)
+    turns = Turns(runs_ahead=True)
     turns.draw()
     await turns.pass_by()
     assert turns.happened == []
@@ -75,7 +86,7 @@ async def test_a_request_that_ends_behind_its_first_token_is_not_adopted(runs_ah
     turns = Turns(runs_ahead)
     turns.draw()
     turns.hand_over.end(turns.request, False)
-    assert not turns.hand_over._adopting
+    assert not turns.hand_over._placements
     later = Turns(runs_ahead)
     later.draw()
     await asyncio.wait_for(later.reported.wait(), 60)

@@ -5,96 +5,15 @@ from typing import Any
 
 import grpc
 
-from kaveri.client.async_client import AsyncClient
-from kaveri.domain.sampling import SamplingParams
-from kaveri.domain.view import ClusterView, Phase
+from kaveri.domain.view import Phase
 from tests.services.conftest import eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
-from tests.services.session_client import SessionRouters
 
 PREFILL, DECODE, BOTH = (Phase.PREFILL,), (Phase.DECODE,), (Phase.PREFILL, Phase.DECODE)
 WAIT_S = 60.0
 SLOW = {"fake_step_s": 0.002}
 ANSWER_TOKENS = 60
-
-
-def ready(view: ClusterView) -> dict[Phase, list[str]]:
-    return {phase: [one.record.instance_id for one in view.ready(phase)] for phase in Phase}
-
-
-class _Load:
-    """Requests one after another, several at a time, each of which must be answered exactly."""
-
-    def __init__(self, cluster: Any, client: AsyncClient) -> None:
-        self._cluster = cluster
-        self._client = client
-        self._stop = False
-        self.answered = 0
-        self.transports: set[str] = set()
-        self.paths: set[tuple[str, str]] = set()
-
-    async def keep_asking(self, worker: int) -> None:
-        number = 0
-        while not self._stop:
-            number += 1
-            token_ids = prompt(1000 * worker + number, 5 + 37 * ((worker + number) % 5))
-            params = SamplingParams(max_tokens=ANSWER_TOKENS, seed=0, ignore_eos=True)
-            answer = await self._client.generate(prompt_token_ids=token_ids, params=params, timeout_s=WAIT_S)
-            assert list(answer.token_ids) == self._cluster.expected(token_ids, ANSWER_TOKENS)
-            server = answer.timing.server
-            self.transports.add(server.kv_transport)
-            self.paths.add((server.prefill_instance_id, server.decode_instance_id))
-            self.answered += 1
-
-    async def answer_more(self, count: int) -> None:
-        until = self.answered + count
-        await eventually(lambda: self.answered >= until, f"{count} more requests are answered")
-
-    def stop(self) -> None:
-        self._stop = True
-
-
-async def test_requests_under_load_are_answered_exactly_while_instances_switch_phases(
-    cluster: Any, routers: SessionRouters
-) -> None:
-    cluster.needs_fake_engines("it compares with the fake model's answers")
-    first, second, third = [await cluster.colocated(f"c{number}", **SLOW) for number in range(3)]
-    lives = [instance.host.address for instance in (first, second, third)]
-    router = await routers.start("router-0")
-    async with AsyncClient(routers.address("router-0")) as client, asyncio.TaskGroup() as tasks:
-        view = router.store.view
-        await eventually(lambda: len(view().instances) >= 3, "the router knows them")
-        load = _Load(cluster, client)
-        for worker in range(6):
-            tasks.create_task(load.keep_asking(worker))
-        await load.answer_more(10)
-        assert load.transports == {"none"}
-        orders = ((PREFILL, DECODE), (DECODE, PREFILL), (BOTH, ()), (BOTH, BOTH))
-        for order, (phases_of_first, phases_of_second) in enumerate(orders, 2):
-            switched = await asyncio.gather(
-                first.host.switch(phases_of_first, order), second.host.switch(phases_of_second, order)
-            )
-            assert switched == [True, True]
-            for instance, phases in ((first, phases_of_first), (second, phases_of_second)):
-                shown = instance.load()
-                assert (shown.phases, shown.ending_phases, shown.phase_order) == (phases, (), order)
-            serving = {
-                phase: [
-                    name
-                    for name, phases in (("c0", phases_of_first), ("c1", phases_of_second), ("c2", BOTH))
-                    if phase in phases
-                ]
-                for phase in Phase
-            }
-            await eventually(lambda serving=serving: ready(view()) == serving, "the view follows")  # type: ignore[misc]
-            await load.answer_more(20)
-        load.stop()
-    assert {"c0", "c1"} >= {name for path in load.paths if path[0] != path[1] for name in path}, load.paths
-    assert {("c0", "c1"), ("c1", "c0")} <= load.paths, "prompts of one are decoded by the other, both ways"
-    assert len(load.transports) > 1
-    assert lives == [instance.host.address for instance in (first, second, third)]
-    await cluster.all_free()
 
 
 async def test_a_phase_that_stops_finishes_what_it_has_and_takes_nothing_new(cluster: Any) -> None:

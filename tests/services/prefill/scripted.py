@@ -25,7 +25,7 @@ from kaveri.wire.status import abort
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.predictors import Predictors
-from services.prefill.requests import PrefillRequest
+from services.prefill.requests import HandOverReport, PrefillRequest
 from tests.support.scripted_ports import add_port
 
 LAYOUT = KvLayout("fingerprint", 2, 16, 2, 8, "float32")
@@ -43,8 +43,11 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> 
 class ScriptedEngine:
     """A PrefillEngine that notes what it is asked. One block holds 16 tokens."""
 
-    def __init__(self, total_blocks: int = 64, max_model_len: int = 1000) -> None:
-        self.info = EngineInfo("fake", LAYOUT, total_blocks, max_model_len, 1000, frozenset(), 1, ())
+    def __init__(self, total_blocks: int = 64, max_model_len: int = 1000, runs_ahead: bool = False) -> None:
+        eos, endpoints = frozenset[int](), ()
+        self.info = EngineInfo(
+            "fake", LAYOUT, total_blocks, max_model_len, 1000, eos, 1, endpoints, runs_ahead=runs_ahead
+        )
         self.free_blocks = total_blocks
         self.asked_count = 0
         """Calls of prefill()."""
@@ -95,6 +98,8 @@ class ScriptedEngine:
 
 class ScriptedHandOver:
     """A HandOver that records its calls."""
+
+    report: Callable[[PrefillRequest, HandOverReport], None]
 
     def __init__(self, at_first_token: bool = False) -> None:
         self.at_first_token = lambda: at_first_token

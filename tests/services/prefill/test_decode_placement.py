@@ -23,7 +23,6 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
-from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy import retry
 from kaveri.policy.placement import DecodePlacementPolicy
 from services.prefill import room_finder
@@ -50,6 +49,7 @@ class PlacementWorld:
             random.Random(0),
             policy=DecodePlacementPolicy.ROUND_ROBIN,
         )
+        self.decode_placer.report = self.reported
         self.running = asyncio.create_task(self.decode_placer.run())
         self._number = 0
 
@@ -79,7 +79,8 @@ class PlacementWorld:
         key = EngineKey(request_id, self._number)
         engine_request = EngineRequest(key, (1,) * token_count, 0, params())
         deadline_s = time.monotonic() + timeout_s
-        request = PrefillRequest(Ownership(Owner(0, 3), "router"), engine_request, deadline_s, self.reported, **fields)
+        ownership = Ownership(Owner(0, 3), "router")
+        request = PrefillRequest(request_id, ownership, engine_request, token_count, deadline_s, **fields)
         self.decode_placer.begin(request)
         return request
 
@@ -115,9 +116,9 @@ async def test_room_is_reserved_then_the_kv_is_pushed_to_the_ticket_and_the_rout
     decode = await world.decode()
     request = world.begin("a", 20, predicted_length=TokenRange(7, 9))
     await eventually(lambda: request.log.has_unsent)
-    assert request.log.take("a", request.owner).progress == (RoomReserved("decode-0", decode.incarnation),)
+    assert request.log.take("a", request.ownership.owner).progress == (RoomReserved("decode-0", decode.incarnation),)
     ((key, ticket),) = world.engine.pushes
-    assert key == request.key
+    assert key == request.engine_request.key
     assert ticket.token_count == 20
     (asked,) = decode.reserved
     assert (asked.request_id, asked.attempt, asked.router_id) == ("a", 3, "router")
@@ -158,7 +159,7 @@ async def test_a_failed_push_gives_the_room_back_and_goes_elsewhere(world: Place
     (here, elsewhere) = (first, second) if first.asked else (second, first)
     for _ in range(2):
         # The second time the request has a new ticket already.
-        world.decode_placer.push_failed(request, KvPushFailed(request.key, "broken"))
+        world.decode_placer.push_failed(request, KvPushFailed(request.engine_request.key, "broken"))
     await eventually(lambda: len(world.pushed()) == 2)
     assert elsewhere.asked == ["a"]
     await eventually(lambda: here.aborted == [("a", 3)])
@@ -218,7 +219,7 @@ async def test_a_request_whose_deadline_passes_while_two_instances_are_silent_fa
 async def test_an_instance_that_cannot_be_reached_is_left_alone_for_a_while(
     world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_finder, "_REST_WHEN_FAILED_S", 1000.0)
+    monkeypatch.setattr(room_finder, "ROOM_REST_WHEN_FAILED_S", 1000.0)
     first, second = await world.decode(), await world.decode()
     await first.die()
     for number in range(6):
@@ -236,7 +237,7 @@ async def test_an_instance_that_cannot_be_reached_is_left_alone_for_a_while(
 async def test_an_instance_that_failed_is_asked_again_after_its_rest(
     world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_finder, "_REST_WHEN_FAILED_S", 0.05)
+    monkeypatch.setattr(room_finder, "ROOM_REST_WHEN_FAILED_S", 0.05)
     decode = await world.decode()
     decode.refusals = [Unavailable("not now"), Unavailable("not now")]
     request = world.begin("a")
@@ -328,16 +329,6 @@ async def test_an_instance_whose_line_is_full_is_asked_again_after_a_rest(world:
     assert world.outcome("no_room") == 3
 
 
-async def test_no_two_requests_count_on_the_same_blocks_before_a_heartbeat_shows_them(world: PlacementWorld) -> None:
-    # Three requests of two blocks each.
-    first, second = await world.decode(free_blocks=2), await world.decode(free_blocks=4)
-    for number in range(3):
-        world.begin(f"r{number}")
-    await eventually(lambda: len(world.pushed()) == 3)
-    assert (len(first.asked), len(second.asked)) == (1, 2)
-    assert world.outcome("no_room") == 0
-
-
 async def test_room_that_was_given_back_counts_as_room_again(world: PlacementWorld) -> None:
     decode = await world.decode(free_blocks=2)
     for number in range(4):
@@ -414,7 +405,7 @@ async def test_a_bug_in_one_placement_fails_that_request_alone(
 async def test_without_any_decode_instance_a_request_fails_after_a_while(
     world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_finder, "_NO_INSTANCE_S", 0.3)
+    monkeypatch.setattr(room_finder, "NO_DECODE_INSTANCE_S", 0.3)
     started_s = time.monotonic()
     world.begin("a")
     await eventually(lambda: "a" in world.failed)
@@ -423,43 +414,13 @@ async def test_without_any_decode_instance_a_request_fails_after_a_while(
     assert "no decode instance" in str(world.failed["a"])
 
 
-async def test_instances_of_another_layout_do_not_count_and_the_reason_is_told(
-    world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room_finder, "_NO_INSTANCE_S", 0.3)
-    decode = await world.decode(registered=False)
-    decode.layout = KvLayout("another model", 2, 16, 2, 8, "float32")
-    await decode.start()
-    world.begin("a")
-    await eventually(lambda: "a" in world.failed)
-    assert "decode-0" in str(world.failed["a"])
-    assert decode.asked == []
-
-
 async def test_a_decode_instance_that_comes_is_used_at_once(
     world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room_finder, "_LONGEST_WAIT_S", 1000.0)
+    monkeypatch.setattr(room_finder, "ROOM_LOOK_S", 1000.0)
     world.begin("a")
     await world.decode()
     await eventually(lambda: world.pushed() == ["a"], 5.0)
-
-
-async def test_channels_to_instances_that_left_are_closed_once_no_call_is_under_way(world: PlacementWorld) -> None:
-    first = await world.decode()
-    first.may_answer.clear()
-    request = world.begin("a")
-    await eventually(lambda: first.asked == ["a"])
-    channels = world.decode_placer._finder._channels
-    await channels.retain(())
-    assert len(channels._peers) == 1, "a call is under way"
-    first.may_answer.set()
-    await eventually(lambda: world.pushed() == ["a"])
-    world.decode_placer.end(request, handed_over=True)
-    await channels.retain({first._address})
-    assert len(channels._peers) == 1
-    await channels.retain(())
-    assert not channels._peers
 
 
 async def test_every_reserve_call_of_an_attempt_has_a_number_and_room_is_given_back_up_to_it(

@@ -163,19 +163,6 @@ async def test_garbage_is_not_used_and_said_once(
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_predictor_for_another_model_is_said_once_and_rests(
-    cluster: Any, new_predictor: NewPredictor, said: Callable[[], list[str]], mode: str
-) -> None:
-    predictor = await new_predictor(model="other")
-    prefill, router = await serve(cluster, prediction=PredictionMode(mode), **CHUNKS, **PATIENT)
-    for number in range(6):
-        await ask(cluster, router, prefill, f"r{number}")
-    assert outcome(prefill, "failed") + outcome(prefill, "late") == len(predictor.calls)
-    assert len(predictor.calls) + outcome(prefill, "none") == 6
-    assert said() == ["predictor_failing"]
-
-
-@pytest.mark.parametrize("mode", MODES)
 async def test_a_dead_predictor_holds_no_request_up_and_is_used_again_when_it_is_back(
     cluster: Any, new_predictor: NewPredictor, said: Callable[[], list[str]], mode: str
 ) -> None:
@@ -215,22 +202,6 @@ async def test_a_predictor_that_hangs_is_noticed_although_no_request_waits_for_i
     while "predictor_works" not in said():
         await ask(cluster, router, prefill, f"r{number}")
         number += 1
-
-
-async def test_one_predictor_of_several_may_be_dead(
-    cluster: Any, new_predictor: NewPredictor, said: Callable[[], list[str]]
-) -> None:
-    predictors = [await new_predictor(f"predictor-{number}") for number in range(3)]
-    await predictors[1].die()
-    prefill, router = await serve(cluster, prediction=PredictionMode.SEQUENTIAL, **PATIENT)
-    for number in range(30):
-        await ask(cluster, router, prefill, f"r{number}", tokens=20)
-    assert outcome(prefill, "failed") >= 1
-    assert outcome(prefill, "used") + outcome(prefill, "failed") == 30
-    assert outcome(prefill, "used") == len(predictors[0].prompts) + len(predictors[2].prompts)
-    assert predictors[0].prompts
-    assert predictors[2].prompts
-    assert said().count("predictor_failing") == 1
 
 
 async def test_what_is_settled_or_needs_no_decode_is_not_asked_about(cluster: Any, new_predictor: NewPredictor) -> None:
@@ -308,20 +279,6 @@ async def test_held_requests_count_for_the_queues_limit_and_leave_it_when_cancel
     await eventually(lambda: predictor.cancelled == len(predictor.calls), "its calls are cancelled")
     predictor.held.set()
     await ask(cluster, router, prefill, "next")
-
-
-async def test_a_draining_instance_finishes_what_waits_for_its_prediction(
-    cluster: Any, new_predictor: NewPredictor
-) -> None:
-    predictor = await new_predictor()
-    predictor.answer = predictor.hold(predictor.bucket(3))
-    prefill, router = await serve(cluster, prediction=PredictionMode.SEQUENTIAL, drain_timeout_s=20.0, **PATIENT)
-    call = router.prefill(prefill, "a", prompt(1, 20), max_tokens=5)
-    await eventually(lambda: bool(predictor.calls), "it is held")
-    prefill.stopping.set()
-    predictor.held.set()
-    assert await router.answer(call, "a") == cluster.expected(prompt(1, 20), 5)
-    assert await prefill.stop() == 0
 
 
 @pytest.fixture
@@ -406,23 +363,6 @@ async def test_an_answer_that_ends_another_request_of_the_call_leaves_the_rest_t
     asked.ask(2)
     await eventually(lambda: 2 in asked.lengths, "the last one is answered")
     assert list(asked.lengths) == [0, 2]
-
-
-async def test_a_colocated_instance_uses_an_answer_that_comes_before_the_first_token(
-    cluster: Any, new_predictor: NewPredictor
-) -> None:
-    predictor = await new_predictor()
-    predictor.answer = predictor.hold(predictor.bucket(3))
-    # The answer has three chunks' time to come.
-    colocated = await cluster.colocated(chunk_tokens=16, fake_step_s=0.5)
-    router = await cluster.router()
-    call = router.prefill(colocated, "a", prompt(1, 60), max_tokens=5)
-    await eventually(lambda: colocated.metric("kaveri_prefill_tokens_total") > 0, "the first chunk is computed")
-    assert not call.seen("first_token")
-    predictor.held.set()
-    assert await router.answer(call, "a") == cluster.expected(prompt(1, 60), 5)
-    assert outcome(colocated, "used") == 1
-    assert outcome(colocated, "late") == 0
 
 
 async def test_a_call_ends_when_no_request_waits_for_any_of_it(

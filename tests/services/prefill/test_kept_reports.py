@@ -7,6 +7,7 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import Logprobs
 from kaveri.engine.contract import FirstToken, KvPushed, PrefillStarted, PromptLogprobs
 from services.prefill.requests import FirstTokenDrawn, PrefillRequest, PromptScored, RoomReserved, Started
+from tests.services.prefill.scripted import params
 from tests.services.prefill.test_prefill_role import RoleWorld, told
 
 SECRET = b"s" * 16
@@ -23,8 +24,10 @@ def attach(world: RoleWorld, request_id: str, session: int) -> PrefillRequest:
 
 def score(world: RoleWorld, request: PrefillRequest, count: int = 19) -> None:
     """Its prompt is computed and reported on, and its first token drawn."""
-    world.role.handle([PrefillStarted(request.key), PromptLogprobs(request.key, 1, (ENTRY,) * count)])
-    world.role.handle([FirstToken(request.key, 5, None, None)])
+    world.role.handle(
+        [PrefillStarted(request.engine_request.key), PromptLogprobs(request.engine_request.key, 1, (ENTRY,) * count)]
+    )
+    world.role.handle([FirstToken(request.engine_request.key, 5, None, None)])
 
 
 @pytest.mark.parametrize(("session", "is_repeated"), [(0, True), (1, False)])
@@ -41,11 +44,11 @@ async def test_what_ends_is_kept_without_its_report_which_its_reader_still_gets(
     world = RoleWorld()
     small = world.accept("small", secret=SECRET)
     world.hand_over_to_decode(small)
-    large = world.accept("large", secret=SECRET)
+    large = world.accept("large", secret=SECRET, params=params(prompt_logprobs=1))
     # With its report it would be larger than all that is kept.
     score(world, large, 30_000)
-    large.report(large, RoomReserved("decode-0", 1))
-    world.role.handle([KvPushed(large.key, 100, "tcp")])
+    world.hand_over.report(large, RoomReserved("decode-0", 1))
+    world.role.handle([KvPushed(large.engine_request.key, 100, "tcp")])
     assert PromptScored in {type(progress) for progress in await told(large)}
     for name in ("small", "large"):
         again = attach(world, name, 0)

@@ -93,14 +93,14 @@ class RoleWorld:
 
     def compute(self, request: PrefillRequest, finish: FinishReason | None = None) -> None:
         """All of the prompt, its first token drawn."""
-        self.role.handle([PrefillStarted(request.key)])
-        self.role.handle([FirstToken(request.key, 5, None, finish)])
+        self.role.handle([PrefillStarted(request.engine_request.key)])
+        self.role.handle([FirstToken(request.engine_request.key, 5, None, finish)])
 
     def hand_over_to_decode(self, request: PrefillRequest) -> None:
         """All of it, as far as a decode instance's acceptance."""
         self.compute(request)
-        request.report(request, RoomReserved("decode-0", 1))
-        self.role.handle([KvPushed(request.key, 100, "tcp")])
+        self.hand_over.report(request, RoomReserved("decode-0", 1))
+        self.role.handle([KvPushed(request.engine_request.key, 100, "tcp")])
 
     def count(self, outcome: str) -> float:
         return self.metrics.requests.labels(outcome)._value.get()  # type: ignore[no-any-return]
@@ -109,7 +109,7 @@ class RoleWorld:
 async def told(request: PrefillRequest) -> list[Any]:
     """What its router hears next."""
     await eventually(lambda: request.log.has_unsent or request.log.ended, 10.0)
-    news = request.log.take(request.request_id, request.owner)
+    news = request.log.take(request.request_id, request.ownership.owner)
     if not news.progress and request.log.error is not None:
         raise request.log.error
     return list(news.progress)
@@ -128,9 +128,11 @@ class End(NamedTuple):
 ENDS = {
     "cancelled": End(lambda world, request: world.role.cancel(request), "cancelled"),
     "aborted by its router": End(lambda world, request: world.abort(request.request_id, 1, "router"), "cancelled"),
-    "failed": End(lambda _, request: request.report(request, HandOverFailed(Unavailable("no place"))), "failed"),
+    "failed": End(
+        lambda world, request: world.hand_over.report(request, HandOverFailed(Unavailable("no place"))), "failed"
+    ),
     "given up by the engine": End(
-        lambda world, request: world.role.handle([RequestFailed(request.key, "broken")]), "failed"
+        lambda world, request: world.role.handle([RequestFailed(request.engine_request.key, "broken")]), "failed"
     ),
     "replaced by a newer attempt": End(
         lambda world, request: world.accept(request.request_id, 1, attempt=2), "refused"
@@ -158,7 +160,7 @@ async def test_however_a_prompt_ends_the_next_one_is_let_in(end: End) -> None:
 async def test_a_request_whose_own_computation_raises_ends_with_an_engine_error_that_names_it() -> None:
     world = RoleWorld()
     request = world.accept("first", 40)
-    world.role.handle([RequestFailed(request.key, "its draw raised", is_final=True)])
+    world.role.handle([RequestFailed(request.engine_request.key, "its draw raised", is_final=True)])
     with pytest.raises(EngineError, match="'first': its draw raised"):
         await told(request)
 
@@ -166,7 +168,7 @@ async def test_a_request_whose_own_computation_raises_ends_with_an_engine_error_
 async def test_only_the_requests_of_the_step_that_raised_are_suspects() -> None:
     world = RoleWorld()
     in_step, beside = world.accept("in-step", 4), world.accept("beside", 4)
-    world.role.handle([EngineStopped("it raised", {in_step.key: 1})])
+    world.role.handle([EngineStopped("it raised", {in_step.engine_request.key: 1})])
     for request, suspect_until in ((in_step, 1), (beside, 0)):
         with pytest.raises(EngineBroke, match="it raised") as caught:
             await told(request)
@@ -201,11 +203,11 @@ async def test_an_end_frees_what_the_engine_holds_unless_the_engine_has_freed_it
     request = world.accept("a")
     end.happens(world, request)
     assert world.count(end.outcome) == 1
-    assert world.engine.aborted == ([] if end.by_engine else [request.key])
+    assert world.engine.aborted == ([] if end.by_engine else [request.engine_request.key])
     # Once is enough: nothing is freed or counted twice.
     world.role.cancel(request)
-    request.report(request, HandOverFailed(Unavailable("again")))
-    assert world.engine.aborted == ([] if end.by_engine else [request.key])
+    world.hand_over.report(request, HandOverFailed(Unavailable("again")))
+    assert world.engine.aborted == ([] if end.by_engine else [request.engine_request.key])
     assert sum(world.count(name) for name in ("cancelled", "failed", "refused", "finished", "handed_over")) == 1
 
 
@@ -214,7 +216,7 @@ async def test_a_hand_over_that_has_begun_ends_once_with_the_request(end: End) -
     world = RoleWorld()
     request = world.accept("a", 10)
     if not end.by_engine:
-        world.role.handle([PrefillStarted(request.key)])
+        world.role.handle([PrefillStarted(request.engine_request.key)])
     end.happens(world, request)
     world.role.cancel(request)
     assert world.hand_over.begun == ["a"]
@@ -234,7 +236,7 @@ async def test_a_request_ends_at_its_deadline_and_its_router_hears_why() -> None
     request = world.accept("a", timeout_s=0.05)
     with pytest.raises(DeadlineExceeded):
         await told(request)
-    assert world.engine.aborted == [request.key]
+    assert world.engine.aborted == [request.engine_request.key]
     assert world.count("deadline") == 1
 
 
@@ -257,7 +259,7 @@ async def test_older_and_equal_attempts_are_refused_and_leave_the_newer_one_alon
         assert refused.value.newest_attempt == 3
     assert world.accept("a", attempt=3) is newer
     # What is still heard of the older one changes nothing.
-    world.role.handle([PrefillStarted(older.key), FirstToken(older.key, 5, None, None)])
+    world.role.handle([PrefillStarted(older.engine_request.key), FirstToken(older.engine_request.key, 5, None, None)])
     world.role.cancel(older)
     assert world.role.load().waiting_requests == 1
     world.abort("a", 2, "router")
@@ -266,7 +268,7 @@ async def test_older_and_equal_attempts_are_refused_and_leave_the_newer_one_alon
     assert world.role.load().waiting_requests == 1, "another router's is meant"
     world.abort("unknown", 9, "router")
     world.abort("a", 4, "router")
-    assert world.engine.aborted == [older.key, newer.key]
+    assert world.engine.aborted == [older.engine_request.key, newer.engine_request.key]
     assert world.role.load().waiting_requests == 0
 
 
@@ -279,7 +281,7 @@ async def test_an_older_owner_does_not_have_a_prompt_computed_again_that_was_han
         # Its router stood still meanwhile, and counts its attempt as lost.
         world.accept("a", attempt=2, secret=secret)
     world.role.attach(Attachment("a", Ownership(Owner(2, 1), "other", secret), (1,) * 20, 0))
-    assert later.owner == Owner(2, 1)
+    assert later.ownership.owner == Owner(2, 1)
     # Another client's request may have the same id.
     world.accept("a", attempt=2, secret=bytes(17))
     assert world.role.load().waiting_requests == 1
@@ -291,7 +293,7 @@ async def test_another_routers_request_of_the_same_id_ends_the_former_for_good()
     world.accept("a", attempt=1, router_id="other")
     with pytest.raises(RequestAlreadyExists):
         await told(former)
-    assert world.engine.aborted == [former.key]
+    assert world.engine.aborted == [former.engine_request.key]
 
 
 async def test_a_refused_request_leaves_no_trace() -> None:
@@ -317,7 +319,7 @@ async def test_its_load_says_what_waits_what_runs_and_how_much_room_there_is() -
     assert (load.waiting_requests, load.running_requests) == (2, 0)
     assert (load.queued_prefill_tokens, load.queue_room) == (70, 2)
     assert (load.free_blocks, load.total_blocks, load.context_tokens) == (61, 64, 7)
-    world.role.handle([PrefillStarted(first.key), PrefillProgress(first.key, 16)])
+    world.role.handle([PrefillStarted(first.engine_request.key), PrefillProgress(first.engine_request.key, 16)])
     load = world.role.load()
     assert (load.waiting_requests, load.running_requests) == (1, 1)
     # 24 tokens are less than two chunks, so the second is the engine's now.
@@ -338,35 +340,37 @@ async def test_a_router_hears_of_each_step_and_of_the_times_between_them(monkeyp
     world = RoleWorld()
     request = world.accept("a", 40)
     now_s = 110.0
-    world.role.handle([PrefillStarted(request.key)])
+    world.role.handle([PrefillStarted(request.engine_request.key)])
     assert await told(request) == [Started(10.0)]
     now_s = 115.0
-    world.role.handle([PrefillProgress(request.key, 16), PrefillProgress(request.key, 32)])
-    request.report(request, RoomReserved("decode-0", 1))
+    world.role.handle(
+        [PrefillProgress(request.engine_request.key, 16), PrefillProgress(request.engine_request.key, 32)]
+    )
+    world.hand_over.report(request, RoomReserved("decode-0", 1))
     assert await told(request) == [RoomReserved("decode-0", 1)]
     now_s = 130.0
-    world.role.handle([FirstToken(request.key, 5, None, None)])
+    world.role.handle([FirstToken(request.engine_request.key, 5, None, None)])
     assert await told(request) == [FirstTokenDrawn(5, None, None, 20.0)]
     assert world.metrics.tokens._value.get() == 40
     now_s = 133.0
-    world.role.handle([KvPushed(request.key, 100, "tcp")])
+    world.role.handle([KvPushed(request.engine_request.key, 100, "tcp")])
     assert await told(request) == [HandedOver(100, 18.0, 3.0, "tcp")]
     assert await told(request) == []
-    assert world.metrics.transfer_bytes.labels("tcp")._value.get() == 100
+    assert world.metrics.transfers.bytes.labels("tcp")._value.get() == 100
 
 
 async def test_an_adopted_request_is_handed_over_without_a_push() -> None:
     world = RoleWorld(at_first_token=True)
     request = world.accept("a")
     world.compute(request)
-    request.report(request, Adopted(RoomReserved("here", 1)))
+    world.hand_over.report(request, Adopted(RoomReserved("here", 1)))
     *_, placed, handed_over = await told(request)
     assert placed == RoomReserved("here", 1)
     assert (handed_over.kv_bytes, handed_over.kv_transport) == (0, "none")
     assert await told(request) == []
     assert world.engine.aborted == []
     assert world.count("handed_over") == 1
-    assert world.metrics.transfer_bytes.collect()[0].samples == []
+    assert world.metrics.transfers.bytes.collect()[0].samples == []
 
 
 @pytest.mark.parametrize(
@@ -377,29 +381,13 @@ async def test_when_a_place_is_looked_for(token_count: int, at_first_token: bool
     world = RoleWorld(at_first_token=at_first_token)
     request = world.accept("a", token_count)
     assert world.hand_over.begun == []
-    world.role.handle([PrefillStarted(request.key)])
+    world.role.handle([PrefillStarted(request.engine_request.key)])
     assert bool(world.hand_over.begun) == (begins_with == "start")
     if token_count > CHUNK_TOKENS:
-        world.role.handle([PrefillProgress(request.key, 16)])
+        world.role.handle([PrefillProgress(request.engine_request.key, 16)])
     assert bool(world.hand_over.begun) == (begins_with != "token")
-    world.role.handle([FirstToken(request.key, 5, None, None)])
+    world.role.handle([FirstToken(request.engine_request.key, 5, None, None)])
     assert world.hand_over.begun[-1] == "a"
-
-
-@pytest.mark.parametrize(
-    ("token_count", "generated_count", "max_tokens", "goes_on"),
-    [(20, 0, 1, False), (20, 0, 2, True), (20, 4, 5, False), (20, 4, 6, True), (98, 0, 50, True), (99, 0, 50, False)],
-)
-async def test_a_place_is_looked_for_only_when_there_is_a_second_token_to_draw(
-    token_count: int, generated_count: int, max_tokens: int, goes_on: bool
-) -> None:
-    world = RoleWorld(max_model_len=100)
-    request = world.accept("a", token_count, generated_count=generated_count, params=params(max_tokens))
-    world.role.handle([PrefillStarted(request.key), PrefillProgress(request.key, 16)])
-    assert bool(world.hand_over.begun) == goes_on
-    # The engine ends the answer with the token that nothing can follow.
-    world.role.handle([FirstToken(request.key, 5, None, None if goes_on else FinishReason.LENGTH)])
-    assert bool(world.hand_over.begun) == goes_on
 
 
 async def test_a_request_that_ends_with_its_first_token_looks_for_no_place() -> None:
@@ -415,8 +403,8 @@ async def test_a_failed_push_is_the_hand_overs_to_know_and_ends_nothing() -> Non
     world = RoleWorld()
     request = world.accept("a")
     world.compute(request)
-    request.report(request, RoomReserved("decode-0", 1))
-    world.role.handle([KvPushFailed(request.key, "refused")])
+    world.hand_over.report(request, RoomReserved("decode-0", 1))
+    world.role.handle([KvPushFailed(request.engine_request.key, "refused")])
     assert world.hand_over.failed == ["a"]
     assert world.engine.aborted == []
     assert world.role.load().running_requests == 1

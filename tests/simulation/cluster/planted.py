@@ -234,7 +234,7 @@ def reservation_never_expires() -> Iterator[None]:
 
     def make(original: Any) -> Any:
         def reserve(self: Any, *args: Any, **named: Any) -> Any:
-            self._engine_room._reservation_ttl_s = 86_400.0
+            self._terms = replace(self._terms, reservation_ttl_s=86_400.0)
             return original(self, *args, **named)
 
         return reserve
@@ -319,11 +319,11 @@ def freed_seat_stays_empty() -> Iterator[None]:
 
     def make(original: Any) -> Any:
         def follow(self: Any, *args: Any, **named: Any) -> None:
-            self._engine_room.admit = nothing
+            self._admit = nothing
             try:
                 original(self, *args, **named)
             finally:
-                del self._engine_room.admit
+                del self._admit
 
         return follow
 
