@@ -20,8 +20,7 @@ from kaveri.client.direct import DirectStreams
 from kaveri.client.request import (
     MessageLike,
     build_request,
-    check_name,
-    check_request_id,
+    check_text,
     check_timeout,
 )
 from kaveri.client.routers import Routers, check_not_forked, is_forked
@@ -32,8 +31,8 @@ from kaveri.errors import KaveriError, RequestCancelled, Unavailable
 from kaveri.rpc.tls import RpcTls
 from kaveri.security.tls_files import TlsFiles
 from kaveri.v1 import inference_pb2, sampling_pb2
-from kaveri.wire.attempts import MIN_SECRET_BYTES
-from kaveri.wire.messages import finish_from_proto, id_drawn_from, logprobs_from_proto, params_from_proto
+from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, MIN_SECRET_BYTES
+from kaveri.wire.messages import FINISH_FROM_PROTO, id_drawn_from, logprobs_from_proto, params_from_proto
 
 
 class AsyncStream:
@@ -160,7 +159,7 @@ class AsyncStream:
             token_ids=tuple(response.token_ids),
             text=response.text,
             logprobs=tuple(logprobs_from_proto(entry) for entry in response.logprobs),
-            finish_reason=finish_from_proto(response.finish_reason),
+            finish_reason=FINISH_FROM_PROTO[response.finish_reason],
             usage=Usage(**_values(Usage, response.usage)) if is_last else None,
             timing=self._timing(response.timing, now_s) if is_last else None,
             prompt_tokens=_prompt_tokens(response.prompt_logprobs) if response.HasField("prompt_logprobs") else (),
@@ -296,7 +295,8 @@ class AsyncClient:
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """Cancel a request by its id, also one of another client; its stream ends with FinishReason.CANCELLED. Returns
         False if no router has such a request in flight."""
-        request = inference_pb2.CancelRequest(request_id=check_request_id(request_id))
+        request_id = check_text("request_id", request_id, most_bytes=MAX_REQUEST_ID_BYTES)
+        request = inference_pb2.CancelRequest(request_id=request_id)
         own = [stream for stream in self._streams if stream.request_id == request_id and stream._note_cancelled()]
         response = await self._ask("Cancel", request, timeout_s)
         if not response.found:
@@ -312,7 +312,7 @@ class AsyncClient:
 
     async def get_model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
         """Return one model. Raises ModelNotFound."""
-        request = inference_pb2.GetModelRequest(model=check_name("name", name))
+        request = inference_pb2.GetModelRequest(model=check_text("name", name))
         response = await self._ask("GetModel", request, timeout_s)
         return _model_info(response.model)
 
@@ -397,5 +397,5 @@ def _model_info(message: inference_pb2.Model) -> ModelInfo:
         vocab_size=message.vocab_size,
         has_chat_template=message.has_chat_template,
         ready=message.ready,
-        default_params=params_from_proto(message.default_params),
+        default_params=params_from_proto(message.default_params, SamplingParams),
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from kaveri.errors import Unavailable
 from kaveri.v1 import inference_pb2, sampling_pb2
-from kaveri.wire.messages import finish_from_proto
+from kaveri.wire.messages import FINISH_FROM_PROTO
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +35,7 @@ class Received:
         if self.is_complete:
             raise Unavailable(f"{target} sent a response behind the end of the answer")
         try:
-            finish = finish_from_proto(response.finish_reason)
+            finish = FINISH_FROM_PROTO[response.finish_reason]
         except KeyError:
             unknown = f"finish reason {response.finish_reason}, which this client does not know"
             raise Unavailable(f"{target} sent {unknown}: is it of a newer version?") from None

@@ -216,7 +216,7 @@ class ClusterView:
     @once_per_view
     def ready(self, phase: Phase, model: str | None = None) -> tuple[ViewedInstance, ...]:
         """The instances that take requests of `phase` now (for `model`, if given), ordered by id."""
-        return self._ready(model, lambda instance: _takes(instance, phase))
+        return self._ready(model, lambda each: phase in phases_now(each) and phase not in each.load.ending_phases)
 
     @once_per_view
     def ready_predictors(self, model: str) -> tuple[ViewedInstance, ...]:
@@ -255,10 +255,6 @@ class ClusterView:
             for instance in instances
             if takes(instance) and instance.load.state is InstanceState.READY and model in (None, instance.record.model)
         )
-
-
-def _takes(instance: ViewedInstance, phase: Phase) -> bool:
-    return phase in phases_now(instance) and phase not in instance.load.ending_phases
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,12 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from google.protobuf import json_format
 
 from kaveri.domain.length import TokenRange
-from kaveri.domain.sampling import FinishReason, Logprobs, ResolvedParams, SamplingParams, check_stop_counts
+from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams, check_stop_counts
 from kaveri.domain.view import (
     WIRE,
     InstanceLoad,
@@ -27,15 +27,18 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, TicketPart
 from kaveri.seconds import DAY_S, require_seconds
 from kaveri.v1 import cluster_pb2, decode_pb2, kv_pb2, predictor_pb2, sampling_pb2
 
+ParamsT = TypeVar("ParamsT", bound=SamplingParams)
 _OLDEST_HEARTBEAT_S = 365 * DAY_S
 """Max heartbeat age on the wire. While the store is away no lease ends, so ages are unbounded."""
-_FINISH_TO_PROTO = {
+FINISH_TO_PROTO = {
     None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: sampling_pb2.FINISH_REASON_CANCELLED,
 }
-_FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
+"""Finish reasons on the wire. UNSPECIFIED: not ended yet."""
+FINISH_FROM_PROTO = {value: key for key, value in FINISH_TO_PROTO.items()}
+"""Inverse of FINISH_TO_PROTO. Lacks the values of newer contracts."""
 _ROLE_TO_PROTO = {
     Role.ROUTER: cluster_pb2.ROLE_ROUTER,
     Role.PREDICTOR: cluster_pb2.ROLE_PREDICTOR,
@@ -103,20 +106,10 @@ def same_fields(source: object, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
 
 
-def finish_to_proto(finish: FinishReason | None) -> sampling_pb2.FinishReason.ValueType:
-    """Encode a finish reason. None becomes UNSPECIFIED: not ended yet."""
-    return _FINISH_TO_PROTO[finish]
-
-
-def finish_from_proto(finish: sampling_pb2.FinishReason.ValueType) -> FinishReason | None:
-    """Decode a finish reason. UNSPECIFIED becomes None. Raises KeyError for values of a newer contract."""
-    return _FINISH_FROM_PROTO[finish]
-
-
 def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
     """Encode sampling parameters, leaving None unset."""
     return sampling_pb2.SamplingParams(
-        **same_fields(params, _OPTIONAL_PARAMS),
+        **{name: getattr(params, name) for name in _OPTIONAL_PARAMS},
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
@@ -125,14 +118,19 @@ def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
     )
 
 
-def params_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
-    """Decode parameters sent by a client; unset ones are None. Raises InvalidArgument."""
-    return SamplingParams(**_params_values(message))
-
-
-def resolved_from_proto(message: sampling_pb2.SamplingParams) -> ResolvedParams:
-    """Decode parameters sent by a router to an instance. Raises InvalidArgument."""
-    return ResolvedParams(**_params_values(message))
+def params_from_proto(message: sampling_pb2.SamplingParams, kind: type[ParamsT]) -> ParamsT:
+    """Decode sampling parameters. kind: SamplingParams, as sent by a client: unset ones are None; ResolvedParams, as
+    sent by a router to an instance. Raises InvalidArgument."""
+    # Check before copying: a message has room for millions of them.
+    check_stop_counts(len(message.stop), len(message.stop_token_ids))
+    return kind(
+        **{name: getattr(message, name) for name in _OPTIONAL_PARAMS if message.HasField(name)},
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        min_tokens=message.min_tokens,
+        skip_special_tokens=not message.show_special_tokens,
+    )
 
 
 def drawing_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
@@ -144,18 +142,6 @@ def shown_params(params: SamplingParams) -> dict[str, Any]:
     """Printable SamplingParams.chosen: 0.6 stays 0.6, not its float32 value."""
     message = sampling_pb2.SamplingParams(**params.chosen)
     return json_format.MessageToDict(message, preserving_proto_field_name=True)
-
-
-def _params_values(message: sampling_pb2.SamplingParams) -> dict[str, Any]:
-    # Check before copying: a message has room for millions of them.
-    check_stop_counts(len(message.stop), len(message.stop_token_ids))
-    return {name: getattr(message, name) for name in _OPTIONAL_PARAMS if message.HasField(name)} | {
-        "stop": tuple(message.stop),
-        "stop_token_ids": tuple(message.stop_token_ids),
-        "ignore_eos": message.ignore_eos,
-        "min_tokens": message.min_tokens,
-        "skip_special_tokens": not message.show_special_tokens,
-    }
 
 
 def logprobs_to_proto(logprobs: Logprobs) -> sampling_pb2.Logprobs:
@@ -218,10 +204,6 @@ def endpoint_to_proto(endpoint: KvEndpoint) -> kv_pb2.KvEndpoint:
     return kv_pb2.KvEndpoint(transport=endpoint.transport, address=endpoint.address)
 
 
-def endpoint_from_proto(message: kv_pb2.KvEndpoint) -> KvEndpoint:
-    return KvEndpoint(message.transport, message.address)
-
-
 def ticket_to_proto(ticket: Ticket) -> kv_pb2.Ticket:
     return kv_pb2.Ticket(
         **same_fields(ticket, _TICKET_FIELDS),
@@ -256,12 +238,13 @@ def ticket_from_proto(message: kv_pb2.Ticket) -> Ticket:
     """Decode a ticket, which comes in an answer. Raises Unavailable."""
     return Ticket(
         **same_fields(message, _TICKET_FIELDS),
-        endpoints=tuple(map(endpoint_from_proto, message.endpoints)),
+        endpoints=tuple(KvEndpoint(each.transport, each.address) for each in message.endpoints),
         block_ids=tuple(message.block_ids),
         layout=layout_from_proto(message.layout),
         parts=tuple(
             TicketPart(
-                PartPlace(part.rank, layout_from_proto(part.layout)), tuple(map(endpoint_from_proto, part.endpoints))
+                PartPlace(part.rank, layout_from_proto(part.layout)),
+                tuple(KvEndpoint(each.transport, each.address) for each in part.endpoints),
             )
             for part in message.parts
         ),
@@ -285,7 +268,7 @@ def record_from_proto(message: cluster_pb2.InstanceRecord) -> InstanceRecord:
         **same_fields(message, _RECORD_FIELDS),
         role=_ROLE_FROM_PROTO[message.role],
         layout=layout_from_proto(message.layout) if message.HasField("layout") else None,
-        kv_endpoints=tuple(map(endpoint_from_proto, message.kv_endpoints)),
+        kv_endpoints=tuple(KvEndpoint(each.transport, each.address) for each in message.kv_endpoints),
         lease_ttl_s=require_seconds("record.lease_ttl_s", message.lease_ttl_s),
         phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.phases),
     )

@@ -1,6 +1,7 @@
 """Converts messages about replicas between owners, holders and routers to domain values and back. Pure."""
 
 from kaveri.domain.replica import ReplicaLocation, ReplicaOffer, Resumed, Resumption
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.errors import InvalidArgument
 from kaveri.v1 import decode_pb2
 from kaveri.wire.attempts import check_ownership, ownership_fields
@@ -9,8 +10,8 @@ from kaveri.wire.messages import (
     layout_to_proto,
     length_from_proto,
     length_to_proto,
+    params_from_proto,
     params_to_proto,
-    resolved_from_proto,
     same_fields,
 )
 
@@ -81,7 +82,7 @@ def resumption_from_proto(message: decode_pb2.ResumeRequest) -> Resumption:
         **same_fields(message, ("request_id", *_RESUMPTION_FIELDS)),
         ownership=ownership,
         token_ids=tuple(message.token_ids),
-        params=resolved_from_proto(message.params),
+        params=params_from_proto(message.params, ResolvedParams),
         predicted_length=length_from_proto(message.predicted_length) if message.HasField("predicted_length") else None,
     )
 
