@@ -123,7 +123,7 @@ class AsyncStream:
 
     def _note_cancelled(self) -> bool:
         """Cancel later sessions of the request as well. Returns False if the answer has ended."""
-        self._sessions.cancel_asked = True
+        self._sessions.note_cancelled()
         return not self._closed and not self._sessions.received.is_complete
 
     def _cancel_when_known(self) -> None:
@@ -160,7 +160,9 @@ class AsyncStream:
             text=response.text,
             logprobs=tuple(logprobs_from_proto(entry) for entry in response.logprobs),
             finish_reason=FINISH_FROM_PROTO[response.finish_reason],
-            usage=Usage(**_values(Usage, response.usage)) if is_last else None,
+            usage=Usage(prompt_tokens=response.usage.prompt_tokens, completion_tokens=response.usage.completion_tokens)
+            if is_last
+            else None,
             timing=self._timing(response.timing, now_s) if is_last else None,
             prompt_tokens=_prompt_tokens(response.prompt_logprobs) if response.HasField("prompt_logprobs") else (),
         )
@@ -171,7 +173,7 @@ class AsyncStream:
         token_count = len(self._sessions.received.token_ids)
         if self._first_s is not None and token_count > 1:
             tpot_s = (self._last_s - self._first_s) / (token_count - 1)
-        server = ServerTiming(**_values(ServerTiming, message))
+        server = ServerTiming(**{field.name: getattr(message, field.name) for field in fields(ServerTiming)})
         return Timing(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=now_s - self._started_s, server=server)
 
 
@@ -185,11 +187,6 @@ def _prompt_tokens(message: sampling_pb2.PromptLogprobs) -> tuple[PromptToken, .
         )
         for place, (token_id, entry) in enumerate(zip(message.token_ids, message.logprobs, strict=True))
     )
-
-
-def _values(kind: type[Usage | ServerTiming], message: inference_pb2.Usage | inference_pb2.Timing) -> dict[str, Any]:
-    """Values of a dataclass's fields, which its message has under the same names."""
-    return {field.name: getattr(message, field.name) for field in fields(kind)}
 
 
 class AsyncClient:

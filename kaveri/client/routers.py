@@ -58,6 +58,8 @@ class TriedRouters:
     """Routers that have failed one request. A router that never sent anything counts only when it fails again: it may
     be slow."""
 
+    may_be_taken: bool = False
+    """True if a reached router may have accepted the request."""
     left: dict[str, None] = field(default_factory=dict)
     """Routers that the request has left while they were unheard. It does not leave them so again."""
     _failed: dict[str, None] = field(default_factory=dict)

@@ -137,7 +137,7 @@ class ModelTokenizer:
             stop,
             min_tokens=min_tokens,
             prompt_token_ids=prompt_token_ids,
-            skipped_ids=self._skipped_ids if skip_special_tokens else None,
+            skipped_ids=self._skipped_ids if skip_special_tokens else (),
             plain=self._plain,
             known_characters=known_characters,
         )
@@ -151,8 +151,9 @@ class ModelTokenizer:
         """
         self._check_size("prompt.text", len(text.encode()), max_tokens)
         short = len(text) <= _INLINE_CHARACTERS
-        ids = await self._run(short, deadline_s, lambda: _ids(self.backend, text, max_tokens, add_special_tokens=True))
-        return self._known("prompt.text", ids)
+        return await self._run(
+            short, deadline_s, lambda: self._ids("prompt.text", text, max_tokens, self.backend, add_special_tokens=True)
+        )
 
     async def decode(self, token_ids: Sequence[int], deadline_s: float) -> str:
         """Decode token ids, including special tokens. Raises InvalidArgument for ids outside the vocabulary, and
@@ -211,11 +212,18 @@ class ModelTokenizer:
         _check_time(deadline_s)
         backend = self._control.backend if marked else self.backend
         # The template itself writes the special tokens.
-        token_ids = _ids(backend, text, max_tokens, add_special_tokens=False)
-        return self._known("prompt.messages", token_ids)
+        return self._ids("prompt.messages", text, max_tokens, backend, add_special_tokens=False)
 
-    def _known(self, field: str, token_ids: list[int]) -> list[int]:
-        """Return the ids unchanged. Raises InvalidArgument for one that the model does not have."""
+    def _ids(
+        self, field: str, text: str, max_tokens: int, backend: Tokenizer, *, add_special_tokens: bool
+    ) -> list[int]:
+        """Encode a text. Raises InvalidArgument for more than max_tokens, and for a token that the model does not
+        have."""
+        # The batch call releases the GIL, encode() does not; the fast variant keeps nothing that is slow to free.
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if len(encoding) > max_tokens:
+            raise InvalidArgument("prompt", f"{len(encoding)} tokens", f"at most {max_tokens} tokens")
+        token_ids = list(encoding.ids)
         if self.unknown_tokens and (largest := max(token_ids, default=0)) >= self.vocab_size:
             limit = f"text of the model's own tokens, whose ids are below {self.vocab_size}"
             raise InvalidArgument(field, f"text with the token {self.backend.id_to_token(largest)!r}, {largest}", limit)
@@ -249,11 +257,3 @@ def _check_time(deadline_s: float) -> None:
     """Raise DeadlineExceeded once no caller waits for the work."""
     if time.monotonic() > deadline_s:
         raise DeadlineExceeded
-
-
-def _ids(backend: Tokenizer, text: str, max_tokens: int, *, add_special_tokens: bool) -> list[int]:
-    # The batch call releases the GIL, encode() does not; the fast variant keeps nothing that is slow to free.
-    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    if len(encoding) > max_tokens:
-        raise InvalidArgument("prompt", f"{len(encoding)} tokens", f"at most {max_tokens} tokens")
-    return list(encoding.ids)

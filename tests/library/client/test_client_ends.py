@@ -25,7 +25,7 @@ async def test_a_request_that_has_failed_is_not_cancelled_any_more(
     async with AsyncClient(target) as client:
         stream = client.stream("error", request_id="mine")
         stream._cancel_when_known()
-        cancelling = stream._sessions._cancelling
+        cancelling = stream._sessions._cancellation.task
         assert cancelling is not None
         with pytest.raises(NoCapacity):
             await anext(stream)
@@ -41,7 +41,7 @@ async def test_a_cancel_of_an_answer_that_has_ended_unread_is_given_up(
         stream = client.stream("prompt", params=TWO, request_id="unread")
         await until(lambda: service.finished == {"unread"}, "the answer ends")
         await client.cancel("unread")
-        cancelling = stream._sessions._cancelling
+        cancelling = stream._sessions._cancellation.task
         assert cancelling is not None
         await until(cancelling.done, "the cancel is given up")
 
