@@ -38,10 +38,8 @@ class Heartbeat:
         self._record = record
         self._load = load
         self._interval_s = interval_s
-        self._sequence_number = 0
-        self._work_count = 0
-        self._reported = InstanceLoad(), 0
-        """Load of the last heartbeat, without its number, and the work until then."""
+        self._reported = InstanceLoad()
+        """Load of the last heartbeat."""
         self._unreported = _REPORTS
         """Number of numbered heartbeats still to be sent."""
         self._renew_at_s = 0.0
@@ -74,7 +72,7 @@ class Heartbeat:
 
     def note_work(self) -> None:
         """Report the load again: work may have come and gone since the last heartbeat. Cheap; may be called often."""
-        self._work_count += 1
+        self._unreported = _REPORTS
         if self._pause_s > self._interval_s:
             self._due.set()
 
@@ -83,13 +81,13 @@ class Heartbeat:
         self._due.set()
 
     async def _beat(self) -> None:
-        load, now_s = self._load(), time.monotonic()
-        reported = load, self._work_count
-        if reported != self._reported:
-            self._reported, self._unreported = reported, _REPORTS
+        number, now_s = self._reported.sequence_number, time.monotonic()
+        load = replace(self._load(), sequence_number=number)
+        if load != self._reported:
+            self._unreported = _REPORTS
         if self._unreported:
             self._unreported -= 1
-            self._sequence_number += 1
+            load = replace(load, sequence_number=number + 1)
             self._pause_s = self._interval_s
         elif now_s + self._interval_s <= self._renew_at_s:
             self._pause_s = min(2 * self._pause_s, self._renew_at_s - now_s)
@@ -98,7 +96,7 @@ class Heartbeat:
         self._renew_at_s = now_s + renewal_s
         if not self._unreported:
             self._pause_s = max(self._interval_s, min(2 * self._pause_s, renewal_s))
-        load = replace(load, sequence_number=self._sequence_number)
+        self._reported = load
         answer = await self._store.heartbeat(self._record, load)
         if answer.holds and answer.other is None:
             return

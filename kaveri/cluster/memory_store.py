@@ -11,7 +11,6 @@ from typing import Self
 from kaveri.cluster.membership import Membership
 from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.cluster.store import HeartbeatAnswer, RequestClaim, ViewSource
-from kaveri.cluster.view_changes import ViewChanges
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
 
 _TICK_S = 0.02
@@ -192,7 +191,6 @@ class MemoryStore:
         self._cluster = cluster
         kind = MonitoredMembership if follow is ViewSource.BROADCASTS else Membership
         self._membership = kind(time.monotonic)
-        self._changes = ViewChanges(self._membership)
         self._ticking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -225,7 +223,7 @@ class MemoryStore:
         return self._membership.view()
 
     async def wait_for_change(self, timeout_s: float) -> ClusterView:
-        return await self._changes.wait(timeout_s)
+        return await self._membership.wait_for_change(timeout_s)
 
     async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
         return None if self._cluster.lost else self._cluster.campaign(candidate_id, ttl_s)

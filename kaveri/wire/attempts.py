@@ -9,7 +9,7 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import InvalidArgument
 from kaveri.v1 import decode_pb2, feed_pb2
-from kaveri.wire.messages import drawing_to_proto, params_from_proto, same_fields, sent_in_answer
+from kaveri.wire.messages import drawing_to_proto, params_from_proto, same_fields, sent_in_answer, shared_fields
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_CLIENTS_ID_BYTES = 96
@@ -22,7 +22,7 @@ MAX_ATTEMPT = 2**31 - 1
 MAX_SESSION = 65_535
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 64
-_ATTACHMENT_FIELDS = ("generated_count", "landed", "at_prefill", "placed_by")
+_ATTACHMENT_FIELDS = shared_fields(feed_pb2.AttachRequest, Attachment)
 
 
 class _NamesOwner(Protocol):
@@ -107,7 +107,7 @@ def attachment_from_proto(message: feed_pb2.AttachRequest) -> Attachment:
     if message.generated_count >= len(message.token_ids):
         raise InvalidArgument("generated_count", message.generated_count, "less than the number of token_ids")
     return Attachment(
-        **same_fields(message, ("request_id", *_ATTACHMENT_FIELDS)),
+        **same_fields(message, _ATTACHMENT_FIELDS),
         ownership=ownership,
         token_ids=tuple(message.token_ids),
     )
@@ -115,8 +115,7 @@ def attachment_from_proto(message: feed_pb2.AttachRequest) -> Attachment:
 
 def attachment_to_proto(attachment: Attachment) -> feed_pb2.AttachRequest:
     return feed_pb2.AttachRequest(
-        **ownership_fields(attachment.request_id, attachment.ownership),
-        **same_fields(attachment, _ATTACHMENT_FIELDS),
+        **ownership_fields(attachment.request_id, attachment.ownership) | same_fields(attachment, _ATTACHMENT_FIELDS),
         token_ids=attachment.token_ids,
     )
 

@@ -3,9 +3,11 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, Final, TypeVar
 
 from google.protobuf import json_format
+from google.protobuf.message import Message
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams, check_stop_counts
@@ -30,75 +32,38 @@ from kaveri.v1 import cluster_pb2, decode_pb2, kv_pb2, predictor_pb2, sampling_p
 ParamsT = TypeVar("ParamsT", bound=SamplingParams)
 _OLDEST_HEARTBEAT_S = 365 * DAY_S
 """Max heartbeat age on the wire. While the store is away no lease ends, so ages are unbounded."""
-FINISH_TO_PROTO = {
-    None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: sampling_pb2.FINISH_REASON_CANCELLED,
+FINISH_TO_PROTO = {None: sampling_pb2.FINISH_REASON_UNSPECIFIED} | {
+    finish: sampling_pb2.FinishReason.Value(f"FINISH_REASON_{finish.name}") for finish in FinishReason
 }
 """Finish reasons on the wire. UNSPECIFIED: not ended yet."""
 FINISH_FROM_PROTO = {value: key for key, value in FINISH_TO_PROTO.items()}
 """Inverse of FINISH_TO_PROTO. Lacks the values of newer contracts."""
-_ROLE_TO_PROTO = {
-    Role.ROUTER: cluster_pb2.ROLE_ROUTER,
-    Role.PREDICTOR: cluster_pb2.ROLE_PREDICTOR,
-    Role.ENGINE: cluster_pb2.ROLE_ENGINE,
-    Role.GATEWAY: cluster_pb2.ROLE_GATEWAY,
-}
+_ROLE_TO_PROTO = {role: cluster_pb2.Role.Value(f"ROLE_{role.name}") for role in Role}
 _ROLE_FROM_PROTO = {value: key for key, value in _ROLE_TO_PROTO.items()}
-_PHASE_TO_PROTO = {
-    Phase.PREFILL: cluster_pb2.PHASE_PREFILL,
-    Phase.DECODE: cluster_pb2.PHASE_DECODE,
-}
+_PHASE_TO_PROTO = {phase: cluster_pb2.Phase.Value(f"PHASE_{phase.name}") for phase in Phase}
 _PHASE_FROM_PROTO = {value: key for key, value in _PHASE_TO_PROTO.items()}
-_STATE_TO_PROTO = {
-    InstanceState.READY: cluster_pb2.INSTANCE_STATE_READY,
-    InstanceState.DRAINING: cluster_pb2.INSTANCE_STATE_DRAINING,
-}
+_STATE_TO_PROTO = {state: cluster_pb2.InstanceState.Value(f"INSTANCE_STATE_{state.name}") for state in InstanceState}
 _STATE_FROM_PROTO = {value: key for key, value in _STATE_TO_PROTO.items()}
 _OPTIONAL_PARAMS: Final = ("max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "prompt_logprobs")
-_LAYOUT_FIELDS: Final = (
-    "model_fingerprint",
-    "layer_count",
-    "block_tokens",
-    "kv_head_count",
-    "head_dim",
-    "dtype",
-    "order",
-    "first_layer",
-    "first_kv_head",
-    "tensor_ranks",
-)
-"""This and the following: fields with the same name and type in the message and the domain value."""
-_TICKET_FIELDS: Final = ("transfer_id", "secret", "epoch", "token_count", "expires_in_s", "first_block", "is_open")
-_RECORD_FIELDS: Final = (
-    "instance_id",
-    "incarnation",
-    "address",
-    "model",
-    "engine",
-    "max_model_len",
-    "version",
-    "failure_domain",
-    "public_address",
-    "metrics_address",
-    "wire",
-)
-_LOAD_FIELDS: Final = (
-    "sequence_number",
-    "waiting_requests",
-    "running_requests",
-    "queued_prefill_tokens",
-    "free_blocks",
-    "total_blocks",
-    "context_tokens",
-    "heavy_requests",
-    "light_requests",
-    "phase_order",
-    "replica_free_bytes",
-    "replica_total_bytes",
-)
-_COUNTS_FIELDS: Final = ("owned", "unprotected", "lag_tokens", "resumed", "moved")
+
+
+def shared_fields(message: type[Message], value: type[Any]) -> Sequence[str]:
+    """Names of the plain fields that a message shares with a dataclass: numbers, texts and bytes, not optional ones."""
+    empty, names = message(), {field.name for field in fields(value)}
+    return tuple(
+        field.name
+        for field in message.DESCRIPTOR.fields
+        if field.name in names
+        and isinstance(getattr(empty, field.name), int | float | str | bytes)
+        and not (field.has_presence or field.enum_type)
+    )
+
+
+_LAYOUT_FIELDS = shared_fields(kv_pb2.KvLayout, KvLayout)
+_TICKET_FIELDS = shared_fields(kv_pb2.Ticket, Ticket)
+_RECORD_FIELDS = shared_fields(cluster_pb2.InstanceRecord, InstanceRecord)
+_LOAD_FIELDS = shared_fields(cluster_pb2.InstanceLoad, InstanceLoad)
+_COUNTS_FIELDS = shared_fields(cluster_pb2.ReplicaCounts, ReplicaCounts)
 
 
 def same_fields(source: object, names: Iterable[str]) -> dict[str, Any]:
@@ -257,7 +222,6 @@ def record_to_proto(record: InstanceRecord) -> cluster_pb2.InstanceRecord:
         role=_ROLE_TO_PROTO[record.role],
         layout=layout_to_proto(record.layout) if record.layout is not None else None,
         kv_endpoints=map(endpoint_to_proto, record.kv_endpoints),
-        lease_ttl_s=record.lease_ttl_s,
         phases=[_PHASE_TO_PROTO[phase] for phase in record.phases],
     )
 
@@ -265,11 +229,11 @@ def record_to_proto(record: InstanceRecord) -> cluster_pb2.InstanceRecord:
 def record_from_proto(message: cluster_pb2.InstanceRecord) -> InstanceRecord:
     """Decode a record. Raises KeyError for a role or a phase of a newer contract, and InvalidArgument."""
     return InstanceRecord(
-        **same_fields(message, _RECORD_FIELDS),
+        **same_fields(message, _RECORD_FIELDS)
+        | {"lease_ttl_s": require_seconds("record.lease_ttl_s", message.lease_ttl_s)},
         role=_ROLE_FROM_PROTO[message.role],
         layout=layout_from_proto(message.layout) if message.HasField("layout") else None,
         kv_endpoints=tuple(KvEndpoint(each.transport, each.address) for each in message.kv_endpoints),
-        lease_ttl_s=require_seconds("record.lease_ttl_s", message.lease_ttl_s),
         phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.phases),
     )
 
