@@ -104,12 +104,12 @@ class RouterCall(Generic[ResponseT]):
         """True if the router was connected when the call began, or has sent anything since."""
         return self._liveness.heard_s.get(self.target, float("-inf")) >= self._began_s
 
-    async def read(self) -> ResponseT | None:
+    async def read(self, *, is_stream: bool = True) -> ResponseT | None:
         """Return the next response of a stream, or the only one of another call; None at a stream's end. Raises
         RouterFailed, other KaveriErrors, and CancelledError when the waiting task or the call was cancelled. A call to
         a silent router stays open until cancel(); its later responses are dropped."""
         if self._reading is None:
-            responses = [self._call] if isinstance(self._call, Awaitable) else iter(self._call.read, None)
+            responses = iter(self._call.read, None) if is_stream else [self._call]
             self._reading = asyncio.create_task(self._read_ahead(responses), name="kaveri-client read")
         if self._ended is not None and self._arrived.empty():
             raise self._error(self._ended)
@@ -236,7 +236,7 @@ class Routers:
             assert target is not None
             call = self.call(method, request, target, deadline_s, leaves_unheard=target not in tried.left)
             try:
-                response = await call.read()
+                response = await call.read(is_stream=False)
             except RouterFailed as failure:
                 call.cancel()
                 self.targets.failed(target, time.monotonic())

@@ -1,4 +1,5 @@
-"""Cluster state in the memory of one process, for tests. Passes the same conformance suite as redis_store."""
+"""Cluster state in the memory of one process, for tests and for gateways without a store. Passes the same conformance
+suite as redis_store."""
 
 import asyncio
 import itertools
@@ -43,21 +44,18 @@ class MemoryCluster:
         self._hears_heartbeats: list[Membership] = []
         self._fencing_tokens = itertools.count(1)
         self._leader: _Leader | None = None
-        self._away = False
-        self._refuses_heartbeats = False
-
-    def refuse_heartbeats(self, refuses: bool) -> None:
-        """Refuse heartbeats and writes, as a Redis without memory does; False stops it."""
-        self._refuses_heartbeats = refuses
+        self.is_away = False
+        self.refuses_heartbeats = False
+        """True: heartbeats and writes are refused, as by a Redis without memory."""
 
     def take_away(self) -> None:
-        self._away = True
+        self.is_away = True
         for membership in self._members:
             membership.store_lost()
 
     def bring_back(self, *, empty: bool = False) -> None:
         """Make the state reachable again. empty: the state is lost, as after a restart of Redis."""
-        self._away = False
+        self.is_away = False
         if empty:
             self._held.clear()
             self._requests.clear()
@@ -68,25 +66,17 @@ class MemoryCluster:
     def join(self, membership: Membership) -> None:
         """Load the state into a new member, and push every later change to it."""
         self._members.append(membership)
-        self._hear_heartbeats(membership)
+        self.follow_heartbeats(membership)
 
     def leave(self, membership: Membership) -> None:
         self._members.remove(membership)
         if membership in self._hears_heartbeats:
             self._hears_heartbeats.remove(membership)
 
-    def tick(self, membership: Membership) -> None:
-        """Advance a member's clock, and make it follow heartbeats unless it receives a leader's broadcasts."""
-        if not isinstance(membership, MonitoredMembership) or membership.is_silent():
-            self.follow_heartbeats(membership)
-            membership.tick()
-
     def follow_heartbeats(self, membership: Membership) -> None:
         """Make a member receive every heartbeat, from the current state on. Idempotent."""
-        if membership not in self._hears_heartbeats:
-            self._hear_heartbeats(membership)
-
-    def _hear_heartbeats(self, membership: Membership) -> None:
+        if membership in self._hears_heartbeats:
+            return
         now_s = time.monotonic()
         for held in self._held.values():
             if held.expires_at_s > now_s:
@@ -94,17 +84,9 @@ class MemoryCluster:
         self._hears_heartbeats.append(membership)
 
     @property
-    def away(self) -> bool:
-        return self._away
-
-    @property
     def lost(self) -> bool:
         """True if the state cannot be reached, or refuses writes."""
-        return self._away or self._refuses_heartbeats
-
-    @property
-    def refuses_heartbeats(self) -> bool:
-        return self._refuses_heartbeats
+        return self.is_away or self.refuses_heartbeats
 
     def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
         life = (record.instance_id, record.incarnation)
@@ -207,7 +189,7 @@ class MemoryStore:
         await asyncio.wait([self._ticking])
 
     async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
-        if self._cluster.away:
+        if self._cluster.is_away:
             return HeartbeatAnswer()
         if self._cluster.refuses_heartbeats:
             self._membership.store_lost()
@@ -271,5 +253,8 @@ class MemoryStore:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            if not self._cluster.away:
-                self._cluster.tick(self._membership)
+            membership = self._membership
+            is_led = isinstance(membership, MonitoredMembership) and not membership.is_silent()
+            if not self._cluster.is_away and not is_led:
+                self._cluster.follow_heartbeats(membership)
+                membership.tick()

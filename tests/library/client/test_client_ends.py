@@ -65,23 +65,6 @@ async def test_closing_a_client_ends_its_streams_and_fails_its_calls(service: In
     assert not client._routers._channels
 
 
-async def test_a_stream_between_two_routers_ends_with_its_client(service: InferenceDouble) -> None:
-    service.pause_at, service.routers = 1, ["127.0.0.1:1"]
-    async with serving(service) as target:
-        client = AsyncClient(target)
-        stream = client.stream("prompt", params=TEN)
-
-        async def read() -> int:
-            return len([chunk async for chunk in stream])
-
-        reading = asyncio.create_task(read())
-        await until(lambda: bool(service.paused), "the answer pauses")
-    await until(lambda: bool(client._routers.targets._rests), "the router has failed")
-    await client.close()
-    assert await asyncio.wait_for(reading, WAIT_S) == 1
-    assert not client._routers._channels
-
-
 async def test_a_stream_goes_on_when_its_channel_is_closed_for_another_call(
     service: InferenceDouble, target: str
 ) -> None:

@@ -89,14 +89,6 @@ async def test_refused_heartbeats_are_said_once_with_their_reason_and_counted(ki
         assert await router.requests() == ()
 
 
-async def test_redis_that_refuses_writes_from_the_start_is_a_config_error_with_its_words() -> None:
-    async with run_redis() as redis, Redis.from_url(redis.url) as client:
-        await client.replicaof("127.0.0.1", 1)
-        with pytest.raises(ConfigError, match=r"--redis-url: Redis refuses to serve at redis://.*replica"):
-            async with RedisStore(redis.url):
-                pass
-
-
 async def test_wrong_password_is_a_config_error_that_does_not_show_it() -> None:
     async with run_redis() as redis, Redis.from_url(redis.url) as client:
         await client.config_set("requirepass", "hunter2")

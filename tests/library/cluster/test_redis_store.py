@@ -105,20 +105,6 @@ async def test_frozen_redis_counts_as_away_and_expires_nobody() -> None:
         await running
 
 
-async def test_process_that_stood_still_does_not_take_the_others_for_dead() -> None:
-    async with run_redis() as redis, RedisStore(redis.url) as instance, RedisStore(redis.url) as router:
-        record = replace(DECODE, lease_ttl_s=0.5)
-        heartbeat = Heartbeat(instance, record, InstanceLoad, interval_s=0.05)
-        running = asyncio.create_task(heartbeat.run())
-        await view_that(router, has("decode-0"))
-        time.sleep(1.0)  # noqa: ASYNC251 - the event loop stalls for two leases
-        assert has("decode-0")(router.view())
-        for _ in range(20):
-            assert has("decode-0")(await router.wait_for_change(0.05))
-        heartbeat.stop()
-        await running
-
-
 @pytest.mark.parametrize("garbage", [b"", b"+", b"-", b"+\xff\xff\xff", b"-\xff\xff\xff", b"?what"])
 async def test_garbage_on_the_channel_is_ignored(garbage: bytes) -> None:
     async with run_redis(unix_socket=True) as redis, RedisStore(redis.url) as store:
@@ -261,22 +247,6 @@ async def test_a_bug_in_the_watch_does_not_end_it(monkeypatch: pytest.MonkeyPatc
         await view_that(router, lambda view: has("decode-0")(view) and view.store_connected)
         await instance.heartbeat(DECODE, InstanceLoad(2))
         await view_that(router, lambda view: view.instances["decode-0"].load.sequence_number == 2)
-
-
-async def test_follower_leaves_and_joins_the_heartbeats_as_leaders_come_and_go() -> None:
-    async with (
-        run_redis(unix_socket=True) as redis,
-        RedisStore(redis.url) as leader,
-        RedisStore(redis.url, follow=ViewSource.BROADCASTS),
-    ):
-        token = await lead(leader, "one")
-        async with asyncio.timeout(20):
-            for number in (1, 2):
-                while await _subscribers(leader, _EVENTS) < 2:  # noqa: ASYNC110 - Redis does not tell of it
-                    await asyncio.sleep(0.02)
-                assert await leader.broadcast(LoadBroadcast("one", token, number, ()))
-                while await _subscribers(leader, _EVENTS) > 1:  # noqa: ASYNC110 - Redis does not tell of it
-                    await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize("garbage", [b"", b"1.1:2", b"1.1:2:\xff\xff\xff", b"no registration"])

@@ -189,12 +189,6 @@ def test_variables_of_kubernetes_service_links_do_not_break_a_start_and_are_one_
     assert "enableServiceLinks: false" in line["advice"]
 
 
-def test_a_service_that_ends_by_itself_chooses_its_status() -> None:
-    with service("--act", "end") as process:
-        process.communicate(timeout=WAIT_S)
-    assert process.returncode == 5
-
-
 def _status_of(port: int, path: str) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
     try:
