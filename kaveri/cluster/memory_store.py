@@ -163,20 +163,21 @@ class MemoryCluster:
     def remove_request(self, request_id: str) -> None:
         del self._requests[request_id]
 
-    def request_ids(self) -> tuple[str, ...]:
-        """Return all claimed ids, including expired ones."""
-        return tuple(self._requests)
+    def requests(self) -> tuple[RequestClaim, ...]:
+        """Return all claims."""
+        found = (self.request(request_id) for request_id in tuple(self._requests))
+        return tuple(claim for claim in found if claim is not None)
 
 
 class MemoryStore:
     def __init__(self, cluster: MemoryCluster, follow: ViewSource = ViewSource.HEARTBEATS) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
         kind = MonitoredMembership if follow is ViewSource.BROADCASTS else Membership
         self._membership = kind(time.monotonic)
         self._ticking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._cluster.join(self._membership)
+        self.cluster.join(self._membership)
         self._ticking = asyncio.create_task(self._tick(), name="memory store: leases")
         return self
 
@@ -184,22 +185,22 @@ class MemoryStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._ticking is not None, "left without being entered"
-        self._cluster.leave(self._membership)
+        self.cluster.leave(self._membership)
         self._ticking.cancel()
         await asyncio.wait([self._ticking])
 
     async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
-        if self._cluster.is_away:
+        if self.cluster.is_away:
             return HeartbeatAnswer()
-        if self._cluster.refuses_heartbeats:
+        if self.cluster.refuses_heartbeats:
             self._membership.store_lost()
             return HeartbeatAnswer()
         self._membership.store_returned()
-        return self._cluster.heartbeat(record, load)
+        return self.cluster.heartbeat(record, load)
 
     async def deregister(self, record: InstanceRecord) -> None:
-        if not self._cluster.lost:
-            self._cluster.deregister(record)
+        if not self.cluster.lost:
+            self.cluster.deregister(record)
 
     def view(self) -> ClusterView:
         return self._membership.view()
@@ -208,53 +209,47 @@ class MemoryStore:
         return await self._membership.wait_for_change(timeout_s)
 
     async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
-        return None if self._cluster.lost else self._cluster.campaign(candidate_id, ttl_s)
+        return None if self.cluster.lost else self.cluster.campaign(candidate_id, ttl_s)
 
     async def resign(self, candidate_id: str) -> None:
-        if not self._cluster.lost:
-            self._cluster.resign(candidate_id)
+        if not self.cluster.lost:
+            self.cluster.resign(candidate_id)
 
     async def broadcast(self, broadcast: LoadBroadcast) -> bool:
-        return not self._cluster.lost and self._cluster.broadcast(broadcast)
+        return not self.cluster.lost and self.cluster.broadcast(broadcast)
 
     async def claim_request(self, claim: RequestClaim, ttl_s: float) -> RequestClaim | None:
-        if self._cluster.lost:
+        if self.cluster.lost:
             return None
-        holder = self._cluster.request(claim.request_id)
+        holder = self.cluster.request(claim.request_id)
         if holder is not None and claim.is_later_session_of(holder):
             claim = replace(claim, hint=holder.hint)
-        elif holder is not None and self._cluster.is_registered(holder.router_id, holder.router_incarnation):
+        elif holder is not None and self.cluster.is_registered(holder.router_id, holder.router_incarnation):
             return holder
-        self._cluster.put_request(claim, ttl_s)
+        self.cluster.put_request(claim, ttl_s)
         return None
 
     async def find_request(self, request_id: str) -> RequestClaim | None:
-        return None if self._cluster.lost else self._cluster.request(request_id)
+        return None if self.cluster.lost else self.cluster.request(request_id)
 
     async def update_requests(self, claims: Sequence[RequestClaim]) -> None:
-        if not self._cluster.lost:
+        if not self.cluster.lost:
             for claim in claims:
-                self._cluster.update_request(claim)
+                self.cluster.update_request(claim)
 
     async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
-        if self._cluster.lost:
+        if self.cluster.lost:
             return False
         for claim in claims:
-            if self._cluster.request(claim.request_id) == claim:
-                self._cluster.remove_request(claim.request_id)
+            if self.cluster.request(claim.request_id) == claim:
+                self.cluster.remove_request(claim.request_id)
         return True
-
-    async def requests(self) -> tuple[RequestClaim, ...]:
-        if self._cluster.lost:
-            return ()
-        found = (self._cluster.request(request_id) for request_id in self._cluster.request_ids())
-        return tuple(record for record in found if record is not None)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
             membership = self._membership
             is_led = isinstance(membership, MonitoredMembership) and not membership.is_silent()
-            if not self._cluster.is_away and not is_led:
-                self._cluster.follow_heartbeats(membership)
+            if not self.cluster.is_away and not is_led:
+                self.cluster.follow_heartbeats(membership)
                 membership.tick()

@@ -61,8 +61,6 @@ _PING_AFTER_S = MAX_TICK_S
 _LOST_AFTER_S = 1.0
 _REPORT_AGAIN_S = 60.0
 _BATCH_COUNT = 500
-_SCAN_TIMEOUT_S = 5.0
-"""Timeout of requests(), which no service calls: it scans all keys, including those of other programs."""
 
 _REFUSALS = (ResponseError, AuthenticationError)
 """Errors with which Redis refuses a command: OOM, READONLY, MISCONF, NOAUTH and others."""
@@ -231,9 +229,6 @@ class RedisStore:
         values = [_encode_claim(claim) for claim in claims]
         closing = self._opened.commands.execute("EVAL", scripts.CLOSE_REQUESTS, len(keys), *keys, *values)
         return bool(await self._unless_lost(closing, 0))
-
-    async def requests(self) -> tuple[RequestClaim, ...]:
-        return await self._unless_lost(self._load_requests(), ())
 
     @property
     def _opened(self) -> _Connection:
@@ -502,17 +497,6 @@ class RedisStore:
     async def _find(self, request_id: str) -> RequestClaim | None:
         held = cast(bytes | None, await self._opened.client.get(self._key(f"request:{request_id}")))
         return _decode_claim(request_id, held) if held is not None else None
-
-    async def _load_requests(self) -> tuple[RequestClaim, ...]:
-        async with asyncio.timeout(_SCAN_TIMEOUT_S):
-            # SCAN may return a key twice.
-            found = self._opened.client.scan_iter(match=self._key("request:*"), count=_BATCH_COUNT)
-            keys = list({key async for key in found})
-            values = await cast(Awaitable[list[bytes | None]], self._opened.client.mget(keys)) if keys else []
-        ids = [key.decode().removeprefix(self._key("request:")) for key in keys]
-        return tuple(
-            _decode_claim(request_id, value) for request_id, value in zip(ids, values, strict=True) if value is not None
-        )
 
 
 def _cancellations() -> int:

@@ -127,6 +127,3 @@ class ClusterStore(Protocol):
     async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
         """End claims. Those of other router incarnations are left alone. Returns False when the store is away: the
         claims may still exist when it returns."""
-
-    async def requests(self) -> tuple[RequestClaim, ...]:
-        """Return all claims, unordered. No service calls it."""

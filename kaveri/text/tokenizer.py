@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from tokenizers import Tokenizer
@@ -29,18 +28,8 @@ _MARKED_CHARACTERS = 9
 """Max length of one character after marking."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One turn of a conversation."""
-
-    role: str
-    content: str = ""
-    parts: Sequence[str] = ()
-    """The content in parts, as an alternative."""
-
-
 class Turn(Protocol):
-    """A turn of a conversation: a ChatMessage, or a protobuf message."""
+    """A turn of a conversation, with its content as a whole or in parts: a protobuf message."""
 
     @property
     def role(self) -> str: ...
@@ -115,7 +104,6 @@ class ModelTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """True if conversations can be encoded."""
         return self.chat_template is not None
 
     def close(self) -> None:
@@ -246,7 +234,6 @@ class ModelTokenizer:
 
 
 def _is_short(messages: Sequence[Turn]) -> bool:
-    """Return True if a conversation may be encoded on the event loop."""
     if len(messages) > _INLINE_MESSAGES or sum(len(turn.parts) for turn in messages) > _INLINE_MESSAGES:
         return False
     texts = [text for turn in messages for text in (turn.role, turn.content, *turn.parts)]
@@ -254,6 +241,5 @@ def _is_short(messages: Sequence[Turn]) -> bool:
 
 
 def _check_time(deadline_s: float) -> None:
-    """Raise DeadlineExceeded once no caller waits for the work."""
     if time.monotonic() > deadline_s:
         raise DeadlineExceeded

@@ -162,7 +162,7 @@ async def _views_during(store: ClusterStore, duration_s: float) -> list[ClusterV
 
 async def _no_requests_in(store: ClusterStore) -> None:
     async with asyncio.timeout(_SOON_S):
-        while await store.requests():  # noqa: ASYNC110 - the table has no waiting of its own
+        while await store.find_request(REQUEST.request_id):  # noqa: ASYNC110 - the table has no waiting of its own
             await asyncio.sleep(0.02)
 
 
@@ -314,9 +314,9 @@ class StoreConformance:
             assert await other.claim_request(theirs, 60.0) == REQUEST
             await one.heartbeat(replace(again, lease_ttl_s=60.0), InstanceLoad())
             assert await other.claim_request(theirs, 60.0) is None
-            assert await other.requests() == (theirs,)
+            assert await other.find_request(REQUEST.request_id) == theirs
             await one.close_requests([REQUEST])
-            assert await other.requests() == (theirs,)
+            assert await other.find_request(REQUEST.request_id) == theirs
 
     async def test_claim_outlives_its_routers_lease_only_until_another_router_asks(
         self, cluster: ClusterUnderTest
@@ -326,7 +326,7 @@ class StoreConformance:
             await one.heartbeat(ROUTER, InstanceLoad())
             assert await one.claim_request(REQUEST, 60.0) is None
             await one.deregister(ROUTER)
-            assert await other.requests() == (REQUEST,)
+            assert await other.find_request(REQUEST.request_id) == REQUEST
             assert await other.claim_request(theirs, 60.0) is None
 
     async def test_closed_request_can_be_claimed_again_and_only_its_router_closes_it(
@@ -336,9 +336,9 @@ class StoreConformance:
             assert await store.claim_request(REQUEST, 60.0) is None
             assert await store.close_requests([replace(REQUEST, router_id="router-9")])
             await store.close_requests([replace(REQUEST, router_incarnation=ROUTER.incarnation + 1)])
-            assert await store.requests() == (REQUEST,)
+            assert await store.find_request(REQUEST.request_id) == REQUEST
             assert await store.close_requests([REQUEST])
-            assert await store.requests() == ()
+            assert await store.find_request(REQUEST.request_id) is None
             assert await store.close_requests([REQUEST])
             assert await store.claim_request(REQUEST, 60.0) is None
 
@@ -361,7 +361,7 @@ class StoreConformance:
                 assert has("decode-0")(view)
                 assert not view.store_connected
             assert await router.claim_request(REQUEST, 60.0) is None
-            assert await router.requests() == ()
+            assert await router.find_request(REQUEST.request_id) is None
             assert not await router.close_requests([REQUEST])
             await instance.deregister(DECODE)
 
@@ -369,7 +369,11 @@ class StoreConformance:
         async with cluster.open_store() as store:
             await store.heartbeat(DECODE, InstanceLoad())
             await cluster.take_away()
-            for call in (store.heartbeat(DECODE, InstanceLoad()), store.claim_request(REQUEST, 1.0), store.requests()):
+            for call in (
+                store.heartbeat(DECODE, InstanceLoad()),
+                store.claim_request(REQUEST, 1.0),
+                store.find_request("r"),
+            ):
                 async with asyncio.timeout(1.5):
                     await call
 
@@ -444,7 +448,9 @@ class StoreConformance:
                 seen.append(await view_that(router, lambda view: view.store_connected))
                 seen += await _views_during(router, 2 * _LEASE_TTL_S)
                 assert all(has("decode-0", "router-0")(view) for view in seen)
-                assert await router.requests() == (), "what was granted meanwhile is entered nowhere"
+                assert await router.find_request(REQUEST.request_id) is None, (
+                    "what was granted meanwhile is entered nowhere"
+                )
             await view_that(router, has("router-0"))
 
     async def test_lead_can_be_resigned_by_its_leader_only_and_the_next_token_is_greater(

@@ -47,8 +47,8 @@ _EVENTS = f"{_NAMES}:events"
 _LOADS = f"{_NAMES}:loads"
 
 
-_RULES = (*store_needs(_NAMES).rules(), "+scan", "+mget")
-"""What docs/operations.md lists, and what requests() needs, which no service calls: it reads the names of all keys."""
+_RULES = store_needs(_NAMES).rules()
+"""What docs/operations.md lists."""
 
 
 class _RedisStores:

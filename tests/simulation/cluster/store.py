@@ -195,9 +195,6 @@ class SimulatedStore:
     async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
         return await self._command(lambda store: store.close_requests(claims), False)
 
-    async def requests(self) -> tuple[RequestClaim, ...]:
-        return await self._command(lambda store: store.requests(), (), writes=False)
-
     # ---- what the store's process sends ----
 
     def heard(self, relay: _Relay, event: str, *args: Any) -> None:
