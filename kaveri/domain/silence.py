@@ -24,7 +24,7 @@ class SilenceWatch(Generic[PeerT]):
     def __init__(self, after_s: float, now_s: float) -> None:
         """after_s: seconds of silence after which a peer is suspected, unless it was late before."""
         self.after_s = after_s
-        self._elapsed_s = 0.0
+        self.elapsed_s = 0.0
         """Time in which this process ran and ticked: messages that wait unread while it stands still are no silence."""
         self._ticked_at_s = now_s
         self._heard_s: dict[PeerT, float] = {}
@@ -35,11 +35,11 @@ class SilenceWatch(Generic[PeerT]):
 
     def begin(self, peer: PeerT) -> None:
         """Start to watch the peer. Idempotent."""
-        self._heard_s.setdefault(peer, self._elapsed_s)
+        self._heard_s.setdefault(peer, self.elapsed_s)
 
     def heard(self, peer: PeerT) -> None:
         """Record a message of the peer. The first one starts the watch."""
-        now_s = self._elapsed_s
+        now_s = self.elapsed_s
         last_s = self._found_s.pop(peer, self._heard_s.get(peer, now_s))
         self._heard_s[peer] = now_s
         late_s = now_s - last_s
@@ -55,13 +55,13 @@ class SilenceWatch(Generic[PeerT]):
     def silence_s(self, peer: PeerT) -> float:
         """Seconds since the last message of a peer, as of the last tick; infinite if it is not watched."""
         heard_s = self._heard_s.get(peer)
-        return self._elapsed_s - heard_s if heard_s is not None else float("inf")
+        return self.elapsed_s - heard_s if heard_s is not None else float("inf")
 
     def tick(self, now_s: float) -> list[PeerT]:
         """Advance the clock. Returns the peers that have gone silent, and stops watching them."""
-        self._elapsed_s += min(now_s - self._ticked_at_s, _LONGEST_TICK_S)
+        self.elapsed_s += min(now_s - self._ticked_at_s, _LONGEST_TICK_S)
         self._ticked_at_s = now_s
-        elapsed_s = self._elapsed_s
+        elapsed_s = self.elapsed_s
         silent = [
             peer
             for peer, heard_s in self._heard_s.items()

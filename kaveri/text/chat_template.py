@@ -90,13 +90,15 @@ class ChatTemplate:
         pieces: list[str] = []
         room = most_characters
         overdue_s = time.monotonic() + _MAX_RENDER_S
+        roles = [message["role"] for message in messages[:8]]
 
         def check() -> None:
             now_s = time.monotonic()
             if now_s > deadline_s:
                 raise DeadlineExceeded
             if now_s > overdue_s:
-                raise _Refused(f"rendered by the model's chat template within {_MAX_RENDER_S:.0f} s")
+                limit = f"rendered by the model's chat template within {_MAX_RENDER_S:.0f} s"
+                raise InvalidArgument("prompt.messages", roles, limit)
 
         try:
             for piece in self._pieces(messages, check):
@@ -104,15 +106,13 @@ class ChatTemplate:
                 pieces.append(piece)
                 room -= len(piece)
                 if room < 0:
-                    raise _Refused(f"at most {most_characters}: more characters of the model's chat template never fit")
-        except DeadlineExceeded:
+                    limit = f"at most {most_characters}: more characters of the model's chat template never fit"
+                    raise InvalidArgument("prompt.messages", roles, limit)
+        except (DeadlineExceeded, InvalidArgument):
             raise
         except Exception as error:
             # Templates are programs supplied with models: they may raise anything, RecursionError for example.
             limit = f"as the model's chat template wants: {type(error).__name__}: {error!s:.200}"
-            if isinstance(error, _Refused):
-                limit = str(error)
-            roles = [message["role"] for message in messages[:8]]
             raise InvalidArgument("prompt.messages", roles, limit) from error
         return "".join(pieces)
 
@@ -151,10 +151,6 @@ class ChatTemplate:
             return self._write(messages, 2**20, time.monotonic() + _SAMPLE_RENDER_S)
         except (InvalidArgument, DeadlineExceeded):
             return None
-
-
-class _Refused(Exception):
-    """Raised when rendering exceeds a limit."""
 
 
 def _contents(texts: Sequence[str], content_format: ContentFormat) -> Sequence[str]:

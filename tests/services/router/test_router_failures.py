@@ -101,7 +101,7 @@ async def test_requests_of_a_frozen_decode_instance_go_on_elsewhere_within_a_sec
         responses = [await call.read()]
         while len(tokens_of(responses)) < 7:
             responses.append(await call.read())
-        running = router.router.feeds._silence._clock
+        running = router.router.feeds._silence
         before = suspicions()
         cluster.place_on = "decode-1"
         frozen.thawed.clear()
@@ -140,7 +140,7 @@ async def test_a_stall_of_the_router_behind_a_suspicion_costs_no_attempt(cluster
         time.sleep(0.6)  # noqa: ASYNC251
         await eventually(lambda: not router.router.feeds.silent_ids)
         # It is back, however long it takes until there are tokens.
-        running = router.router.feeds._silence._clock
+        running = router.router.feeds._silence
         until_s = running.elapsed_s + 2 * token_feeds.REOPEN_GRACE_S
         await eventually(lambda: running.elapsed_s > until_s)
         decode.may_step.set()
@@ -159,7 +159,7 @@ async def test_instances_that_only_beat_and_stalls_of_the_router_cost_no_attempt
             decode.pause_at = 7
             calls.append(await read_once_placed(cluster, router, f"on-{instance_id}", instance_id))
             await eventually(lambda decode=decode: decode.is_paused)  # type: ignore[misc]
-        watched_s = router.router.feeds._silence._clock
+        watched_s = router.router.feeds._silence
         until_s = watched_s.elapsed_s + 0.5
         # The loop stands still for longer than it takes to suspect an instance.
         time.sleep(0.6)  # noqa: ASYNC251
