@@ -3,17 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kaveri.domain.owner import Ownership
+from kaveri.domain.owner import OwnedRequest
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
-class Attachment:
+class Attachment(OwnedRequest):
     """Credentials of the new owner, and its client's tokens."""
 
-    request_id: str
-    ownership: Ownership
     token_ids: tuple[int, ...]
     """Prompt, followed by the tokens that the client has."""
     generated_count: int

@@ -57,17 +57,29 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """Sampling and stop parameters of a request.
-
-    Construction raises InvalidArgument, naming field, value and limit.
-    """
+class StopConditions:
+    """Length of an answer, and what ends it."""
 
     max_tokens: int | None = None
     """Max tokens to generate, at least 1. None: the model's default, or all that its length leaves after the prompt."""
     min_tokens: int = 0
     """Min answer length, at most max_tokens. Until then end tokens are not sampled and complete stop texts are
     ignored."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; the text is cut before the match."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the answer, in addition to the model's own."""
+    ignore_eos: bool = False
+    """Continue past the model's end-of-sequence ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(StopConditions):
+    """Sampling and stop parameters of a request.
+
+    Construction raises InvalidArgument, naming field, value and limit.
+    """
+
     temperature: float | None = None
     """Divides the logits. 0 is greedy. None: the model's, as ModelInfo.default_params says, or 1."""
     top_p: float | None = None
@@ -77,12 +89,6 @@ class SamplingParams:
     """Sample only from the top_k most likely tokens. 0: all. None: the model's, or 0."""
     seed: int | None = None
     """Seed, combined with the token's index, in [0, 2**64). None: chosen by the router."""
-    stop: tuple[str, ...] = ()
-    """Texts that end the answer; the text is cut before the match."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the answer, in addition to the model's own."""
-    ignore_eos: bool = False
-    """Continue past the model's end-of-sequence ids."""
     logprobs: int | None = None
     """Number of most likely tokens to report with each sampled token's log-probability. None: no report."""
     prompt_logprobs: int | None = None

@@ -53,8 +53,8 @@ class InstanceState(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceRecord:
-    """Immutable facts about one incarnation of an instance."""
+class InstanceIdentity:
+    """Name, address and service of one incarnation of an instance."""
 
     instance_id: str
     """Stable across restarts: "decode-0"."""
@@ -65,6 +65,12 @@ class InstanceRecord:
     """"host:port" of its gRPC services, or of a gateway's HTTP."""
     model: str
     engine: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRecord(InstanceIdentity):
+    """Immutable facts about one incarnation of an instance."""
+
     layout: KvLayout | None = None
     kv_endpoints: tuple[KvEndpoint, ...] = ()
     max_model_len: int = 0
@@ -100,8 +106,8 @@ class ReplicaCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceLoad:
-    """Load of an instance at its last heartbeat."""
+class WorkLoad:
+    """Requests and KV blocks of an instance at its last heartbeat."""
 
     sequence_number: int = 0
     """Increases by one with each heartbeat of an incarnation; if only some are received, with each received one."""
@@ -115,6 +121,12 @@ class InstanceLoad:
     """Blocks available to a new request: not held, and not reserved for running ones (kaveri.policy.admission)."""
     total_blocks: int = 0
     context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLoad(WorkLoad):
+    """Load of an instance at its last heartbeat, with its phases and its room for replicas."""
+
     heavy_requests: int = 0
     """Decode: heavy requests here in any phase (kaveri.policy.placement.HeavyThresholds)."""
     light_requests: int = 0
