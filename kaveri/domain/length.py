@@ -17,14 +17,10 @@ class RangeEnd(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """A number of tokens in [low, high)."""
+    """A number of tokens in [low, high), which is not empty."""
 
     low: int
     high: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low < self.high:
-            raise ValueError(f"[{self.low}, {self.high}) is no range of tokens")
 
     def after(self, drawn_tokens: int) -> "TokenRange | None":
         """Remaining range of an answer that has `drawn_tokens` tokens and continues.

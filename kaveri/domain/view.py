@@ -228,12 +228,24 @@ class ClusterView:
     @once_per_view
     def ready(self, phase: Phase, model: str | None = None) -> tuple[ViewedInstance, ...]:
         """The instances that take requests of `phase` now (for `model`, if given), ordered by id."""
-        return self._ready(model, lambda each: phase in phases_now(each) and phase not in each.load.ending_phases)
+        return tuple(
+            each
+            for _, each in sorted(self.instances.items())
+            if phase in phases_now(each)
+            and phase not in each.load.ending_phases
+            and each.load.state is InstanceState.READY
+            and model in (None, each.record.model)
+        )
 
     @once_per_view
     def ready_predictors(self, model: str) -> tuple[ViewedInstance, ...]:
         """The predictors of `model` that take work, ordered by id."""
-        return self._ready(model, lambda instance: instance.record.role is Role.PREDICTOR)
+        return tuple(
+            each
+            for _, each in sorted(self.instances.items())
+            if (each.record.role, each.record.model) == (Role.PREDICTOR, model)
+            and each.load.state is InstanceState.READY
+        )
 
     @once_per_view
     def addresses(self) -> frozenset[str]:
@@ -259,14 +271,6 @@ class ClusterView:
         except KeyError:
             value = self._derived[key] = compute(*args)
             return value
-
-    def _ready(self, model: str | None, takes: Callable[[ViewedInstance], bool]) -> tuple[ViewedInstance, ...]:
-        instances = (self.instances[instance_id] for instance_id in sorted(self.instances))
-        return tuple(
-            instance
-            for instance in instances
-            if takes(instance) and instance.load.state is InstanceState.READY and model in (None, instance.record.model)
-        )
 
 
 @dataclass(frozen=True, slots=True)

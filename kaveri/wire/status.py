@@ -79,8 +79,7 @@ def status_of(error: KaveriError) -> tuple[grpc.StatusCode, str, tuple[tuple[str
 
 def error_to_bytes(error: KaveriError) -> bytes:
     """Return a serialized google.rpc.Status that carries `error`, for a field of a message."""
-    serialized: bytes = _status(error)[1].SerializeToString()
-    return serialized
+    return bytes(_status(error)[1].SerializeToString())
 
 
 def error_from_bytes(serialized: bytes) -> KaveriError:
@@ -194,11 +193,8 @@ class _Shown(str):
 def _details(error: aio.AioRpcError) -> Sequence[any_pb2.Any]:
     for key, value in error.trailing_metadata() or ():
         if key == DETAILS_KEY and isinstance(value, bytes):
-            try:
-                details: Sequence[any_pb2.Any] = status_pb2.Status.FromString(value).details
-                return details
-            except DecodeError:
-                return ()
+            with contextlib.suppress(DecodeError):
+                return list(status_pb2.Status.FromString(value).details)
     return ()
 
 
