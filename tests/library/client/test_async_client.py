@@ -16,7 +16,6 @@ from kaveri import (
     FinishReason,
     InvalidArgument,
     KaveriError,
-    Logprobs,
     Message,
     ModelNotFound,
     NoCapacity,
@@ -108,12 +107,6 @@ async def test_params_left_out_stay_unset_but_the_seed(service: InferenceDouble,
     async with AsyncClient(target) as client, client.stream("silent"):
         await until(lambda: bool(service.requests), "the request arrives")
     assert [field.name for field, _ in service.requests[0].params.ListFields()] == ["seed"]
-
-
-async def test_logprobs_come_one_per_token(target: str) -> None:
-    async with AsyncClient(target) as client:
-        completion = await client.generate("prompt", params=SamplingParams(max_tokens=3, logprobs=0))
-    assert completion.logprobs == tuple(Logprobs(-0.5 - index, ()) for index in range(3))
 
 
 async def _leave_by_break(client: AsyncClient) -> None:
@@ -273,12 +266,6 @@ async def test_every_call_has_the_clients_deadline_or_its_own(service: Inference
     assert all(30 < deadline_s < 51 for deadline_s in left_s[:3]), left_s
     assert all(5 < deadline_s < 21 for deadline_s in left_s[3:]), left_s
     assert len(left_s) == 6
-
-
-async def test_no_default_timeout_means_no_deadline(service: InferenceDouble, target: str) -> None:
-    async with AsyncClient(target, timeout_s=None) as client:
-        await client.generate("prompt", params=FIVE)
-    assert service.deadlines_s[0] is None or service.deadlines_s[0] > 10**6
 
 
 @pytest.mark.parametrize(
