@@ -17,12 +17,7 @@ from kaveri.client.answer import Chunk, Completion, ModelInfo, PromptToken, Serv
 from kaveri.client.api_key import check_direct, find_api_key
 from kaveri.client.defaults import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 from kaveri.client.direct import DirectStreams
-from kaveri.client.request import (
-    MessageLike,
-    build_request,
-    check_text,
-    check_timeout,
-)
+from kaveri.client.request import MessageLike, build_request, check_text, check_timeout
 from kaveri.client.routers import Routers, check_not_forked, is_forked
 from kaveri.client.sessions import Sessions
 from kaveri.client.targets import Targets, check_targets

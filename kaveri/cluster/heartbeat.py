@@ -27,11 +27,7 @@ class Heartbeat:
     """Heartbeats of one incarnation of an instance. Not thread-safe."""
 
     def __init__(
-        self,
-        store: ClusterStore,
-        record: InstanceRecord,
-        load: Callable[[], InstanceLoad],
-        interval_s: float = 0.1,
+        self, store: ClusterStore, record: InstanceRecord, load: Callable[[], InstanceLoad], interval_s: float = 0.1
     ) -> None:
         """load: returns the current load; its sequence_number is filled in here. interval_s: while the load changes."""
         self._store = store

@@ -215,7 +215,8 @@ class RedisStore:
         return await self._unless_lost(self._claim(claim, _milliseconds(ttl_s)), None)
 
     async def find_request(self, request_id: str) -> RequestClaim | None:
-        return await self._unless_lost(self._find(request_id), None)
+        held = await self._unless_lost(self._opened.client.get(self._key(f"request:{request_id}")), None)
+        return None if held is None else _decode_claim(request_id, cast(bytes, held))
 
     async def update_requests(self, claims: Sequence[RequestClaim]) -> None:
         keys = [self._key(f"request:{claim.request_id}") for claim in claims]
@@ -416,11 +417,7 @@ class RedisStore:
         )
         taken = self._monitored.take_in(broadcast)
         if taken and (self._hears_heartbeats or broadcast.fencing_token != known_token):
-            get_logger().info(
-                "monitor_followed",
-                leader_id=broadcast.leader_id,
-                fencing_token=broadcast.fencing_token,
-            )
+            get_logger().info("monitor_followed", leader_id=broadcast.leader_id, fencing_token=broadcast.fencing_token)
 
     def _learn(self, message: cluster_pb2.InstanceStatus, remaining_s: float | None) -> None:
         status = self._status(message)
@@ -493,10 +490,6 @@ class RedisStore:
             if not is_later:
                 return holder
         return None
-
-    async def _find(self, request_id: str) -> RequestClaim | None:
-        held = cast(bytes | None, await self._opened.client.get(self._key(f"request:{request_id}")))
-        return _decode_claim(request_id, held) if held is not None else None
 
 
 def _cancellations() -> int:

@@ -50,10 +50,7 @@ class ModelTokenizer:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerFast,
-        vocab_size: int,
-        content_format: ContentFormat = ContentFormat.AUTO,
+        self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, content_format: ContentFormat = ContentFormat.AUTO
     ) -> None:
         """content_format: format in which the chat template receives messages."""
         self.backend: Tokenizer = tokenizer.backend_tokenizer

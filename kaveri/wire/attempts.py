@@ -107,9 +107,7 @@ def attachment_from_proto(message: feed_pb2.AttachRequest) -> Attachment:
     if message.generated_count >= len(message.token_ids):
         raise InvalidArgument("generated_count", message.generated_count, "less than the number of token_ids")
     return Attachment(
-        **same_fields(message, _ATTACHMENT_FIELDS),
-        ownership=ownership,
-        token_ids=tuple(message.token_ids),
+        **same_fields(message, _ATTACHMENT_FIELDS), ownership=ownership, token_ids=tuple(message.token_ids)
     )
 
 

@@ -120,9 +120,7 @@ def prompt_logprobs_to_proto(first: int, entries: Iterable[Logprobs]) -> samplin
 
 
 def name_tokens(
-    token_ids: Sequence[int],
-    reports: Iterable[sampling_pb2.Logprobs],
-    token_piece: Callable[[int], tuple[str, bytes]],
+    token_ids: Sequence[int], reports: Iterable[sampling_pb2.Logprobs], token_piece: Callable[[int], tuple[str, bytes]]
 ) -> None:
     """Write tokens' texts into their reports, one per token. token_piece: returns text, and bytes if they differ from
     the text."""

@@ -161,10 +161,7 @@ async def _close_the_client(client: AsyncClient) -> None:
 kept: list[AsyncStream] = []
 
 
-@pytest.mark.parametrize(
-    "leave",
-    [_leave_by_break, _leave_the_block, _close_it, _raise_in_the_loop, _drop_it_unread],
-)
+@pytest.mark.parametrize("leave", [_leave_by_break, _leave_the_block, _close_it, _raise_in_the_loop, _drop_it_unread])
 async def test_leaving_a_stream_cancels_its_request_at_once(
     service: InferenceDouble, target: str, leave: Callable[[AsyncClient], Awaitable[None]]
 ) -> None:

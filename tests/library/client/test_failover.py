@@ -12,14 +12,7 @@ import pytest
 
 from kaveri import AsyncClient, Client, Completion, SamplingParams
 from kaveri.client.targets import MAX_TARGETS, Targets
-from kaveri.errors import (
-    DeadlineExceeded,
-    InvalidArgument,
-    KaveriError,
-    NoCapacity,
-    RequestAlreadyExists,
-    Unavailable,
-)
+from kaveri.errors import DeadlineExceeded, InvalidArgument, KaveriError, NoCapacity, RequestAlreadyExists, Unavailable
 from kaveri.rpc.server import RpcServer
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from tests.library.client.inference_double import InferenceDouble, serving_in_a_thread, until
