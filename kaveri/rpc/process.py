@@ -165,14 +165,13 @@ def run_service(
             )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve_until_stopped(config, serve))
-    except ConfigError as error:
-        return _refuse(program, error)
-    except BaseExceptionGroup as group:
-        # Raised inside a task group, by a heartbeat for example.
-        refusal = _config_error_in(group)
+    except (ConfigError, BaseExceptionGroup) as error:
+        # A group if raised inside a task group, by a heartbeat for example.
+        refusal = error if isinstance(error, ConfigError) else _config_error_in(error)
         if refusal is None:
             raise
-        return _refuse(program, refusal)
+        print(f"{program}: {refusal}", file=sys.stderr)
+        return CONFIG_ERROR_STATUS
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 128 + signal.SIGTERM
     finally:
@@ -187,11 +186,6 @@ def _spare_what_is_loaded() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def _refuse(program: str, error: ConfigError) -> int:
-    print(f"{program}: {error}", file=sys.stderr)
-    return CONFIG_ERROR_STATUS
 
 
 def _config_error_in(group: BaseExceptionGroup[BaseException]) -> ConfigError | None:
