@@ -68,7 +68,7 @@ _REFUSALS = (ResponseError, AuthenticationError)
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Redis and names of one cluster, and what the connection to it needs."""
+    """Redis of one cluster, and the needs of a connection to it."""
 
     url: str
     cluster_name: str
@@ -78,7 +78,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
-    """Means of an entered store."""
+    """Client and tasks of an entered store."""
 
     client: Redis
     commands: CommandBatches
@@ -496,8 +496,7 @@ def _cancellations() -> int:
     """Return the number of cancellations of this task.
 
     redis-py sends through asyncio.wait_for(), which up to Python 3.11 loses a cancellation that arrives together with
-    its
-    result (cpython issue 86296), so callers that must not miss a cancellation check this number.
+    its result (cpython issue 86296), so callers that must not miss a cancellation check this number.
     """
     task = asyncio.current_task()
     assert task is not None, "outside of a task"

@@ -18,11 +18,8 @@ class ViewSource(enum.Enum):
     """Every heartbeat of every instance."""
     BROADCASTS = enum.auto()
     """The cluster monitor's broadcasts: one message for predictors and the instances that accept pushes or hold copies
-    of KV, no others.
-
-    Without a monitor nothing expires; after BROADCAST_LOST_AFTER_S without one, and before
-    the first one, heartbeats of the same instances are used.
-    """
+    of KV, no others. Without a monitor nothing expires; after BROADCAST_LOST_AFTER_S without one, and before the first
+    one, heartbeats of the same instances are used."""
 
 
 DEFAULT_CLUSTER = "default"
@@ -61,12 +58,9 @@ class ClusterStore(Protocol):
     """Access of one process to the cluster's state. Used as an async context manager; not shared between event loops.
 
     A store is lost while it cannot be reached, and while it refuses heartbeats (a Redis that became a replica, or has
-    no
-    memory left). No call raises because of that: registration and heartbeats are retried by the next heartbeat, the
-    view
-    says `store_connected=False`, claims are granted, and no router leads. A call waits at most a second for each answer
-    of
-    the store. A process that makes no heartbeats does not notice that they are refused.
+    no memory left). No call raises because of that: registration and heartbeats are retried by the next heartbeat, the
+    view says `store_connected=False`, claims are granted, and no router leads. A call waits at most a second for each
+    answer of the store. A process that makes no heartbeats does not notice that they are refused.
     """
 
     async def __aenter__(self) -> Self:
