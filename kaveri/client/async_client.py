@@ -204,11 +204,9 @@ class AsyncClient:
         api_key: str | None = None,
         direct: bool = False,
     ) -> None:
-        """Arguments as for Client. Connects at the first call, and belongs to that call's event loop.
-
-        Raises InvalidArgument, and ConfigError for unusable files. In a process forked after any client has connected,
-        calls raise RuntimeError.
-        """
+        """Arguments as for Client. Connects at the first call, and belongs to that call's event loop. Raises
+        InvalidArgument, and ConfigError for unusable files. In a process forked after any client has connected, calls
+        raise RuntimeError."""
         check_timeout(timeout_s)
         check_direct(direct, api_key)
         self._given = check_targets(target)

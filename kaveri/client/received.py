@@ -69,10 +69,8 @@ class Received:
 
     def rest_of(self, response: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
         """Strip what was already received from a response (tokens by index, text by offset), and return the response.
-
         When a request is cancelled, the client may have more tokens than its router. The text that the router releases
-        then does not follow those tokens, and is dropped.
-        """
+        then does not follow those tokens, and is dropped."""
         repeated = len(self.token_ids) - response.index
         is_behind = repeated > len(response.token_ids)
         if repeated > 0:

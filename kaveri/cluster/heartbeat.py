@@ -45,11 +45,9 @@ class Heartbeat:
         self._stopping = False
 
     async def run(self) -> None:
-        """Register the instance and keep it registered until stop(); then deregister it and return.
-
-        If cancelled, the lease expires by itself. Raises ConfigError when another process has registered under the same
-        instance id: the older incarnation ends, even if it was only frozen for a while.
-        """
+        """Register the instance and keep it registered until stop(); then deregister it and return. If cancelled, the
+        lease expires by itself. Raises ConfigError when another process has registered under the same instance id: the
+        older incarnation ends, even if it was only frozen for a while."""
         while not self._stopping:
             self._due.clear()
             await self._beat()

@@ -29,11 +29,9 @@ def closed_as_lost() -> Iterator[None]:
 
 class CommandBatches:
     """Batched execution of commands: one batch at a time; commands that arrive meanwhile form the next batch, in order.
-
     Uses one connection of the pool. The client's own methods would borrow a connection for every command and create a
     task to limit each write and each read, at several times the cost. The backlog is bounded by the number of callers,
-    each of which waits for its own answer.
-    """
+    each of which waits for its own answer."""
 
     def __init__(self, pool: ConnectionPool, answer_timeout_s: float) -> None:
         self._pool = pool

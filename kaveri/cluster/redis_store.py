@@ -95,11 +95,9 @@ class RedisStore:
         wait_s: float = FIRST_ANSWER_TIMEOUT_S,
         also_needs: RedisNeeds = RedisNeeds(frozenset(), ()),  # noqa: B008 - frozen
     ) -> None:
-        """url: redis://[[user]:password@]host:port/db, rediss://... or unix://path?db=...; valkey:// and valkeys:// too
-
-        Clusters of other names, or in other databases, are separate. wait_s: max wait for an answer when entering.
-        also_needs: permissions for other uses of Redis, checked when entering too.
-        """
+        """url: redis://[[user]:password@]host:port/db, rediss://... or unix://path?db=..., or with valkey:// and
+        valkeys://. Clusters of other names, or in other databases, are separate. wait_s: max wait for an answer when
+        entering. also_needs: permissions for other uses of Redis, checked when entering too."""
         self._place = _Place(url, cluster_name, wait_s, also_needs)
         self._prefix = ""
         kind = MonitoredMembership if follow is ViewSource.BROADCASTS else Membership
@@ -493,11 +491,9 @@ class RedisStore:
 
 
 def _cancellations() -> int:
-    """Return the number of cancellations of this task.
-
-    redis-py sends through asyncio.wait_for(), which up to Python 3.11 loses a cancellation that arrives together with
-    its result (cpython issue 86296), so callers that must not miss a cancellation check this number.
-    """
+    """Return the number of cancellations of this task. redis-py sends through asyncio.wait_for(), which up to Python
+    3.11 loses a cancellation that arrives together with its result (cpython issue 86296), so callers that must not miss
+    a cancellation check this number."""
     task = asyncio.current_task()
     assert task is not None, "outside of a task"
     return task.cancelling()

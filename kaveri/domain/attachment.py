@@ -40,9 +40,7 @@ def check_received(
     attachment: Attachment, prompt: Sequence[int], generated: Sequence[int | None], *, is_all: bool
 ) -> None:
     """Raise InvalidArgument unless the attachment has the request's own prompt, and tokens that were generated.
-
-    generated: from index 0 on; None: a token unknown here. is_all: no more were generated anywhere.
-    """
+    generated: from index 0 on; None: a token unknown here. is_all: no more were generated anywhere."""
     count = attachment.generated_count
     prompt_count = len(attachment.token_ids) - count
     if attachment.token_ids[:prompt_count] != tuple(prompt):

@@ -75,10 +75,7 @@ class StopConditions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(StopConditions):
-    """Sampling and stop parameters of a request.
-
-    Construction raises InvalidArgument, naming field, value and limit.
-    """
+    """Sampling and stop parameters of a request. Construction raises InvalidArgument, naming field, value and limit."""
 
     temperature: float | None = None
     """Divides the logits. 0 is greedy. None: the model's, as ModelInfo.default_params says, or 1."""

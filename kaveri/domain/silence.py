@@ -15,11 +15,8 @@ PeerT = TypeVar("PeerT")
 
 class SilenceWatch(Generic[PeerT]):
     """Watches peers that should send something all the time. Only time in which the observer itself runs counts as
-    silence.
-
-    A peer on a busy machine is slightly late before it is very late, so late peers are given more time. So is one that
-    was found silent and is heard soon after: where all are slow, suspicions slow them further.
-    """
+    silence. A peer on a busy machine is slightly late before it is very late, so late peers are given more time. So is
+    one that was found silent and is heard soon after: where all are slow, suspicions slow them further."""
 
     def __init__(self, after_s: float, now_s: float) -> None:
         """after_s: seconds of silence after which a peer is suspected, unless it was late before."""

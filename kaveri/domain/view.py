@@ -211,11 +211,9 @@ def once_per_view(
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """All instances with a valid lease that speak this process's contracts.
-
-    The set of instances, their states, phases and pool sizes are constant within one view; the rest of their loads
-    follows their heartbeats. So a decision uses one view, without waiting in between.
-    """
+    """All instances with a valid lease that speak this process's contracts. The set of instances, their states, phases
+    and pool sizes are constant within one view; the rest of their loads follows their heartbeats. So a decision uses
+    one view, without waiting in between."""
 
     instances: Mapping[str, ViewedInstance] = field(default_factory=dict)
     """Instances by id. Views with the same mapping object have the same instances in the same states."""
@@ -262,10 +260,7 @@ class ClusterView:
         )
 
     def derive(self, key: Hashable, compute: Callable[..., ValueT], *args: object) -> ValueT:
-        """Return `compute(*args)`, called once per view and key.
-
-        It may depend only on what is constant within a view.
-        """
+        """Return `compute(*args)`, called once per view and key. It must depend only on what is constant in a view."""
         try:
             return cast(ValueT, self._derived[key])
         except KeyError:

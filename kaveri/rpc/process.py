@@ -143,12 +143,10 @@ def run_service(
     find_sections: Callable[[], Mapping[str, Collection[str]]],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Run a service until it ends by itself or by a signal; return the process's exit status.
-
-    find_sections: see read_settings. serve(config, stopping) does the work and returns the status; `stopping` is set by
-    the first SIGTERM or SIGINT, upon which it drains. A second signal cancels it. ConfigError, from the flags or from
-    serve, becomes one line on stderr.
-    """
+    """Run a service until it ends by itself or by a signal; return the process's exit status. find_sections: see
+    read_settings. serve(config, stopping) does the work and returns the status; `stopping` is set by the first SIGTERM
+    or SIGINT, upon which it drains. A second signal cancels it. ConfigError, from the flags or from serve, becomes one
+    line on stderr."""
     program = f"kaveri {role}"
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
@@ -179,11 +177,9 @@ def run_service(
 
 
 def _spare_what_is_loaded() -> None:
-    """Exempt all loaded objects from garbage collection: they live as long as the process.
-
-    A full collection visits every object and holds the GIL: 0.2 s of CPU with PyTorch's 380,000 objects, in which no
-    token and no beat is sent. Others then suspect the process.
-    """
+    """Exempt all loaded objects from garbage collection: they live as long as the process. A full collection visits
+    every object and holds the GIL: 0.2 s of CPU with PyTorch's 380,000 objects, in which no token and no beat is sent.
+    Others then suspect the process."""
     gc.collect()
     gc.freeze()
 

@@ -67,10 +67,7 @@ async def serve_metrics(
 ) -> AsyncIterator[None]:
     """Serve http://host:port during the context; port 0 serves nothing. is_ready: the result of /readyz. registry:
     None: only /livez and /readyz, for --health-port. tls: https. is_welcome: returns True to accept a client with this
-    certificate; others are disconnected.
-
-    Raises ConfigError when the address cannot be bound.
-    """
+    certificate; others are disconnected. Raises ConfigError when the address cannot be bound."""
     if port == 0:
         yield
         return

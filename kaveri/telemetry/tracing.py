@@ -94,11 +94,8 @@ class OpenSpan(Spans):
 
 def configure_tracing(service: str, instance_id: str) -> None:
     """Start tracing if the environment names an exporter: OTEL_EXPORTER_OTLP_ENDPOINT, or OTEL_TRACES_EXPORTER as otlp
-    or console. The SDK itself reads sampler, batches, resource attributes and OTEL_SDK_DISABLED.
-
-    Raises ConfigError for an unknown exporter or protocol, for values that the SDK refuses, and where the extra [otel]
-    is not installed.
-    """
+    or console. The SDK itself reads sampler, batches, resource attributes and OTEL_SDK_DISABLED. Raises ConfigError for
+    an unknown exporter or protocol, for values that the SDK refuses, and where the extra [otel] is not installed."""
     named = os.environ.get(_EXPORTERS, "").strip() or ("otlp" if any(map(os.environ.get, _ENDPOINTS)) else "none")
     if named == "none" or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return

@@ -16,12 +16,10 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def plain_texts(backend: Tokenizer, skipped_ids: Collection[int]) -> Callable[[int], str | None]:
-    """Return a cached function: the text of a token of ASCII text, at least one character; None if it is not plain.
-
-    A byte-level tokenizer concatenates the bytes of such tokens unchanged. With other tokenizers no token is plain:
-    some drop a leading space, or join a token to the one before it. backend: shared with others. skipped_ids: the
-    special tokens, which have no text.
-    """
+    """Return a cached function: the text of a token of ASCII text, at least one character; None if it is not plain. A
+    byte-level tokenizer concatenates the bytes of such tokens unchanged. With other tokenizers no token is plain: some
+    drop a leading space, or join a token to the one before it. backend: shared with others. skipped_ids: the special
+    tokens, which have no text."""
     joins_bytes = isinstance(backend.decoder, decoders.ByteLevel)
 
     @functools.cache

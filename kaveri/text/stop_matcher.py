@@ -78,10 +78,8 @@ class StopMatcher:
 
 @lru_cache(_KEPT_TEXTS)
 def _borders(text: str) -> Sequence[int]:
-    """The failure function of Knuth, Morris and Pratt: the length of each prefix's longest border.
-
-    A border is a proper suffix that is also a prefix. One entry for each character of the text.
-    """
+    """The failure function of Knuth, Morris and Pratt: the length of each prefix's longest border. A border is a proper
+    suffix that is also a prefix. One entry for each character of the text."""
     borders = array("H", [0]) * len(text)
     length = 0
     for position in range(1, len(text)):

@@ -129,11 +129,9 @@ class ModelTokenizer:
 
     async def encode(self, text: str, max_tokens: int, deadline_s: float) -> list[int]:
         """Encode a raw prompt, with the special tokens that the model's tokenizer adds by itself. Special tokens in the
-        text are special tokens.
-
-        Raises InvalidArgument when there are more than `max_tokens`, or more bytes than that many tokens may have, and
-        for a token that the model does not have; DeadlineExceeded when time.monotonic() reaches `deadline_s`.
-        """
+        text are special tokens. Raises InvalidArgument when there are more than `max_tokens`, or more bytes than that
+        many tokens may have, and for a token that the model does not have; DeadlineExceeded when time.monotonic()
+        reaches `deadline_s`."""
         self._check_size("prompt.text", len(text.encode()), max_tokens)
         short = len(text) <= _INLINE_CHARACTERS
         return await self._run(
@@ -154,11 +152,9 @@ class ModelTokenizer:
 
     async def encode_chat(self, messages: Sequence[Turn], max_tokens: int, deadline_s: float) -> list[int]:
         """Encode a conversation, rendered with the chat template up to the start of the assistant's turn. Control
-        tokens in a message or its role are plain text.
-
-        Raises as encode(), and InvalidArgument when there are more messages and parts than tokens, when a role is too
-        long, when the model has no template, and as ChatTemplate.render().
-        """
+        tokens in a message or its role are plain text. Raises as encode(), and InvalidArgument when there are more
+        messages and parts than tokens, when a role is too long, when the model has no template, and as
+        ChatTemplate.render()."""
         if self.chat_template is None:
             value = f"{len(messages)} messages"
             raise InvalidArgument("prompt.messages", value, "used with a model that has a chat template")

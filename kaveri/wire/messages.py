@@ -186,10 +186,8 @@ def ticket_to_proto(ticket: Ticket) -> kv_pb2.Ticket:
 
 @contextmanager
 def sent_in_answer(what: str) -> Iterator[None]:
-    """Turn InvalidArgument into Unavailable: a wrong value in an answer is its sender's fault, not the request's.
-
-    what: names the answer.
-    """
+    """Turn InvalidArgument into Unavailable: a wrong value in an answer is its sender's fault, not the request's. what:
+    names the answer."""
     try:
         yield
     except InvalidArgument as error:

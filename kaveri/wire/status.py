@@ -118,9 +118,7 @@ async def abort(context: aio.ServicerContext[Any, Any], error: KaveriError) -> N
 
 def error_of(error: aio.AioRpcError, *, peer: str = "", request_id: str = "") -> KaveriError:
     """Return the Kaveri error that `error` carries, or the nearest one for a status from gRPC or a foreign server.
-
-    peer: address that was called; named if it could not be reached. request_id: named if a foreign server cancelled.
-    """
+    peer: address that was called; named if it could not be reached. request_id: named if a foreign server cancelled."""
     details = _details(error)
     info = _error_info(details)
     if info is not None:
