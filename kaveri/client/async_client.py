@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kaveri.client.answer import Chunk, Completion, ModelInfo, PromptToken, ServerTiming, Timing, Usage
-from kaveri.client.api_key import check_direct, find_api_key
+from kaveri.client.api_key import find_api_key
 from kaveri.client.defaults import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 from kaveri.client.direct import DirectStreams
 from kaveri.client.request import MessageLike, build_request, check_text, check_timeout
@@ -22,7 +22,7 @@ from kaveri.client.routers import Routers, check_not_forked, is_forked
 from kaveri.client.sessions import Sessions
 from kaveri.client.targets import Targets, check_targets
 from kaveri.domain.sampling import SamplingParams
-from kaveri.errors import KaveriError, RequestCancelled, Unavailable
+from kaveri.errors import InvalidArgument, KaveriError, RequestCancelled, Unavailable
 from kaveri.rpc.tls import RpcTls
 from kaveri.security.tls_files import TlsFiles
 from kaveri.v1 import inference_pb2, sampling_pb2
@@ -208,7 +208,10 @@ class AsyncClient:
         InvalidArgument, and ConfigError for unusable files. In a process forked after any client has connected, calls
         raise RuntimeError."""
         check_timeout(timeout_s)
-        check_direct(direct, api_key)
+        # The environment variable alone is accepted, since it is also set for commands.
+        if direct and api_key:
+            limit = "False with api_key: a public port sends all tokens itself, and decode instances take certificates"
+            raise InvalidArgument("direct", True, limit)
         self._given = check_targets(target)
         self._timeout_s = timeout_s
         self._tls = None if tls is None else RpcTls(tls, "tls.")

@@ -1,9 +1,7 @@
-"""Cluster membership as known to one process: the instances, and their leases on a local clock.
-
-That clock advances only while the store is reachable: it stops while the store is away, and while this process does
-not run (a stalled event loop, a stopped process), because heartbeats then wait unread. Wall clocks of different
-machines are never compared. Time comes from the caller's clock. Not thread-safe.
-"""
+"""Cluster membership as known to one process: the instances, and their leases on a local clock. That clock advances
+only while the store is reachable: it stops while the store is away, and while this process does not run (a stalled
+event loop, a stopped process), because heartbeats then wait unread. Wall clocks of different machines are never
+compared. Time comes from the caller's clock. Not thread-safe."""
 
 import asyncio
 import contextlib

@@ -1,9 +1,7 @@
-"""Traces of requests over all processes, by OpenTelemetry. Off unless the standard OTEL_* variables name an exporter.
-
-A span is written after its end, from times that the services record anyway, so untraced requests cost only a
-comparison with None. W3C's `traceparent` is propagated as an HTTP header, as metadata to the router, and as a field of
-Prefill, Reserve and Resume. Times are time.monotonic()'s.
-"""
+"""Traces of requests over all processes, by OpenTelemetry. Off unless the standard OTEL_* variables name an exporter. A
+span is written after its end, from times that the services record anyway, so untraced requests cost only a comparison
+with None. W3C's `traceparent` is propagated as an HTTP header, as metadata to the router, and as a field of Prefill,
+Reserve and Resume. Times are time.monotonic()'s."""
 
 import contextlib
 import os

@@ -1,8 +1,5 @@
-"""One answer as it grows: its tokens, their text, and the output that its client has not taken yet.
-
-Output that the client has not taken is coalesced into its next response, so the backlog is bounded by the answer's own
-length.
-"""
+"""One answer as it grows: its tokens, their text, and the output that its client has not taken yet. Output that the
+client has not taken is coalesced into its next response, so the backlog is bounded by the answer's own length."""
 
 import asyncio
 from array import array

@@ -1,8 +1,6 @@
-"""Converts Kaveri's errors to gRPC statuses and back, only here.
-
-A status carries google.rpc details, so that clients in any language can read them: BadRequest for a field, RetryInfo
-for a delay, and an ErrorInfo of domain "kaveri" whose metadata rebuilds the same error in Python.
-"""
+"""Converts Kaveri's errors to gRPC statuses and back, only here. A status carries google.rpc details, so that clients
+in any language can read them: BadRequest for a field, RetryInfo for a delay, and an ErrorInfo of domain "kaveri" whose
+metadata rebuilds the same error in Python."""
 
 import contextlib
 import inspect
