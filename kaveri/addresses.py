@@ -1,7 +1,5 @@
-"""Hosts and "host:port" addresses: parsing, formatting and binding.
-
-An IPv6 host has brackets in an address only: "::1" and "[::1]:50051".
-"""
+"""Hosts and "host:port" addresses: parsing, formatting and binding. An IPv6 host has brackets in an address only: "::1"
+and "[::1]:50051"."""
 
 import errno
 import ipaddress

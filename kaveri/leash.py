@@ -1,7 +1,5 @@
-"""Runs a program that dies with its parent: `python leash.py PARENT_PID PROGRAM [ARGUMENT ...]`. Linux only.
-
-A separate program instead of code between fork and exec, which is unsafe in a process with threads, such as gRPC's.
-"""
+"""Runs a program that dies with its parent: `python leash.py PARENT_PID PROGRAM [ARGUMENT ...]`. Linux only. A separate
+program instead of code between fork and exec, which is unsafe in a process with threads, such as gRPC's."""
 
 import ctypes
 import os

@@ -16,8 +16,8 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerTiming:
-    """Phases of a request in the cluster, in seconds, and the instances that served it.
+class PhaseTiming:
+    """Phases of a request in the cluster, in seconds.
 
     Each part is measured by one process on its own clock, so the parts need not add up. 0: the phase did not happen.
     """
@@ -36,6 +36,16 @@ class ServerTiming:
     """Time from the arrival of the KV to the request's first decode step."""
     decode_s: float
     """Time from the first decode step to the last token."""
+    ttft_s: float
+    """Time from arrival at the router to the first token there."""
+    e2e_s: float
+    """Time from arrival at the router to the last token there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTiming(PhaseTiming):
+    """Phases of a request in the cluster, the instances that served it, and its recoveries."""
+
     kv_bytes: int
     """Bytes of KV cache pushed."""
     kv_transport: str
@@ -46,10 +56,6 @@ class ServerTiming:
     """Decode instance of the last attempt; empty when the first token was also the last."""
     attempts: int
     """Number of placements: 1 when nothing failed."""
-    ttft_s: float
-    """Time from arrival at the router to the first token there."""
-    e2e_s: float
-    """Time from arrival at the router to the last token there."""
     reattaches: int = 0
     """Number of takeovers by another router. The other fields are then those of the last router."""
     resumes: int = 0

@@ -19,14 +19,6 @@ def find_api_key(given: str | None) -> str:
     return key
 
 
-def check_direct(direct: bool, api_key: str | None) -> None:
-    """Raise InvalidArgument for an explicit key together with direct reads. The environment variable alone is accepted,
-    since it is also set for commands."""
-    if direct and api_key:
-        limit = "False with api_key: a public port sends all tokens itself, and decode instances take certificates"
-        raise InvalidArgument("direct", True, limit)
-
-
 def key_metadata(key: str) -> tuple[tuple[str, str], ...]:
     """Return the metadata of a call with this key, which may be empty."""
     return (("authorization", f"Bearer {key}"),) if key else ()

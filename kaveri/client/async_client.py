@@ -14,26 +14,20 @@ from types import TracebackType
 from typing import Any, Self
 
 from kaveri.client.answer import Chunk, Completion, ModelInfo, PromptToken, ServerTiming, Timing, Usage
-from kaveri.client.api_key import check_direct, find_api_key
+from kaveri.client.api_key import find_api_key
 from kaveri.client.defaults import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 from kaveri.client.direct import DirectStreams
-from kaveri.client.request import (
-    MessageLike,
-    build_request,
-    check_name,
-    check_request_id,
-    check_timeout,
-)
+from kaveri.client.request import MessageLike, build_request, check_text, check_timeout
 from kaveri.client.routers import Routers, check_not_forked, is_forked
 from kaveri.client.sessions import Sessions
 from kaveri.client.targets import Targets, check_targets
 from kaveri.domain.sampling import SamplingParams
-from kaveri.errors import KaveriError, RequestCancelled, Unavailable
+from kaveri.errors import InvalidArgument, KaveriError, RequestCancelled, Unavailable
 from kaveri.rpc.tls import RpcTls
 from kaveri.security.tls_files import TlsFiles
 from kaveri.v1 import inference_pb2, sampling_pb2
-from kaveri.wire.attempts import MIN_SECRET_BYTES
-from kaveri.wire.messages import finish_from_proto, id_drawn_from, logprobs_from_proto, params_from_proto
+from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, MIN_SECRET_BYTES
+from kaveri.wire.messages import FINISH_FROM_PROTO, id_drawn_from, logprobs_from_proto, params_from_proto
 
 
 class AsyncStream:
@@ -124,7 +118,7 @@ class AsyncStream:
 
     def _note_cancelled(self) -> bool:
         """Cancel later sessions of the request as well. Returns False if the answer has ended."""
-        self._sessions.cancel_asked = True
+        self._sessions.note_cancelled()
         return not self._closed and not self._sessions.received.is_complete
 
     def _cancel_when_known(self) -> None:
@@ -160,8 +154,10 @@ class AsyncStream:
             token_ids=tuple(response.token_ids),
             text=response.text,
             logprobs=tuple(logprobs_from_proto(entry) for entry in response.logprobs),
-            finish_reason=finish_from_proto(response.finish_reason),
-            usage=Usage(**_values(Usage, response.usage)) if is_last else None,
+            finish_reason=FINISH_FROM_PROTO[response.finish_reason],
+            usage=Usage(prompt_tokens=response.usage.prompt_tokens, completion_tokens=response.usage.completion_tokens)
+            if is_last
+            else None,
             timing=self._timing(response.timing, now_s) if is_last else None,
             prompt_tokens=_prompt_tokens(response.prompt_logprobs) if response.HasField("prompt_logprobs") else (),
         )
@@ -172,7 +168,7 @@ class AsyncStream:
         token_count = len(self._sessions.received.token_ids)
         if self._first_s is not None and token_count > 1:
             tpot_s = (self._last_s - self._first_s) / (token_count - 1)
-        server = ServerTiming(**_values(ServerTiming, message))
+        server = ServerTiming(**{field.name: getattr(message, field.name) for field in fields(ServerTiming)})
         return Timing(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=now_s - self._started_s, server=server)
 
 
@@ -186,11 +182,6 @@ def _prompt_tokens(message: sampling_pb2.PromptLogprobs) -> tuple[PromptToken, .
         )
         for place, (token_id, entry) in enumerate(zip(message.token_ids, message.logprobs, strict=True))
     )
-
-
-def _values(kind: type[Usage | ServerTiming], message: inference_pb2.Usage | inference_pb2.Timing) -> dict[str, Any]:
-    """Values of a dataclass's fields, which its message has under the same names."""
-    return {field.name: getattr(message, field.name) for field in fields(kind)}
 
 
 class AsyncClient:
@@ -213,13 +204,14 @@ class AsyncClient:
         api_key: str | None = None,
         direct: bool = False,
     ) -> None:
-        """Arguments as for Client. Connects at the first call, and belongs to that call's event loop.
-
-        Raises InvalidArgument, and ConfigError for unusable files. In a process forked after any client has connected,
-        calls raise RuntimeError.
-        """
+        """Arguments as for Client. Connects at the first call, and belongs to that call's event loop. Raises
+        InvalidArgument, and ConfigError for unusable files. In a process forked after any client has connected, calls
+        raise RuntimeError."""
         check_timeout(timeout_s)
-        check_direct(direct, api_key)
+        # The environment variable alone is accepted, since it is also set for commands.
+        if direct and api_key:
+            limit = "False with api_key: a public port sends all tokens itself, and decode instances take certificates"
+            raise InvalidArgument("direct", True, limit)
         self._given = check_targets(target)
         self._timeout_s = timeout_s
         self._tls = None if tls is None else RpcTls(tls, "tls.")
@@ -296,7 +288,8 @@ class AsyncClient:
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """Cancel a request by its id, also one of another client; its stream ends with FinishReason.CANCELLED. Returns
         False if no router has such a request in flight."""
-        request = inference_pb2.CancelRequest(request_id=check_request_id(request_id))
+        request_id = check_text("request_id", request_id, most_bytes=MAX_REQUEST_ID_BYTES)
+        request = inference_pb2.CancelRequest(request_id=request_id)
         own = [stream for stream in self._streams if stream.request_id == request_id and stream._note_cancelled()]
         response = await self._ask("Cancel", request, timeout_s)
         if not response.found:
@@ -312,7 +305,7 @@ class AsyncClient:
 
     async def get_model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
         """Return one model. Raises ModelNotFound."""
-        request = inference_pb2.GetModelRequest(model=check_name("name", name))
+        request = inference_pb2.GetModelRequest(model=check_text("name", name))
         response = await self._ask("GetModel", request, timeout_s)
         return _model_info(response.model)
 
@@ -397,5 +390,5 @@ def _model_info(message: inference_pb2.Model) -> ModelInfo:
         vocab_size=message.vocab_size,
         has_chat_template=message.has_chat_template,
         ready=message.ready,
-        default_params=params_from_proto(message.default_params),
+        default_params=params_from_proto(message.default_params, SamplingParams),
     )

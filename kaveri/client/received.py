@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from kaveri.errors import Unavailable
 from kaveri.v1 import inference_pb2, sampling_pb2
-from kaveri.wire.messages import finish_from_proto
+from kaveri.wire.messages import FINISH_FROM_PROTO
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +35,7 @@ class Received:
         if self.is_complete:
             raise Unavailable(f"{target} sent a response behind the end of the answer")
         try:
-            finish = finish_from_proto(response.finish_reason)
+            finish = FINISH_FROM_PROTO[response.finish_reason]
         except KeyError:
             unknown = f"finish reason {response.finish_reason}, which this client does not know"
             raise Unavailable(f"{target} sent {unknown}: is it of a newer version?") from None
@@ -69,11 +69,8 @@ class Received:
 
     def rest_of(self, response: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
         """Strip what was already received from a response (tokens by index, text by offset), and return the response.
-
         When a request is cancelled, the client may have more tokens than its router. The text that the router releases
-        then
-        does not follow those tokens, and is dropped.
-        """
+        then does not follow those tokens, and is dropped."""
         repeated = len(self.token_ids) - response.index
         is_behind = repeated > len(response.token_ids)
         if repeated > 0:

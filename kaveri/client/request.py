@@ -2,11 +2,10 @@
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from kaveri.domain.sampling import SamplingParams, whole_number
+from kaveri.domain.sampling import SamplingParams, ordered_items, whole_number
 from kaveri.errors import InvalidArgument
 from kaveri.v1 import inference_pb2
 from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES
@@ -46,19 +45,21 @@ def build_request(
     given = [name for name, value in kinds.items() if value is not None]
     if len(given) != 1:
         raise InvalidArgument("prompt", " and ".join(given) or None, f"exactly one of {', '.join(kinds)}")
-    request = inference_pb2.GenerateRequest(request_id=check_request_id(request_id))
+    request_id = check_text("request_id", request_id, most_bytes=MAX_REQUEST_ID_BYTES)
+    request = inference_pb2.GenerateRequest(request_id=request_id)
     if model is not None:
-        request.model = check_name("model", model)
+        request.model = check_text("model", model)
     if prompt is not None:
-        request.text = _text("prompt", prompt)
+        request.text = check_text("prompt", prompt, may_be_blank=True)
     elif isinstance(prompt_token_ids, inference_pb2.TokenIds):
         request.token_ids.CopyFrom(prompt_token_ids)
     elif prompt_token_ids is not None:
         request.token_ids.SetInParent()
-        add_token_ids(request.token_ids, _items("prompt_token_ids", prompt_token_ids, "a sequence of token ids"))
+        items = ordered_items("prompt_token_ids", prompt_token_ids, "a sequence of token ids")
+        add_token_ids(request.token_ids, items)
     elif messages is not None:
         request.messages.SetInParent()
-        items = _items("messages", messages, "a sequence of messages")
+        items = ordered_items("messages", messages, "a sequence of messages")
         request.messages.messages.extend(_message_to_proto(item) for item in items)
     if params is not None:
         if not isinstance(params, SamplingParams):
@@ -77,36 +78,19 @@ def check_timeout(timeout_s: float | None) -> None:
         raise InvalidArgument("timeout_s", timeout_s, f"a number of seconds in (0, {MAX_TIMEOUT_S:.0f}], or None")
 
 
-def check_request_id(request_id: str) -> str:
-    """Validate a request id and return it. Raises InvalidArgument unless it is a text of 1 to 128 bytes."""
-    size_bytes = len(check_name("request_id", request_id).encode())
-    if size_bytes > MAX_REQUEST_ID_BYTES:
-        raise InvalidArgument("request_id", request_id, f"at most {MAX_REQUEST_ID_BYTES} bytes long, not {size_bytes}")
-    return request_id
-
-
-def check_name(field: str, value: str) -> str:
-    """Validate a name and return it. Raises InvalidArgument, naming `field`, unless it is a text that is not blank."""
-    if not _text(field, value).strip():
-        raise InvalidArgument(field, value, "a text that is not blank")
-    return value
-
-
-def _text(field: str, value: object) -> str:
+def check_text(field: str, value: object, *, may_be_blank: bool = False, most_bytes: int | None = None) -> str:
+    """Validate a text and return it. Raises InvalidArgument, naming `field`, unless it is Unicode text within its
+    limit, and for a blank one unless `may_be_blank`."""
     if not isinstance(value, str):
         raise InvalidArgument(field, value, "a text")
     try:
-        value.encode()
+        size_bytes = len(value.encode())
     except UnicodeEncodeError as error:
         raise InvalidArgument(field, value, f"Unicode text: {error.reason}") from error
-    return value
-
-
-def _items(field: str, value: object, limit: str) -> Iterable[object]:
-    # Strings and mappings iterate over letters or keys, and sets in no order.
-    unordered = isinstance(value, str | bytes | bytearray | Mapping | AbstractSet)
-    if unordered or not isinstance(value, Iterable):
-        raise InvalidArgument(field, value, limit)
+    if not may_be_blank and not value.strip():
+        raise InvalidArgument(field, value, "a text that is not blank")
+    if most_bytes is not None and size_bytes > most_bytes:
+        raise InvalidArgument(field, value, f"at most {most_bytes} bytes long, not {size_bytes}")
     return value
 
 
@@ -133,9 +117,10 @@ def _message_to_proto(message: object) -> inference_pb2.Message:
     match message:
         case Message(role, content) | {"role": role, "content": content}:
             texts = content if isinstance(content, list | tuple) else (content,)
-            parts = [_text("messages", part) for part in texts]
+            parts = [check_text("messages", part, may_be_blank=True) for part in texts]
+            role = check_text("messages", role, may_be_blank=True)
             if len(parts) == 1:
-                return inference_pb2.Message(role=_text("messages", role), content=parts[0])
-            return inference_pb2.Message(role=_text("messages", role), parts=parts)
+                return inference_pb2.Message(role=role, content=parts[0])
+            return inference_pb2.Message(role=role, parts=parts)
         case _:
             raise InvalidArgument("messages", message, "messages with role and content each")

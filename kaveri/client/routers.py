@@ -58,6 +58,8 @@ class TriedRouters:
     """Routers that have failed one request. A router that never sent anything counts only when it fails again: it may
     be slow."""
 
+    may_be_taken: bool = False
+    """True if a reached router may have accepted the request."""
     left: dict[str, None] = field(default_factory=dict)
     """Routers that the request has left while they were unheard. It does not leave them so again."""
     _failed: dict[str, None] = field(default_factory=dict)
@@ -102,54 +104,13 @@ class RouterCall(Generic[ResponseT]):
         """True if the router was connected when the call began, or has sent anything since."""
         return self._liveness.heard_s.get(self.target, float("-inf")) >= self._began_s
 
-    async def read(self) -> ResponseT | None:
-        """Return the next response of a stream; None at its end. Raises RouterFailed, other KaveriErrors, and
-        CancelledError when the waiting task or the call was cancelled. A call to a silent router stays open until
-        cancel(); its later responses are dropped."""
+    async def read(self, *, is_stream: bool = True) -> ResponseT | None:
+        """Return the next response of a stream, or the only one of another call; None at a stream's end. Raises
+        RouterFailed, other KaveriErrors, and CancelledError when the waiting task or the call was cancelled. A call to
+        a silent router stays open until cancel(); its later responses are dropped."""
         if self._reading is None:
-            self._reading = asyncio.create_task(
-                self._read_ahead(iter(self._call.read, None)), name="kaveri-client read"
-            )
-        response = await self._next()
-        return None if response is aio.EOF else response
-
-    async def answer(self) -> ResponseT:
-        self._reading = asyncio.create_task(self._read_ahead([self._call]), name="kaveri-client read")
-        try:
-            return await self._next()
-        except RouterFailed:
-            self.cancel()
-            raise
-
-    def cancel(self) -> None:
-        """Cancel the call, here and at the router. Idempotent."""
-        self._was_cancelled = True
-        self._call.cancel()
-        if self._arrived.full() and self._reading is not None:
-            # The reading task may be blocked on the full queue.
-            self._reading.cancel()
-
-    def suspect(self, after_s: float) -> None:
-        if self._arrived.empty():
-            silence = Unavailable(f"cannot reach {self.target}: it sent nothing for {after_s:g} s")
-            unheard = not self._liveness.was_heard(self.target)
-            self._arrived.put_nowait(RouterFailed(silence, unheard=unheard))
-
-    async def _read_ahead(self, responses: Iterable[Awaitable[ResponseT]]) -> None:
-        for response in responses:
-            try:
-                found = await response
-                self._liveness.heard(self.target)
-                await self._arrived.put(found)
-            except (Exception, asyncio.CancelledError) as error:
-                self._ended = error
-                if not self._arrived.full():
-                    self._arrived.put_nowait(error)
-                return
-            if found is aio.EOF:
-                return
-
-    async def _next(self) -> ResponseT:
+            responses = iter(self._call.read, None) if is_stream else [self._call]
+            self._reading = asyncio.create_task(self._read_ahead(responses), name="kaveri-client read")
         if self._ended is not None and self._arrived.empty():
             raise self._error(self._ended)
         self._liveness.begin(self)
@@ -165,7 +126,34 @@ class RouterCall(Generic[ResponseT]):
             self._arrived.put_nowait(found)
         if isinstance(found, BaseException):
             raise self._error(found)
-        return found
+        return None if found is aio.EOF else found
+
+    def cancel(self) -> None:
+        """Cancel the call, here and at the router. Idempotent."""
+        self._was_cancelled = True
+        self._call.cancel()
+        if self._arrived.full() and self._reading is not None:
+            # The reading task may be blocked on the full queue.
+            self._reading.cancel()
+
+    def suspect(self, after_s: float) -> None:
+        if self._arrived.empty():
+            silence = Unavailable(f"cannot reach {self.target}: it sent nothing for {after_s:g} s")
+            self._arrived.put_nowait(RouterFailed(silence, unheard=self.target not in self._liveness.heard_s))
+
+    async def _read_ahead(self, responses: Iterable[Awaitable[ResponseT]]) -> None:
+        for response in responses:
+            try:
+                found = await response
+                self._liveness.heard(self.target)
+                await self._arrived.put(found)
+            except (Exception, asyncio.CancelledError) as error:
+                self._ended = error
+                if not self._arrived.full():
+                    self._arrived.put_nowait(error)
+                return
+            if found is aio.EOF:
+                return
 
     def _error(self, raised: BaseException) -> BaseException:
         """Convert an exception of the call to the one for the reader."""
@@ -201,7 +189,11 @@ class Routers:
         self._channels: dict[str, aio.Channel] = {}
         self._stubs: dict[str, inference_pb2_grpc.InferenceServiceAsyncStub] = {}
         self._closing: dict[asyncio.Task[None], None] = {}
-        self._liveness = Liveness(self._beat)
+        self._liveness = Liveness(
+            lambda target: self._stub(target).Beat(
+                inference_pb2.BeatRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata
+            )
+        )
         self._closed = False
 
     def call(
@@ -244,8 +236,9 @@ class Routers:
             assert target is not None
             call = self.call(method, request, target, deadline_s, leaves_unheard=target not in tried.left)
             try:
-                response = await call.answer()
+                response = await call.read(is_stream=False)
             except RouterFailed as failure:
+                call.cancel()
                 self.targets.failed(target, time.monotonic())
                 tried.add(target, failure)
                 if tried.next(target, self.targets.known) is None:
@@ -268,10 +261,6 @@ class Routers:
             _connected_in.add(os.getpid())
             stub = self._stubs[target] = inference_pb2_grpc.InferenceServiceStub(channel)
         return stub
-
-    async def _beat(self, target: str) -> None:
-        message = inference_pb2.BeatRequest()
-        await self._stub(target).Beat(message, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
 
 
 def _is_failure(error: KaveriError, *, answered: bool) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from dataclasses import dataclass
 
 from kaveri.client.direct import DirectStreams
 from kaveri.client.received import Received
@@ -24,6 +25,16 @@ _CANCEL_UNKNOWN_S = 10.0
 GenerateCall = RouterCall[inference_pb2.GenerateResponse]
 
 
+@dataclass(eq=False, slots=True)
+class _Cancellation:
+    """Cancellation of a request by its id."""
+
+    is_asked: bool = False
+    """True once the caller has asked for it: later sessions are cancelled too."""
+    task: asyncio.Task[None] | None = None
+    """Sends Cancel until a router knows the request."""
+
+
 class Sessions:
     """Consecutive Generate calls of one request. Not thread-safe."""
 
@@ -42,21 +53,18 @@ class Sessions:
         self.received = Received(request.params.HasField("prompt_logprobs"))
         request.direct = direct is not None
         self._sources = AnswerSources(direct, self.received) if direct is not None else None
-        self.cancel_asked = False
-        """True once the caller has cancelled the request by its id: later sessions are cancelled too."""
+        self._cancellation = _Cancellation()
         self._traceparent = current_traceparent()
         self._request = request
         self._routers = routers
         self._deadline_s = deadline_s
         self._tried = TriedRouters()
-        self._may_be_taken = False
-        """True if a reached router may have accepted the request."""
-        self._left: list[GenerateCall] = []
-        """Calls of earlier sessions to silent routers. Cancelled once a later session is served: before that, a router
-        that wakes up would end the request, as if the client had disconnected."""
+        self._calls: list[GenerateCall] = []
+        """The session's call, after those of earlier sessions to silent routers. Those are cancelled once a later
+        session is served: before that, a router that wakes up would end the request, as if the client had
+        disconnected."""
         self._closing = asyncio.Event()
-        self._cancelling: asyncio.Task[None] | None = None
-        self.call: GenerateCall = self._send(routers.targets.choose(time.monotonic())[0])
+        self._send(routers.targets.choose(time.monotonic())[0])
 
     async def read(self) -> inference_pb2.GenerateResponse | None:
         """Return the next response; None at the end of the answer, and once closed. Raises KaveriErrors. Each router is
@@ -74,14 +82,14 @@ class Sessions:
 
     async def _read(self) -> inference_pb2.GenerateResponse | None:
         while True:
-            session = self._request.session
+            session, call = self._request.session, self._calls[-1]
             try:
-                response = await (self.call.read() if self._sources is None else self._sources.next(self.call))
+                response = await (call.read() if self._sources is None else self._sources.next(call))
                 if self._closing.is_set():
                     # A response read during close() is lost, so the next one would leave a gap.
                     return None
                 if response is None and not self.received.is_complete:
-                    ended = f"{self.call.target} ended the answer of request {self._request.request_id!r} without a "
+                    ended = f"{call.target} ended the answer of request {self._request.request_id!r} without a "
                     raise RouterFailed(Unavailable(f"{ended}finish reason"))
             except AttachAgain:
                 self._attach_again()
@@ -105,21 +113,21 @@ class Sessions:
     def close(self) -> None:
         """Cancel the request everywhere unless it has ended. Idempotent."""
         self._closing.set()
-        self.call.cancel()
+        self._calls[-1].cancel()
         if self._sources is not None:
             self._sources.end_session()
         self._cancel_left()
-        if self._cancelling is not None:
-            self._cancelling.cancel()
+        if self._cancellation.task is not None:
+            self._cancellation.task.cancel()
+
+    def note_cancelled(self) -> None:
+        """Cancel later sessions as well: the caller has cancelled the request by its id."""
+        self._cancellation.is_asked = True
 
     def cancel_when_known(self) -> None:
         """Cancel the request by its id once a router knows the request. Does not wait."""
-        if self._cancelling is None or self._cancelling.done():
-            self._cancelling = asyncio.create_task(self._cancel(), name="kaveri-client cancel")
-
-    @property
-    def _is_late(self) -> bool:
-        return self._deadline_s is not None and time.monotonic() >= self._deadline_s
+        if self._cancellation.task is None or self._cancellation.task.done():
+            self._cancellation.task = asyncio.create_task(self._cancel(), name="kaveri-client cancel")
 
     def _attach_again(self) -> None:
         """Begin the next session at the same router, which relays the answer, after the direct read failed."""
@@ -129,30 +137,25 @@ class Sessions:
         self._request.direct = False
         if self._request.session == _MAX_SESSION:
             raise Unavailable(f"request {self._request.request_id!r} was interrupted too often")
-        self._left.append(self.call)
-        self._cancel_left(_MOST_LEFT)
-        self._begin_session(self.call.target)
+        self._begin_session(self._calls[-1].target)
 
     async def _go_on(self, failure: RouterFailed) -> None:
         """Begin the next session, at another router if possible. Raises the failure's error if there is none."""
-        self._left.append(self.call)
-        self._cancel_left(_MOST_LEFT)
-        self._routers.targets.failed(self.call.target, time.monotonic())
+        call = self._calls[-1]
+        self._routers.targets.failed(call.target, time.monotonic())
         if self._request.session == _MAX_SESSION or (self.received.token_ids and not self.received.max_tokens):
             raise failure.error from failure
         target, wait_s = self._routers.targets.choose(time.monotonic())
-        self._tried.add(self.call.target, failure)
-        self._may_be_taken |= self.call.was_reached and not failure.refused
-        if self._may_be_taken:
+        self._tried.add(call.target, failure)
+        self._tried.may_be_taken |= call.was_reached and not failure.refused
+        if self._tried.may_be_taken:
             await self._wait(wait_s)
         elif (untried := self._tried.next(target, self._routers.targets.known)) is None:
             raise failure.error from failure
         else:
             target = untried
-        if self._closing.is_set():
-            self._cancel_left()
-            return
-        self._begin_session(target)
+        if not self._closing.is_set():
+            self._begin_session(target)
 
     def _begin_session(self, target: str) -> None:
         """Send the request again, with the received part. Later responses of earlier sessions are dropped."""
@@ -160,8 +163,9 @@ class Sessions:
             self._sources.end_session()
         self._request.session += 1
         self._request.received.CopyFrom(self.received.to_proto())
-        self.call = self._send(target)
-        if self.cancel_asked:
+        self._cancel_left(_MOST_LEFT - 1)
+        self._send(target)
+        if self._cancellation.is_asked:
             self.cancel_when_known()
 
     async def _wait(self, wait_s: float) -> None:
@@ -172,8 +176,8 @@ class Sessions:
             async with asyncio.timeout(wait_s):
                 await self._closing.wait()
 
-    def _send(self, target: str) -> GenerateCall:
-        return self._routers.call(
+    def _send(self, target: str) -> None:
+        call = self._routers.call(
             "Generate",
             self._request,
             target,
@@ -181,30 +185,34 @@ class Sessions:
             leaves_unheard=target not in self._tried.left,
             traceparent=self._traceparent,
         )
+        self._calls.append(call)
 
     def _take(self, response: inference_pb2.GenerateResponse) -> None:
-        self.received.take(response, self.call.target)
+        target = self._calls[-1].target
+        self.received.take(response, target)
         if response.HasField("resolved_params"):
             # A later session's router may have other defaults.
             self._request.params.MergeFrom(response.resolved_params)
-        self._may_be_taken = True
+        self._tried.may_be_taken = True
         self._cancel_left()
-        self._routers.targets.worked(self.call.target, time.monotonic())
+        self._routers.targets.worked(target, time.monotonic())
         self._routers.targets.learn(response.routers)
         if self._sources is not None and response.HasField("tokens_at") and not self.received.is_complete:
             self._sources.begin(response.tokens_at, self._request)
 
     def _cancel_left(self, but: int = 0) -> None:
         """Cancel the calls of earlier sessions, except the last `but`."""
-        while len(self._left) > but:
-            self._left.pop(0).cancel()
+        while len(self._calls) > but + 1:
+            self._calls.pop(0).cancel()
 
     async def _cancel(self) -> None:
         """Retry Cancel until a router knows the request, the answer ends, or no router has known the request for
         _CANCEL_UNKNOWN_S, so that its session has ended. The next session retries."""
         session, unknown_since_s = self._request.session, time.monotonic()
         request = inference_pb2.CancelRequest(request_id=self._request.request_id)
-        while not (self.received.is_complete or self._closing.is_set() or self._is_late):
+        while not (self.received.is_complete or self._closing.is_set()):
+            if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
+                return
             with contextlib.suppress(KaveriError):
                 limit_s = time.monotonic() + CALL_TIMEOUT_S
                 if (await self._routers.ask("Cancel", request, limit_s)).found:

@@ -79,7 +79,6 @@ class AnswerSources:
             self._read = None
 
     def _piece(self) -> inference_pb2.GenerateResponse | None:
-        """Return the next new piece of the direct read; None if there is none."""
         if self._received.is_complete:
             # Decode may send tokens sampled before a cancel reached it.
             self._leave()
@@ -97,7 +96,6 @@ class AnswerSources:
         return None
 
     def _rest_of_routers(self, response: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse | None:
-        """Return the new part of a router's response; None if there is none."""
         if not self._repeats:
             return response
         rest = self._received.rest_of(response)

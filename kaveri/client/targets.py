@@ -1,11 +1,11 @@
 """Routers known to a client, and the choice of the next one. Pure."""
 
 import random
-from collections.abc import Iterable, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable
 
 from kaveri.addresses import is_address
-from kaveri.client.request import check_name
+from kaveri.client.request import check_text
+from kaveri.domain.sampling import ordered_items
 from kaveri.errors import InvalidArgument
 
 MAX_TARGETS = 64
@@ -20,10 +20,7 @@ def check_targets(target: object) -> tuple[str, ...]:
     """Validate the caller's routers and return them as a tuple. Raises InvalidArgument, naming the field `target`."""
     if isinstance(target, str):
         return (_checked(target),)
-    unordered = isinstance(target, bytes | bytearray | Mapping | AbstractSet)
-    if unordered or not isinstance(target, Iterable):
-        raise InvalidArgument("target", target, 'a router\'s "host:port", or a sequence of them')
-    given = tuple(_checked(each) for each in target)
+    given = tuple(map(_checked, ordered_items("target", target, 'a router\'s "host:port", or a sequence of them')))
     if not given:
         raise InvalidArgument("target", given, "at least one router")
     if len(given) > MAX_TARGETS:
@@ -34,8 +31,8 @@ def check_targets(target: object) -> tuple[str, ...]:
     return given
 
 
-def _checked(target: str) -> str:
-    address = check_name("target", target)
+def _checked(target: object) -> str:
+    address = check_text("target", target)
     if not is_address(address) and not address.startswith(_SCHEMES):
         raise InvalidArgument("target", address, 'a router\'s "host:port", an IPv6 host in brackets')
     return address
@@ -77,12 +74,13 @@ class Targets:
         """Return the next target, and the seconds to wait before using it: 0 unless all rest."""
         turn = self._turn % len(self._given)
         self._turn += 1
-        order = (*self._given[turn:], *self._given[:turn], *self._known)
-        for target in order:
-            if self._rest_end_s(target) <= now_s:
+        order = dict.fromkeys((*self._given[turn:], *self._given[:turn], *self._known))
+        rest_ends_s = {target: self._rests.get(target, (0.0, 0.0))[0] for target in order}
+        for target, end_s in rest_ends_s.items():
+            if end_s <= now_s:
                 return target, 0.0
-        target = min(order, key=self._rest_end_s)
-        return target, self._rest_end_s(target) - now_s
+        target = min(rest_ends_s, key=rest_ends_s.__getitem__)
+        return target, rest_ends_s[target] - now_s
 
     def failed(self, target: str, now_s: float) -> None:
         """Start the rest of a target that could not be reached, or refuses requests."""
@@ -100,6 +98,3 @@ class Targets:
         else:
             # A target that alternately responds and fails rests longer each time.
             self._rests[target] = min(end_s, now_s), rest_s
-
-    def _rest_end_s(self, target: str) -> float:
-        return self._rests.get(target, (0.0, 0.0))[0]

@@ -27,21 +27,15 @@ class Heartbeat:
     """Heartbeats of one incarnation of an instance. Not thread-safe."""
 
     def __init__(
-        self,
-        store: ClusterStore,
-        record: InstanceRecord,
-        load: Callable[[], InstanceLoad],
-        interval_s: float = 0.1,
+        self, store: ClusterStore, record: InstanceRecord, load: Callable[[], InstanceLoad], interval_s: float = 0.1
     ) -> None:
         """load: returns the current load; its sequence_number is filled in here. interval_s: while the load changes."""
         self._store = store
         self._record = record
         self._load = load
         self._interval_s = interval_s
-        self._sequence_number = 0
-        self._work_count = 0
-        self._reported = InstanceLoad(), 0
-        """Load of the last heartbeat, without its number, and the work until then."""
+        self._reported = InstanceLoad()
+        """Load of the last heartbeat."""
         self._unreported = _REPORTS
         """Number of numbered heartbeats still to be sent."""
         self._renew_at_s = 0.0
@@ -51,11 +45,9 @@ class Heartbeat:
         self._stopping = False
 
     async def run(self) -> None:
-        """Register the instance and keep it registered until stop(); then deregister it and return.
-
-        If cancelled, the lease expires by itself. Raises ConfigError when another process has registered under the same
-        instance id: the older incarnation ends, even if it was only frozen for a while.
-        """
+        """Register the instance and keep it registered until stop(); then deregister it and return. If cancelled, the
+        lease expires by itself. Raises ConfigError when another process has registered under the same instance id: the
+        older incarnation ends, even if it was only frozen for a while."""
         while not self._stopping:
             self._due.clear()
             await self._beat()
@@ -74,7 +66,7 @@ class Heartbeat:
 
     def note_work(self) -> None:
         """Report the load again: work may have come and gone since the last heartbeat. Cheap; may be called often."""
-        self._work_count += 1
+        self._unreported = _REPORTS
         if self._pause_s > self._interval_s:
             self._due.set()
 
@@ -83,13 +75,13 @@ class Heartbeat:
         self._due.set()
 
     async def _beat(self) -> None:
-        load, now_s = self._load(), time.monotonic()
-        reported = load, self._work_count
-        if reported != self._reported:
-            self._reported, self._unreported = reported, _REPORTS
+        number, now_s = self._reported.sequence_number, time.monotonic()
+        load = replace(self._load(), sequence_number=number)
+        if load != self._reported:
+            self._unreported = _REPORTS
         if self._unreported:
             self._unreported -= 1
-            self._sequence_number += 1
+            load = replace(load, sequence_number=number + 1)
             self._pause_s = self._interval_s
         elif now_s + self._interval_s <= self._renew_at_s:
             self._pause_s = min(2 * self._pause_s, self._renew_at_s - now_s)
@@ -98,7 +90,7 @@ class Heartbeat:
         self._renew_at_s = now_s + renewal_s
         if not self._unreported:
             self._pause_s = max(self._interval_s, min(2 * self._pause_s, renewal_s))
-        load = replace(load, sequence_number=self._sequence_number)
+        self._reported = load
         answer = await self._store.heartbeat(self._record, load)
         if answer.holds and answer.other is None:
             return

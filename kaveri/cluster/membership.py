@@ -1,10 +1,10 @@
-"""Cluster membership as known to one process: the instances, and their leases on a local clock.
+"""Cluster membership as known to one process: the instances, and their leases on a local clock. That clock advances
+only while the store is reachable: it stops while the store is away, and while this process does not run (a stalled
+event loop, a stopped process), because heartbeats then wait unread. Wall clocks of different machines are never
+compared. Time comes from the caller's clock. Not thread-safe."""
 
-That clock advances only while the store is reachable: it stops while the store is away, and while this process does
-not run (a stalled event loop, a stopped process), because heartbeats then wait unread. Wall clocks of different
-machines are never compared. Pure: time comes from the caller's clock.
-"""
-
+import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -44,13 +44,8 @@ class Membership:
         self._connected = True
         self._view = ClusterView()
         self._is_view_current = True
-        self.on_change: Callable[[], object] = lambda: None
-        """Called when the instances, or any load, may have changed."""
-
-    @property
-    def connected(self) -> bool:
-        """True if the store is reachable and accepts heartbeats, as far as known."""
-        return self._connected
+        self.changed = asyncio.Event()
+        """Set when the instances, or any load, may have changed; cleared by wait_for_change()."""
 
     def record_of(self, instance_id: str, incarnation: int) -> InstanceRecord | None:
         """Return the record of that incarnation if it is a member: records are immutable, so each is parsed once."""
@@ -87,7 +82,7 @@ class Membership:
                 self._is_view_current = False
             member.load = shown
             member.sequence_number = load.sequence_number
-        self.on_change()
+        self.changed.set()
 
     def forget(self, instance_id: str, incarnation: int) -> None:
         """Remove this incarnation; another incarnation of the instance stays."""
@@ -127,10 +122,19 @@ class Membership:
             self._is_view_current = True
         return self._view
 
+    async def wait_for_change(self, timeout_s: float) -> ClusterView:
+        """Wait for a change since the last call, for at most `timeout_s` seconds; return the view. One waiter at a
+        time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.changed.wait()
+        self.changed.clear()
+        return self.view()
+
     def _set_connected(self, connected: bool) -> None:
         self._view = replace(self.view(), store_connected=connected)
         self._connected = connected
-        self.on_change()
+        self.changed.set()
 
     def _end_leases(self) -> None:
         ended = [name for name, member in self._members.items() if member.lease_end_s <= self._leases.elapsed_s]
@@ -141,7 +145,7 @@ class Membership:
         for instance_id in instance_ids:
             del self._members[instance_id]
         self._is_view_current = False
-        self.on_change()
+        self.changed.set()
 
     def _shown(self, load: InstanceLoad, former: Member) -> InstanceLoad:
         """Return the load to show for a heartbeat that is not older than `former`, of the same incarnation."""

@@ -1,4 +1,5 @@
-"""Cluster state in the memory of one process, for tests. Passes the same conformance suite as redis_store."""
+"""Cluster state in the memory of one process, for tests and for gateways without a store. Passes the same conformance
+suite as redis_store."""
 
 import asyncio
 import itertools
@@ -11,7 +12,6 @@ from typing import Self
 from kaveri.cluster.membership import Membership
 from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.cluster.store import HeartbeatAnswer, RequestClaim, ViewSource
-from kaveri.cluster.view_changes import ViewChanges
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
 
 _TICK_S = 0.02
@@ -44,21 +44,18 @@ class MemoryCluster:
         self._hears_heartbeats: list[Membership] = []
         self._fencing_tokens = itertools.count(1)
         self._leader: _Leader | None = None
-        self._away = False
-        self._refuses_heartbeats = False
-
-    def refuse_heartbeats(self, refuses: bool) -> None:
-        """Refuse heartbeats and writes, as a Redis without memory does; False stops it."""
-        self._refuses_heartbeats = refuses
+        self.is_away = False
+        self.refuses_heartbeats = False
+        """True: heartbeats and writes are refused, as by a Redis without memory."""
 
     def take_away(self) -> None:
-        self._away = True
+        self.is_away = True
         for membership in self._members:
             membership.store_lost()
 
     def bring_back(self, *, empty: bool = False) -> None:
         """Make the state reachable again. empty: the state is lost, as after a restart of Redis."""
-        self._away = False
+        self.is_away = False
         if empty:
             self._held.clear()
             self._requests.clear()
@@ -69,25 +66,17 @@ class MemoryCluster:
     def join(self, membership: Membership) -> None:
         """Load the state into a new member, and push every later change to it."""
         self._members.append(membership)
-        self._hear_heartbeats(membership)
+        self.follow_heartbeats(membership)
 
     def leave(self, membership: Membership) -> None:
         self._members.remove(membership)
         if membership in self._hears_heartbeats:
             self._hears_heartbeats.remove(membership)
 
-    def tick(self, membership: Membership) -> None:
-        """Advance a member's clock, and make it follow heartbeats unless it receives a leader's broadcasts."""
-        if not isinstance(membership, MonitoredMembership) or membership.is_silent():
-            self.follow_heartbeats(membership)
-            membership.tick()
-
     def follow_heartbeats(self, membership: Membership) -> None:
         """Make a member receive every heartbeat, from the current state on. Idempotent."""
-        if membership not in self._hears_heartbeats:
-            self._hear_heartbeats(membership)
-
-    def _hear_heartbeats(self, membership: Membership) -> None:
+        if membership in self._hears_heartbeats:
+            return
         now_s = time.monotonic()
         for held in self._held.values():
             if held.expires_at_s > now_s:
@@ -95,17 +84,9 @@ class MemoryCluster:
         self._hears_heartbeats.append(membership)
 
     @property
-    def away(self) -> bool:
-        return self._away
-
-    @property
     def lost(self) -> bool:
         """True if the state cannot be reached, or refuses writes."""
-        return self._away or self._refuses_heartbeats
-
-    @property
-    def refuses_heartbeats(self) -> bool:
-        return self._refuses_heartbeats
+        return self.is_away or self.refuses_heartbeats
 
     def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
         life = (record.instance_id, record.incarnation)
@@ -182,21 +163,21 @@ class MemoryCluster:
     def remove_request(self, request_id: str) -> None:
         del self._requests[request_id]
 
-    def request_ids(self) -> tuple[str, ...]:
-        """Return all claimed ids, including expired ones."""
-        return tuple(self._requests)
+    def requests(self) -> tuple[RequestClaim, ...]:
+        """Return all claims."""
+        found = (self.request(request_id) for request_id in tuple(self._requests))
+        return tuple(claim for claim in found if claim is not None)
 
 
 class MemoryStore:
     def __init__(self, cluster: MemoryCluster, follow: ViewSource = ViewSource.HEARTBEATS) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
         kind = MonitoredMembership if follow is ViewSource.BROADCASTS else Membership
         self._membership = kind(time.monotonic)
-        self._changes = ViewChanges(self._membership)
         self._ticking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._cluster.join(self._membership)
+        self.cluster.join(self._membership)
         self._ticking = asyncio.create_task(self._tick(), name="memory store: leases")
         return self
 
@@ -204,74 +185,71 @@ class MemoryStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._ticking is not None, "left without being entered"
-        self._cluster.leave(self._membership)
+        self.cluster.leave(self._membership)
         self._ticking.cancel()
         await asyncio.wait([self._ticking])
 
     async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
-        if self._cluster.away:
+        if self.cluster.is_away:
             return HeartbeatAnswer()
-        if self._cluster.refuses_heartbeats:
+        if self.cluster.refuses_heartbeats:
             self._membership.store_lost()
             return HeartbeatAnswer()
         self._membership.store_returned()
-        return self._cluster.heartbeat(record, load)
+        return self.cluster.heartbeat(record, load)
 
     async def deregister(self, record: InstanceRecord) -> None:
-        if not self._cluster.lost:
-            self._cluster.deregister(record)
+        if not self.cluster.lost:
+            self.cluster.deregister(record)
 
     def view(self) -> ClusterView:
         return self._membership.view()
 
     async def wait_for_change(self, timeout_s: float) -> ClusterView:
-        return await self._changes.wait(timeout_s)
+        return await self._membership.wait_for_change(timeout_s)
 
     async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
-        return None if self._cluster.lost else self._cluster.campaign(candidate_id, ttl_s)
+        return None if self.cluster.lost else self.cluster.campaign(candidate_id, ttl_s)
 
     async def resign(self, candidate_id: str) -> None:
-        if not self._cluster.lost:
-            self._cluster.resign(candidate_id)
+        if not self.cluster.lost:
+            self.cluster.resign(candidate_id)
 
     async def broadcast(self, broadcast: LoadBroadcast) -> bool:
-        return not self._cluster.lost and self._cluster.broadcast(broadcast)
+        return not self.cluster.lost and self.cluster.broadcast(broadcast)
 
     async def claim_request(self, claim: RequestClaim, ttl_s: float) -> RequestClaim | None:
-        if self._cluster.lost:
+        if self.cluster.lost:
             return None
-        holder = self._cluster.request(claim.request_id)
+        holder = self.cluster.request(claim.request_id)
         if holder is not None and claim.is_later_session_of(holder):
             claim = replace(claim, hint=holder.hint)
-        elif holder is not None and self._cluster.is_registered(holder.router_id, holder.router_incarnation):
+        elif holder is not None and self.cluster.is_registered(holder.router_id, holder.router_incarnation):
             return holder
-        self._cluster.put_request(claim, ttl_s)
+        self.cluster.put_request(claim, ttl_s)
         return None
 
     async def find_request(self, request_id: str) -> RequestClaim | None:
-        return None if self._cluster.lost else self._cluster.request(request_id)
+        return None if self.cluster.lost else self.cluster.request(request_id)
 
     async def update_requests(self, claims: Sequence[RequestClaim]) -> None:
-        if not self._cluster.lost:
+        if not self.cluster.lost:
             for claim in claims:
-                self._cluster.update_request(claim)
+                self.cluster.update_request(claim)
 
     async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
-        if self._cluster.lost:
+        if self.cluster.lost:
             return False
         for claim in claims:
-            if self._cluster.request(claim.request_id) == claim:
-                self._cluster.remove_request(claim.request_id)
+            if self.cluster.request(claim.request_id) == claim:
+                self.cluster.remove_request(claim.request_id)
         return True
-
-    async def requests(self) -> tuple[RequestClaim, ...]:
-        if self._cluster.lost:
-            return ()
-        found = (self._cluster.request(request_id) for request_id in self._cluster.request_ids())
-        return tuple(record for record in found if record is not None)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            if not self._cluster.away:
-                self._cluster.tick(self._membership)
+            membership = self._membership
+            is_led = isinstance(membership, MonitoredMembership) and not membership.is_silent()
+            if not self.cluster.is_away and not is_led:
+                self.cluster.follow_heartbeats(membership)
+                membership.tick()

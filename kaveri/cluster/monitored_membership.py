@@ -1,10 +1,7 @@
-"""Cluster members according to the cluster monitor's broadcasts.
-
-From TetriInfer's cluster monitor (arXiv 2401.11181, section 3.2). An instance in a broadcast keeps its lease; a missing
-one is removed. Leases run only while a leader broadcasts: without one, no instance is lost. A new leader may briefly
-know less than its predecessor (a router that started just when the store lost its state), so instances that only the
-predecessor named stay for one lease.
-"""
+"""Cluster members according to the cluster monitor's broadcasts. From TetriInfer's cluster monitor (arXiv 2401.11181,
+section 3.2). An instance in a broadcast keeps its lease; a missing one is removed. Leases run only while a leader
+broadcasts: without one, no instance is lost. A new leader may briefly know less than its predecessor (a router that
+started just when the store lost its state), so instances that only the predecessor named stay for one lease."""
 
 from collections.abc import Callable
 from dataclasses import replace

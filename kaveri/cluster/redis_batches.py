@@ -29,13 +29,9 @@ def closed_as_lost() -> Iterator[None]:
 
 class CommandBatches:
     """Batched execution of commands: one batch at a time; commands that arrive meanwhile form the next batch, in order.
-
     Uses one connection of the pool. The client's own methods would borrow a connection for every command and create a
-    task
-    to limit each write and each read, at several times the cost. The backlog is bounded by the number of callers, each
-    of
-    which waits for its own answer.
-    """
+    task to limit each write and each read, at several times the cost. The backlog is bounded by the number of callers,
+    each of which waits for its own answer."""
 
     def __init__(self, pool: ConnectionPool, answer_timeout_s: float) -> None:
         self._pool = pool
@@ -84,9 +80,14 @@ class CommandBatches:
             connection = self._connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
             # The timeout below is cheaper than the connection's own.
             connection.socket_timeout = None
-        elif connection.is_connected and await _is_broken(connection):
-            # Redis has closed the connection since the last batch.
-            await connection.disconnect(nowait=True)
+        elif connection.is_connected:
+            try:
+                # Data while no answer is due, such as the end of the stream.
+                is_closed = bool(await connection.can_read())
+            except NotConnected:
+                is_closed = True
+            if is_closed:
+                await connection.disconnect(nowait=True)
         loop = asyncio.get_running_loop()
         answers: list[Any] = []
         async with asyncio.timeout(self._answer_timeout_s) as limit:
@@ -99,11 +100,3 @@ class CommandBatches:
                 except ResponseError as error:
                     answers.append(error)
         return answers
-
-
-async def _is_broken(connection: Connection) -> bool:
-    """Return True if there is data to read while no answer is due, such as the end of the stream."""
-    try:
-        return bool(await connection.can_read())
-    except NotConnected:
-        return True

@@ -112,15 +112,13 @@ async def _ask(connection: Any, probes: Iterable[tuple[str, tuple[str, ...]]]) -
     """Return the error for each probe, by the rule that permits the probe; None if Redis accepts it."""
     rules, commands = zip(*probes, strict=True)
     await connection.send_packed_command(connection.pack_commands(commands))
-    return {rule: await _error(connection) for rule in rules}
-
-
-async def _error(connection: Any) -> ResponseError | None:
-    try:
-        await connection.read_response()
-    except ResponseError as error:
-        return error
-    return None
+    answers: dict[str, ResponseError | None] = dict.fromkeys(rules)
+    for rule in rules:
+        try:
+            await connection.read_response()
+        except ResponseError as error:
+            answers[rule] = error
+    return answers
 
 
 def _is_missing(rule: str, error: ResponseError) -> bool:

@@ -26,7 +26,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -43,7 +43,6 @@ from kaveri.cluster.redis_batches import CommandBatches, closed_as_lost
 from kaveri.cluster.redis_connection import ANSWER_TIMEOUT_S, FIRST_ANSWER_TIMEOUT_S, bad_url, connect, why
 from kaveri.cluster.redis_permissions import RedisNeeds, store_needs
 from kaveri.cluster.store import DEFAULT_CLUSTER, HeartbeatAnswer, RequestClaim, ViewSource
-from kaveri.cluster.view_changes import ViewChanges
 from kaveri.config.redis_url import database_of, shown
 from kaveri.domain.view import WIRE, ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, LoadBroadcast
 from kaveri.errors import ConfigError, InvalidArgument
@@ -62,11 +61,28 @@ _PING_AFTER_S = MAX_TICK_S
 _LOST_AFTER_S = 1.0
 _REPORT_AGAIN_S = 60.0
 _BATCH_COUNT = 500
-_SCAN_TIMEOUT_S = 5.0
-"""Timeout of requests(), which no service calls: it scans all keys, including those of other programs."""
 
 _REFUSALS = (ResponseError, AuthenticationError)
 """Errors with which Redis refuses a command: OOM, READONLY, MISCONF, NOAUTH and others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Redis of one cluster, and the needs of a connection to it."""
+
+    url: str
+    cluster_name: str
+    wait_s: float
+    also_needs: RedisNeeds
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """Client and tasks of an entered store."""
+
+    client: Redis
+    commands: CommandBatches
+    watching: asyncio.Task[None]
 
 
 class RedisStore:
@@ -79,19 +95,13 @@ class RedisStore:
         wait_s: float = FIRST_ANSWER_TIMEOUT_S,
         also_needs: RedisNeeds = RedisNeeds(frozenset(), ()),  # noqa: B008 - frozen
     ) -> None:
-        """url: redis://[[user]:password@]host:port/db, rediss://... or unix://path?db=...; valkey:// and valkeys:// too
-
-        Clusters of other names, or in other databases, are separate. wait_s: max wait for an answer when entering.
-        also_needs: permissions for other uses of Redis, checked when entering too.
-        """
-        self._url = url
-        self._wait_s = wait_s
-        self._also_needs = also_needs
-        self._cluster_name = cluster_name
+        """url: redis://[[user]:password@]host:port/db, rediss://... or unix://path?db=..., or with valkey:// and
+        valkeys://. Clusters of other names, or in other databases, are separate. wait_s: max wait for an answer when
+        entering. also_needs: permissions for other uses of Redis, checked when entering too."""
+        self._place = _Place(url, cluster_name, wait_s, also_needs)
         self._prefix = ""
-        self._monitored = MonitoredMembership(time.monotonic) if follow is ViewSource.BROADCASTS else None
-        self._membership = self._monitored or Membership(time.monotonic)
-        self._changes = ViewChanges(self._membership)
+        kind = MonitoredMembership if follow is ViewSource.BROADCASTS else Membership
+        self._membership = kind(time.monotonic)
         self._hears_heartbeats = True
         self._is_heard = True
         self._refusal = ""
@@ -100,37 +110,37 @@ class RedisStore:
         """Time of the last log line by failure reason."""
         self._registrations: dict[tuple[str, int], bytes] = {}
         self._campaigns_token = 0
-        self._client: Redis | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._connection: _Connection | None = None
 
     async def __aenter__(self) -> Self:
+        place = self._place
         try:
-            self._prefix = f"kaveri:{self._cluster_name}:{database_of(self._url)}"
+            self._prefix = f"kaveri:{place.cluster_name}:{database_of(place.url)}"
         except ValueError as error:
-            raise bad_url(self._url, error) from None
-        self._client = await connect(self._url, store_needs(self._prefix) | self._also_needs, self._wait_s)
+            raise bad_url(place.url, error) from None
+        client = await connect(place.url, store_needs(self._prefix) | place.also_needs, place.wait_s)
         loaded = asyncio.Event()
-        self._commands = CommandBatches(self._client.connection_pool, ANSWER_TIMEOUT_S)
-        self._watching = asyncio.create_task(self._watch(loaded), name="redis store: watch")
+        watching = asyncio.create_task(self._watch(loaded), name="redis store: watch")
+        commands = CommandBatches(client.connection_pool, ANSWER_TIMEOUT_S)
+        self._connection = _Connection(client, commands, watching)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await loaded.wait()
         except BaseException as error:
             await self.__aexit__(None, None, None)
             if isinstance(error, TimeoutError):
-                raise ConfigError("--redis-url", f"Redis at {shown(self._url)} went away at the start") from error
+                raise ConfigError("--redis-url", f"Redis at {shown(place.url)} went away at the start") from error
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._client is not None, "left without being entered"
-        assert self._watching is not None, "left without being entered"
-        self._watching.cancel()
-        await asyncio.gather(self._watching, return_exceptions=True)
-        await self._commands.close()
-        await self._client.aclose(close_connection_pool=True)
+        connection = self._opened
+        connection.watching.cancel()
+        await asyncio.gather(connection.watching, return_exceptions=True)
+        await connection.commands.close()
+        await connection.client.aclose(close_connection_pool=True)
 
     async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
         life = (record.instance_id, record.incarnation)
@@ -175,7 +185,7 @@ class RedisStore:
         return self._membership.view()
 
     async def wait_for_change(self, timeout_s: float) -> ClusterView:
-        return await self._changes.wait(timeout_s)
+        return await self._membership.wait_for_change(timeout_s)
 
     async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
         arguments: list[bytes | str | int] = [candidate_id, _milliseconds(ttl_s), self._greatest_token]
@@ -203,31 +213,33 @@ class RedisStore:
         return await self._unless_lost(self._claim(claim, _milliseconds(ttl_s)), None)
 
     async def find_request(self, request_id: str) -> RequestClaim | None:
-        return await self._unless_lost(self._find(request_id), None)
+        held = await self._unless_lost(self._opened.client.get(self._key(f"request:{request_id}")), None)
+        return None if held is None else _decode_claim(request_id, cast(bytes, held))
 
     async def update_requests(self, claims: Sequence[RequestClaim]) -> None:
-        keys = [self._request_key(claim.request_id) for claim in claims]
+        keys = [self._key(f"request:{claim.request_id}") for claim in claims]
         values = [_encode_claim(claim) for claim in claims]
         await self._unless_lost(
-            self._commands.execute("EVAL", scripts.UPDATE_REQUESTS, len(keys), *keys, *values), None
+            self._opened.commands.execute("EVAL", scripts.UPDATE_REQUESTS, len(keys), *keys, *values), None
         )
 
     async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
-        keys = [self._request_key(claim.request_id) for claim in claims]
+        keys = [self._key(f"request:{claim.request_id}") for claim in claims]
         values = [_encode_claim(claim) for claim in claims]
-        closing = self._commands.execute("EVAL", scripts.CLOSE_REQUESTS, len(keys), *keys, *values)
+        closing = self._opened.commands.execute("EVAL", scripts.CLOSE_REQUESTS, len(keys), *keys, *values)
         return bool(await self._unless_lost(closing, 0))
 
-    async def requests(self) -> tuple[RequestClaim, ...]:
-        return await self._unless_lost(self._load_requests(), ())
+    @property
+    def _opened(self) -> _Connection:
+        assert self._connection is not None, "used before being entered"
+        return self._connection
 
     @property
-    def _redis(self) -> Redis:
-        assert self._client is not None, "used before being entered"
-        return self._client
+    def _monitored(self) -> MonitoredMembership | None:
+        return self._membership if isinstance(self._membership, MonitoredMembership) else None
 
     async def _run(self, script: str, keys: Sequence[str], args: Sequence[bytes | str | int]) -> Any:
-        return await self._redis.register_script(script)(keys=keys, args=args)
+        return await self._opened.client.register_script(script)(keys=keys, args=args)
 
     @property
     def _greatest_token(self) -> int:
@@ -238,9 +250,6 @@ class RedisStore:
 
     def _instance_key(self, instance_id: str) -> str:
         return self._key(f"instance:{instance_id}")
-
-    def _request_key(self, request_id: str) -> str:
-        return self._key(f"request:{request_id}")
 
     async def _unless_lost(self, command: Awaitable[ResultT], otherwise: ResultT) -> ResultT:
         """Await a command; return `otherwise` at once when Redis is lost."""
@@ -287,11 +296,11 @@ class RedisStore:
             get_logger().error(
                 "heartbeats_refused",
                 error=reason,
-                url=shown(self._url),
+                url=shown(self._place.url),
                 effect="the last view stays in use, and nothing is entered into Redis",
             )
         if self._refusal and not reason:
-            get_logger().info("heartbeats_accepted", url=shown(self._url))
+            get_logger().info("heartbeats_accepted", url=shown(self._place.url))
         self._refusal = reason
         self._tell_membership()
 
@@ -307,12 +316,12 @@ class RedisStore:
         while not _cancellations():
             try:
                 with closed_as_lost():
-                    async with self._redis.pubsub() as channel:
+                    async with self._opened.client.pubsub() as channel:
                         if self._monitored is not None:
                             await self._subscribe(channel, "loads")
                         await self._hear_heartbeats(channel)
                         if not self._is_heard:
-                            get_logger().info("redis_returned", url=shown(self._url))
+                            get_logger().info("redis_returned", url=shown(self._place.url))
                         self._is_heard = True
                         self._tell_membership()
                         loaded.set()
@@ -406,11 +415,7 @@ class RedisStore:
         )
         taken = self._monitored.take_in(broadcast)
         if taken and (self._hears_heartbeats or broadcast.fencing_token != known_token):
-            get_logger().info(
-                "monitor_followed",
-                leader_id=broadcast.leader_id,
-                fencing_token=broadcast.fencing_token,
-            )
+            get_logger().info("monitor_followed", leader_id=broadcast.leader_id, fencing_token=broadcast.fencing_token)
 
     def _learn(self, message: cluster_pb2.InstanceStatus, remaining_s: float | None) -> None:
         status = self._status(message)
@@ -437,13 +442,13 @@ class RedisStore:
             return None
 
     async def _load_instances(self) -> None:
-        members = await cast(Awaitable[set[bytes]], self._redis.smembers(self._key("instances")))
+        members = await cast(Awaitable[set[bytes]], self._opened.client.smembers(self._key("instances")))
         instance_ids = [name.decode(errors="replace") for name in members]
         for start in range(0, len(instance_ids), _BATCH_COUNT):
             await self._load_batch(instance_ids[start : start + _BATCH_COUNT])
 
     async def _load_batch(self, instance_ids: list[str]) -> None:
-        pipeline = self._redis.pipeline(transaction=False)
+        pipeline = self._opened.client.pipeline(transaction=False)
         for instance_id in instance_ids:
             pipeline.get(self._instance_key(instance_id))
             pipeline.pttl(self._instance_key(instance_id))
@@ -466,9 +471,9 @@ class RedisStore:
                 await self._run(scripts.FORGET_ENDED, keys=keys, args=ended)
 
     async def _claim(self, claim: RequestClaim, ttl_ms: int) -> RequestClaim | None:
-        key = self._request_key(claim.request_id)
-        while not await self._commands.execute("SET", key, _encode_claim(claim), "NX", "PX", ttl_ms):
-            held = cast(bytes | None, await self._redis.get(key))
+        key = self._key(f"request:{claim.request_id}")
+        while not await self._opened.commands.execute("SET", key, _encode_claim(claim), "NX", "PX", ttl_ms):
+            held = cast(bytes | None, await self._opened.client.get(key))
             if held is None:
                 continue
             holder = _decode_claim(claim.request_id, held)
@@ -484,29 +489,11 @@ class RedisStore:
                 return holder
         return None
 
-    async def _find(self, request_id: str) -> RequestClaim | None:
-        held = cast(bytes | None, await self._redis.get(self._request_key(request_id)))
-        return _decode_claim(request_id, held) if held is not None else None
-
-    async def _load_requests(self) -> tuple[RequestClaim, ...]:
-        async with asyncio.timeout(_SCAN_TIMEOUT_S):
-            # SCAN may return a key twice.
-            found = self._redis.scan_iter(match=self._request_key("*"), count=_BATCH_COUNT)
-            keys = list({key async for key in found})
-            values = await cast(Awaitable[list[bytes | None]], self._redis.mget(keys)) if keys else []
-        ids = [key.decode().removeprefix(self._request_key("")) for key in keys]
-        return tuple(
-            _decode_claim(request_id, value) for request_id, value in zip(ids, values, strict=True) if value is not None
-        )
-
 
 def _cancellations() -> int:
-    """Return the number of cancellations of this task.
-
-    redis-py sends through asyncio.wait_for(), which up to Python 3.11 loses a cancellation that arrives together with
-    its
-    result (cpython issue 86296), so callers that must not miss a cancellation check this number.
-    """
+    """Return the number of cancellations of this task. redis-py sends through asyncio.wait_for(), which up to Python
+    3.11 loses a cancellation that arrives together with its result (cpython issue 86296), so callers that must not miss
+    a cancellation check this number."""
     task = asyncio.current_task()
     assert task is not None, "outside of a task"
     return task.cancelling()

@@ -18,11 +18,8 @@ class ViewSource(enum.Enum):
     """Every heartbeat of every instance."""
     BROADCASTS = enum.auto()
     """The cluster monitor's broadcasts: one message for predictors and the instances that accept pushes or hold copies
-    of KV, no others.
-
-    Without a monitor nothing expires; after BROADCAST_LOST_AFTER_S without one, and before
-    the first one, heartbeats of the same instances are used.
-    """
+    of KV, no others. Without a monitor nothing expires; after BROADCAST_LOST_AFTER_S without one, and before the first
+    one, heartbeats of the same instances are used."""
 
 
 DEFAULT_CLUSTER = "default"
@@ -58,16 +55,11 @@ class RequestClaim:
 
 
 class ClusterStore(Protocol):
-    """Access of one process to the cluster's state. Used as an async context manager; not shared between event loops.
-
-    A store is lost while it cannot be reached, and while it refuses heartbeats (a Redis that became a replica, or has
-    no
+    """Access of one process to the cluster's state. Used as an async context manager; not shared between event loops. A
+    store is lost while it cannot be reached, and while it refuses heartbeats (a Redis that became a replica, or has no
     memory left). No call raises because of that: registration and heartbeats are retried by the next heartbeat, the
-    view
-    says `store_connected=False`, claims are granted, and no router leads. A call waits at most a second for each answer
-    of
-    the store. A process that makes no heartbeats does not notice that they are refused.
-    """
+    view says `store_connected=False`, claims are granted, and no router leads. A call waits at most a second for each
+    answer of the store. A process that makes no heartbeats does not notice that they are refused."""
 
     async def __aenter__(self) -> Self:
         """Connect. Raises ConfigError when the store cannot be reached within a few seconds."""
@@ -78,11 +70,9 @@ class ClusterStore(Protocol):
         """Stop background work. Leases expire by themselves unless deregistered."""
 
     async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
-        """Register the instance or renew its lease for `record.lease_ttl_s`, and publish its load.
-
-        The latest registration wins an instance id: it alone is in the view, at once. The answer names the other
-        incarnation, once to the newer one and each time to the older one, which should end.
-        """
+        """Register the instance or renew its lease for `record.lease_ttl_s`, and publish its load. The latest
+        registration wins an instance id: it alone is in the view, at once. The answer names the other incarnation, once
+        to the newer one and each time to the older one, which should end."""
 
     async def deregister(self, record: InstanceRecord) -> None:
         """End this incarnation's lease at once, visibly for every watcher. Unknown ones are ignored."""
@@ -97,11 +87,8 @@ class ClusterStore(Protocol):
 
     async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
         """Take or renew the lead of the cluster monitor for `ttl_s` seconds. Returns the fencing token; None: another
-        leads.
-
-        candidate_id: of one incarnation, so that a restarted process is not mistaken for its dead predecessor. Every
-        change of leader increases the token, even if none led in between or the store has lost its state.
-        """
+        leads. candidate_id: of one incarnation, so that a restarted process is not mistaken for its dead predecessor.
+        Every change of leader increases the token, even if none led in between or the store has lost its state."""
 
     async def resign(self, candidate_id: str) -> None:
         """Give up the lead at once. No-op if another has it."""
@@ -112,11 +99,8 @@ class ClusterStore(Protocol):
 
     async def claim_request(self, claim: RequestClaim, ttl_s: float) -> RequestClaim | None:
         """Claim a request id for at most `ttl_s` seconds. Returns None on success; the current claim if a router with a
-        valid lease, possibly this one, has the id.
-
-        The claim of a router incarnation without a lease is taken over, atomically; so is that of an earlier session of
-        the same request, with its hint.
-        """
+        valid lease, possibly this one, has the id. The claim of a router incarnation without a lease is taken over,
+        atomically; so is that of an earlier session of the same request, with its hint."""
 
     async def find_request(self, request_id: str) -> RequestClaim | None:
         """Return the claim of a request id; None if there is none, or the store is away."""
@@ -127,6 +111,3 @@ class ClusterStore(Protocol):
     async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
         """End claims. Those of other router incarnations are left alone. Returns False when the store is away: the
         claims may still exist when it returns."""
-
-    async def requests(self) -> tuple[RequestClaim, ...]:
-        """Return all claims, unordered. No service calls it."""

@@ -3,17 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kaveri.domain.owner import Ownership
+from kaveri.domain.owner import OwnedRequest
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
-class Attachment:
+class Attachment(OwnedRequest):
     """Credentials of the new owner, and its client's tokens."""
 
-    request_id: str
-    ownership: Ownership
     token_ids: tuple[int, ...]
     """Prompt, followed by the tokens that the client has."""
     generated_count: int
@@ -42,9 +40,7 @@ def check_received(
     attachment: Attachment, prompt: Sequence[int], generated: Sequence[int | None], *, is_all: bool
 ) -> None:
     """Raise InvalidArgument unless the attachment has the request's own prompt, and tokens that were generated.
-
-    generated: from index 0 on; None: a token unknown here. is_all: no more were generated anywhere.
-    """
+    generated: from index 0 on; None: a token unknown here. is_all: no more were generated anywhere."""
     count = attachment.generated_count
     prompt_count = len(attachment.token_ids) - count
     if attachment.token_ids[:prompt_count] != tuple(prompt):

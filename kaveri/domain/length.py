@@ -17,20 +17,14 @@ class RangeEnd(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """A number of tokens in [low, high)."""
+    """A number of tokens in [low, high), which is not empty."""
 
     low: int
     high: int
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.low < self.high:
-            raise ValueError(f"[{self.low}, {self.high}) is no range of tokens")
-
     def after(self, drawn_tokens: int) -> "TokenRange | None":
-        """Remaining range of an answer that has `drawn_tokens` tokens and continues.
-
-        None when the answer is longer than the range: the prediction was wrong and is no longer used.
-        """
+        """Remaining range of an answer that has `drawn_tokens` tokens and continues. None when the answer is longer
+        than the range: the prediction was wrong and is no longer used."""
         if self.high - drawn_tokens <= 1:
             return None
         return TokenRange(max(0, self.low - drawn_tokens), self.high - drawn_tokens)
@@ -53,10 +47,8 @@ class TokenRange:
 
 
 def known_length(params: SamplingParams, most_tokens: int) -> TokenRange | None:
-    """Length of an answer that only max_tokens or the model's length can end; None for all others.
-
-    most_tokens: room left by the model's length, at least 1.
-    """
+    """Length of an answer that only max_tokens or the model's length can end; None for all others. most_tokens: room
+    left by the model's length, at least 1."""
     if params.max_tokens is None:
         return None
     may_stop = not params.ignore_eos or params.stop or params.stop_token_ids

@@ -1,5 +1,6 @@
 """Ownership of a request, and the order of successive owners. Pure: no clock, no I/O."""
 
+from dataclasses import dataclass
 from hmac import compare_digest
 from typing import NamedTuple
 
@@ -43,3 +44,11 @@ class Ownership(NamedTuple):
         if self.router_id == held.router_id:
             return Owner(held.owner.session, self.owner.attempt)
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedRequest:
+    """A request and its owner."""
+
+    request_id: str
+    ownership: Ownership

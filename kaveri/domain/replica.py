@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kaveri.domain.length import TokenRange
-from kaveri.domain.owner import Ownership
+from kaveri.domain.owner import OwnedRequest
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.kv.layout.layout import KvLayout
 
@@ -20,11 +20,9 @@ class ReplicaLocation:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaOffer:
+class ReplicaOffer(OwnedRequest):
     """Offer by an owner to replicate a request to another instance."""
 
-    request_id: str
-    ownership: Ownership
     owner_id: str
     """Id of the instance that owns the request."""
     owner_incarnation: int
@@ -44,12 +42,9 @@ class ReplicaOffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumption:
-    """Data with which a holder resumes a request after the loss of its owner."""
+class Resumption(OwnedRequest):
+    """Data with which a holder resumes a request for its new owner, after the loss of the former one."""
 
-    request_id: str
-    ownership: Ownership
-    """The new owner."""
     token_ids: tuple[int, ...]
     """Prompt, followed by the tokens that its router has."""
     generated_count: int

@@ -2,11 +2,9 @@
 
 
 class RunningClock:
-    """Clock that advances only while its process runs and ticks.
-
-    While a process stands still (a stalled event loop, a stopped process) messages wait unread, so that time says
-    nothing about their senders. A late tick adds at most `longest_tick_s`.
-    """
+    """Clock that advances only while its process runs and ticks. While a process stands still (a stalled event loop, a
+    stopped process) messages wait unread, so that time says nothing about their senders. A late tick adds at most
+    `longest_tick_s`."""
 
     def __init__(self, now_s: float, longest_tick_s: float) -> None:
         """longest_tick_s: more than the usual time between two ticks."""

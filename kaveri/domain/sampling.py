@@ -31,6 +31,16 @@ _FLOAT32_MAX = 3.4028234e38
 """Largest float32: a larger number would arrive as infinity."""
 _FLOAT32_MIN = 1.4012984e-45
 """Smallest float32: a smaller top_p would arrive as 0."""
+_WHOLE_NUMBERS = {
+    "max_tokens": (1, _UINT32_MAX),
+    "top_k": (0, _UINT32_MAX),
+    "seed": (0, _UINT64_MAX),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+"""Least and greatest value of optional parameters that are whole numbers; min_tokens depends on max_tokens."""
+_NUMBERS = {"temperature": (0.0, _FLOAT32_MAX), "top_p": (_FLOAT32_MIN, 1.0)}
+"""Least and greatest value of the other numeric parameters."""
 _WITH_DEFAULTS = ("max_tokens", "temperature", "top_p", "top_k")
 """Parameters for which a model may have defaults."""
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -47,17 +57,26 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """Sampling and stop parameters of a request.
-
-    Construction raises InvalidArgument, naming field, value and limit.
-    """
+class StopConditions:
+    """Length of an answer, and what ends it."""
 
     max_tokens: int | None = None
     """Max tokens to generate, at least 1. None: the model's default, or all that its length leaves after the prompt."""
     min_tokens: int = 0
     """Min answer length, at most max_tokens. Until then end tokens are not sampled and complete stop texts are
     ignored."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; the text is cut before the match."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the answer, in addition to the model's own."""
+    ignore_eos: bool = False
+    """Continue past the model's end-of-sequence ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(StopConditions):
+    """Sampling and stop parameters of a request. Construction raises InvalidArgument, naming field, value and limit."""
+
     temperature: float | None = None
     """Divides the logits. 0 is greedy. None: the model's, as ModelInfo.default_params says, or 1."""
     top_p: float | None = None
@@ -67,12 +86,6 @@ class SamplingParams:
     """Sample only from the top_k most likely tokens. 0: all. None: the model's, or 0."""
     seed: int | None = None
     """Seed, combined with the token's index, in [0, 2**64). None: chosen by the router."""
-    stop: tuple[str, ...] = ()
-    """Texts that end the answer; the text is cut before the match."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the answer, in addition to the model's own."""
-    ignore_eos: bool = False
-    """Continue past the model's end-of-sequence ids."""
     logprobs: int | None = None
     """Number of most likely tokens to report with each sampled token's log-probability. None: no report."""
     prompt_logprobs: int | None = None
@@ -84,35 +97,29 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # A plain string is a common mistake; it must not become a tuple of its letters.
-        stop = (
-            (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop, "a text or a sequence of texts")
-        )
-        stop_token_ids = _items("stop_token_ids", self.stop_token_ids, "a sequence of token ids")
-        check_stop_counts(len(stop), len(stop_token_ids))
+        texts = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = tuple(ordered_items("params.stop", texts, "a text or a sequence of texts"))
+        token_ids = tuple(ordered_items("params.stop_token_ids", self.stop_token_ids, "a sequence of token ids"))
+        check_stop_counts(len(stop), len(token_ids))
         for text in stop:
             _check_stop_text(text)
-        self._set("stop", stop)
-        ids = tuple(_whole("stop_token_ids", token_id, 0, _UINT32_MAX) for token_id in stop_token_ids)
-        self._set("stop_token_ids", ids)
-        if self.max_tokens is not None:
-            self._set("max_tokens", _whole("max_tokens", self.max_tokens, 1, _UINT32_MAX))
-        most = _UINT32_MAX if self.max_tokens is None else self.max_tokens
-        self._set("min_tokens", _whole("min_tokens", self.min_tokens, 0, most))
-        if self.temperature is not None:
-            self._set("temperature", _number("temperature", self.temperature, 0.0, _FLOAT32_MAX))
-        if self.top_p is not None:
-            self._set("top_p", _number("top_p", self.top_p, _FLOAT32_MIN, 1.0))
-        if self.top_k is not None:
-            self._set("top_k", _whole("top_k", self.top_k, 0, _UINT32_MAX))
-        if self.seed is not None:
-            self._set("seed", _whole("seed", self.seed, 0, _UINT64_MAX))
+        stop_token_ids = tuple(_whole("stop_token_ids", token_id, 0, _UINT32_MAX) for token_id in token_ids)
+        whole = {
+            name: _whole(name, value, least, most)
+            for name, (least, most) in _WHOLE_NUMBERS.items()
+            if (value := getattr(self, name)) is not None
+        }
+        whole["min_tokens"] = _whole("min_tokens", self.min_tokens, 0, whole.get("max_tokens", _UINT32_MAX))
+        broken = {
+            name: _number(name, value, least, most)
+            for name, (least, most) in _NUMBERS.items()
+            if (value := getattr(self, name)) is not None
+        }
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(f"params.{name}", getattr(self, name), "True or False")
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            if count is not None:
-                self._set(name, _whole(name, count, 0, MAX_LOGPROBS))
+        for name, checked in {"stop": stop, "stop_token_ids": stop_token_ids, **whole, **broken}.items():
+            object.__setattr__(self, name, checked)
 
     def resolved(self, defaults: "SamplingParams | None" = None) -> "ResolvedParams":
         """Return these parameters, with None replaced by the `chosen` ones of `defaults`. Raises InvalidArgument when
@@ -125,9 +132,6 @@ class SamplingParams:
         """The values of max_tokens, temperature, top_p and top_k that are not None, by name."""
         return {name: value for name in _WITH_DEFAULTS if (value := getattr(self, name)) is not None}
 
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedParams(SamplingParams):
@@ -136,12 +140,6 @@ class ResolvedParams(SamplingParams):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "top_k"):
-            if getattr(self, name) is None:
-                raise InvalidArgument(f"params.{name}", None, "a number")
-        SamplingParams.__post_init__(self)
 
 
 def derived_seed(seed: int | None, number: int) -> int | None:
@@ -187,6 +185,15 @@ def whole_number(value: object) -> int | None:
         return None
 
 
+def ordered_items(field: str, value: object, limit: str) -> Iterable[object]:
+    """Return `value` if it is an ordered collection. Raises InvalidArgument, naming `field` and `limit`."""
+    # Strings and mappings iterate over letters or keys, and sets in no order.
+    unordered = isinstance(value, str | bytes | bytearray | Mapping | AbstractSet)
+    if unordered or not isinstance(value, Iterable):
+        raise InvalidArgument(field, value, limit)
+    return value
+
+
 def _whole(name: str, value: object, least: int, most: int) -> int:
     number = whole_number(value)
     if number is None or not least <= number <= most:
@@ -205,15 +212,6 @@ def _number(name: str, value: object, least: float, most: float) -> float:
     if not least <= number <= most:
         raise InvalidArgument(f"params.{name}", value, f"a number in [{least:g}, {most:g}]")
     return number
-
-
-def _items(name: str, value: object, limit: str) -> tuple[object, ...]:
-    if type(value) is tuple:
-        return value
-    unordered = isinstance(value, str | bytes | bytearray | Mapping | AbstractSet)
-    if unordered or not isinstance(value, Iterable):
-        raise InvalidArgument(f"params.{name}", value, limit)
-    return tuple(value)
 
 
 def _check_stop_text(text: object) -> None:

@@ -1,9 +1,7 @@
 """Failure detector for peers that hang or are cut off. Pure."""
 
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kaveri.domain.running_clock import RunningClock
 from kaveri.timeouts import MOST_PATIENCE, TICK_S
 
 _LONGEST_TICK_S = 2 * TICK_S
@@ -15,44 +13,37 @@ _PATIENT_FOR_S = 10.0
 PeerT = TypeVar("PeerT")
 
 
-@dataclass(frozen=True, slots=True)
-class _Patience:
-    """Extended silence that a peer is allowed until `until_s`."""
-
-    silence_s: float
-    until_s: float
-
-
 class SilenceWatch(Generic[PeerT]):
     """Watches peers that should send something all the time. Only time in which the observer itself runs counts as
-    silence.
-
-    A peer on a busy machine is slightly late before it is very late, so late peers are given more time. So is one that
-    was found silent and is heard soon after: where all are slow, suspicions slow them further.
-    """
+    silence. A peer on a busy machine is slightly late before it is very late, so late peers are given more time. So is
+    one that was found silent and is heard soon after: where all are slow, suspicions slow them further."""
 
     def __init__(self, after_s: float, now_s: float) -> None:
         """after_s: seconds of silence after which a peer is suspected, unless it was late before."""
         self.after_s = after_s
-        self._clock = RunningClock(now_s, _LONGEST_TICK_S)
+        self.elapsed_s = 0.0
+        """Time in which this process ran and ticked: messages that wait unread while it stands still are no silence."""
+        self._ticked_at_s = now_s
         self._heard_s: dict[PeerT, float] = {}
         self._found_s: dict[PeerT, float] = {}
         """Time of the last message of each suspected peer."""
-        self._patience: dict[PeerT, _Patience] = {}
-        """Patience with late peers. Kept after the watch of a peer ends."""
+        self._patience: dict[PeerT, tuple[float, float]] = {}
+        """Silence that a late peer is allowed, and the time until which it is. Kept after the watch of a peer ends."""
 
     def begin(self, peer: PeerT) -> None:
         """Start to watch the peer. Idempotent."""
-        self._heard_s.setdefault(peer, self._clock.elapsed_s)
+        self._heard_s.setdefault(peer, self.elapsed_s)
 
     def heard(self, peer: PeerT) -> None:
         """Record a message of the peer. The first one starts the watch."""
-        now_s = self._clock.elapsed_s
+        now_s = self.elapsed_s
         last_s = self._found_s.pop(peer, self._heard_s.get(peer, now_s))
         self._heard_s[peer] = now_s
         late_s = now_s - last_s
         if late_s < MOST_PATIENCE * self.after_s and _PATIENCE * late_s > self.after_s:
-            self._allow(peer, max(_PATIENCE * late_s, self._allowed_s(peer)))
+            allowed_s, _ = self._patience.get(peer, (self.after_s, 0.0))
+            silence_s = min(max(_PATIENCE * late_s, allowed_s), MOST_PATIENCE * self.after_s)
+            self._patience[peer] = silence_s, now_s + _PATIENT_FOR_S
 
     def forget(self, peer: PeerT) -> None:
         """Stop watching a peer. Idempotent."""
@@ -61,35 +52,25 @@ class SilenceWatch(Generic[PeerT]):
     def silence_s(self, peer: PeerT) -> float:
         """Seconds since the last message of a peer, as of the last tick; infinite if it is not watched."""
         heard_s = self._heard_s.get(peer)
-        return self._clock.elapsed_s - heard_s if heard_s is not None else float("inf")
+        return self.elapsed_s - heard_s if heard_s is not None else float("inf")
 
     def tick(self, now_s: float) -> list[PeerT]:
         """Advance the clock. Returns the peers that have gone silent, and stops watching them."""
-        self._clock.tick(now_s)
-        elapsed_s = self._clock.elapsed_s
+        self.elapsed_s += min(now_s - self._ticked_at_s, _LONGEST_TICK_S)
+        self._ticked_at_s = now_s
+        elapsed_s = self.elapsed_s
         silent = [
             peer
             for peer, heard_s in self._heard_s.items()
-            if (silence_s := elapsed_s - heard_s) > self.after_s and silence_s > self._allowed_s(peer)
+            if (silence_s := elapsed_s - heard_s) > self.after_s
+            and silence_s > self._patience.get(peer, (self.after_s, 0.0))[0]
         ]
         for peer in silent:
             self._found_s[peer] = self._heard_s.pop(peer)
-        if self._patience or self._found_s:
-            self._forget_old(elapsed_s)
-        return silent
-
-    def _forget_old(self, elapsed_s: float) -> None:
-        for peer, patience in tuple(self._patience.items()):
-            if patience.until_s <= elapsed_s:
+        for peer, (_, until_s) in tuple(self._patience.items()):
+            if until_s <= elapsed_s:
                 del self._patience[peer]
         for peer, heard_s in tuple(self._found_s.items()):
             if elapsed_s - heard_s > MOST_PATIENCE * self.after_s:
                 del self._found_s[peer]
-
-    def _allowed_s(self, peer: PeerT) -> float:
-        patience = self._patience.get(peer)
-        return self.after_s if patience is None else patience.silence_s
-
-    def _allow(self, peer: PeerT, silence_s: float) -> None:
-        until_s = self._clock.elapsed_s + _PATIENT_FOR_S
-        self._patience[peer] = _Patience(min(silence_s, MOST_PATIENCE * self.after_s), until_s)
+        return silent

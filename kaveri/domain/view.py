@@ -53,8 +53,8 @@ class InstanceState(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceRecord:
-    """Immutable facts about one incarnation of an instance."""
+class InstanceIdentity:
+    """Name, address and service of one incarnation of an instance."""
 
     instance_id: str
     """Stable across restarts: "decode-0"."""
@@ -65,6 +65,12 @@ class InstanceRecord:
     """"host:port" of its gRPC services, or of a gateway's HTTP."""
     model: str
     engine: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRecord(InstanceIdentity):
+    """Immutable facts about one incarnation of an instance."""
+
     layout: KvLayout | None = None
     kv_endpoints: tuple[KvEndpoint, ...] = ()
     max_model_len: int = 0
@@ -100,8 +106,8 @@ class ReplicaCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceLoad:
-    """Load of an instance at its last heartbeat."""
+class WorkLoad:
+    """Requests and KV blocks of an instance at its last heartbeat."""
 
     sequence_number: int = 0
     """Increases by one with each heartbeat of an incarnation; if only some are received, with each received one."""
@@ -115,6 +121,12 @@ class InstanceLoad:
     """Blocks available to a new request: not held, and not reserved for running ones (kaveri.policy.admission)."""
     total_blocks: int = 0
     context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceLoad(WorkLoad):
+    """Load of an instance at its last heartbeat, with its phases and its room for replicas."""
+
     heavy_requests: int = 0
     """Decode: heavy requests here in any phase (kaveri.policy.placement.HeavyThresholds)."""
     light_requests: int = 0
@@ -199,11 +211,9 @@ def once_per_view(
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """All instances with a valid lease that speak this process's contracts.
-
-    The set of instances, their states, phases and pool sizes are constant within one view; the rest of their loads
-    follows their heartbeats. So a decision uses one view, without waiting in between.
-    """
+    """All instances with a valid lease that speak this process's contracts. The set of instances, their states, phases
+    and pool sizes are constant within one view; the rest of their loads follows their heartbeats. So a decision uses
+    one view, without waiting in between."""
 
     instances: Mapping[str, ViewedInstance] = field(default_factory=dict)
     """Instances by id. Views with the same mapping object have the same instances in the same states."""
@@ -216,12 +226,24 @@ class ClusterView:
     @once_per_view
     def ready(self, phase: Phase, model: str | None = None) -> tuple[ViewedInstance, ...]:
         """The instances that take requests of `phase` now (for `model`, if given), ordered by id."""
-        return self._ready(model, lambda instance: _takes(instance, phase))
+        return tuple(
+            each
+            for _, each in sorted(self.instances.items())
+            if phase in phases_now(each)
+            and phase not in each.load.ending_phases
+            and each.load.state is InstanceState.READY
+            and model in (None, each.record.model)
+        )
 
     @once_per_view
     def ready_predictors(self, model: str) -> tuple[ViewedInstance, ...]:
         """The predictors of `model` that take work, ordered by id."""
-        return self._ready(model, lambda instance: instance.record.role is Role.PREDICTOR)
+        return tuple(
+            each
+            for _, each in sorted(self.instances.items())
+            if (each.record.role, each.record.model) == (Role.PREDICTOR, model)
+            and each.load.state is InstanceState.READY
+        )
 
     @once_per_view
     def addresses(self) -> frozenset[str]:
@@ -238,27 +260,12 @@ class ClusterView:
         )
 
     def derive(self, key: Hashable, compute: Callable[..., ValueT], *args: object) -> ValueT:
-        """Return `compute(*args)`, called once per view and key.
-
-        It may depend only on what is constant within a view.
-        """
+        """Return `compute(*args)`, called once per view and key. It must depend only on what is constant in a view."""
         try:
             return cast(ValueT, self._derived[key])
         except KeyError:
             value = self._derived[key] = compute(*args)
             return value
-
-    def _ready(self, model: str | None, takes: Callable[[ViewedInstance], bool]) -> tuple[ViewedInstance, ...]:
-        instances = (self.instances[instance_id] for instance_id in sorted(self.instances))
-        return tuple(
-            instance
-            for instance in instances
-            if takes(instance) and instance.load.state is InstanceState.READY and model in (None, instance.record.model)
-        )
-
-
-def _takes(instance: ViewedInstance, phase: Phase) -> bool:
-    return phase in phases_now(instance) and phase not in instance.load.ending_phases
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from kaveri.errors import InvalidArgument, KaveriError, Unsupported
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
 from kaveri.text.model_files import ModelFiles
 from kaveri.v1 import inference_pb2, sampling_pb2
-from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request_id
+from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, check_request
 from kaveri.wire.messages import params_to_proto, shown_params
 
 _SERVICE = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
@@ -107,7 +107,7 @@ def read_generate(request: Any) -> VllmAsked:
         case _:
             raise InvalidArgument("input", None, "given as tokenized or text")
     params, n = _read_params(request.sampling_params)
-    check_request_id(request.request_id)
+    check_request(request.request_id)
     if n > 1 and len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES - len(f"-{n}"):
         limit = f"at most {MAX_REQUEST_ID_BYTES - len(f'-{n}')} bytes long where n is {n}"
         raise InvalidArgument("request_id", request.request_id, limit)
@@ -256,7 +256,7 @@ def read_abort(request: Any) -> tuple[str, ...]:
     if len(request.request_ids) > MAX_ABORTED:
         raise InvalidArgument("request_ids", f"{len(request.request_ids)} ids", f"at most {MAX_ABORTED} ids")
     for request_id in request.request_ids:
-        check_request_id(request_id)
+        check_request(request_id)
     return tuple(filter(None, dict.fromkeys(request.request_ids)))
 
 

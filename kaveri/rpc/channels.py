@@ -36,41 +36,6 @@ class Channels:
 
     def stub(self, make: Callable[[aio.Channel], StubT], address: str) -> StubT:
         """Return a service's stub for "host:port"; `make` is the stub's class. retain() ends its calls."""
-        peer = self._peer(address)
-        stub: StubT | None = peer.stubs.get(make)
-        if stub is None:
-            stub = peer.stubs[make] = make(peer.channel)
-        return stub
-
-    def is_connected(self, address: str) -> bool:
-        """Return True if the channel to the address is connected."""
-        return self._peer(address).channel.get_state() is grpc.ChannelConnectivity.READY
-
-    @contextlib.contextmanager
-    def calling(self, make: Callable[[aio.Channel], StubT], address: str) -> Iterator[StubT]:
-        """Provide a stub whose calls, made within this context, survive retain()."""
-        peer = self._peer(address)
-        peer.call_count += 1
-        try:
-            yield self.stub(make, address)
-        finally:
-            peer.call_count -= 1
-
-    async def retain(self, addresses: Collection[str]) -> None:
-        """Close the channels to all other addresses, except those with an active calling(). Calls on a closed channel
-        are cancelled."""
-        await self._close([name for name, peer in self._peers.items() if name not in addresses and not peer.call_count])
-
-    async def close(self) -> None:
-        """Close every channel."""
-        await self._close(list(self._peers))
-        await asyncio.gather(*self._closing)
-
-    async def _close(self, addresses: Collection[str]) -> None:
-        closing = [self._peers.pop(address).channel for address in addresses]
-        await asyncio.gather(*(channel.close() for channel in closing))
-
-    def _peer(self, address: str) -> _Peer:
         peer, tls = self._peers.get(address), process_tls()
         generation = 0 if tls is None else tls.generation
         if (
@@ -87,4 +52,36 @@ class Channels:
             peer = None
         if peer is None:
             peer = self._peers[address] = _Peer(open_channel(address), generation)
-        return peer
+        stub: StubT | None = peer.stubs.get(make)
+        if stub is None:
+            stub = peer.stubs[make] = make(peer.channel)
+        return stub
+
+    def is_connected(self, address: str) -> bool:
+        """Return True if the channel to the address is connected."""
+        peer = self._peers.get(address)
+        return peer is not None and peer.channel.get_state() is grpc.ChannelConnectivity.READY
+
+    @contextlib.contextmanager
+    def calling(self, make: Callable[[aio.Channel], StubT], address: str) -> Iterator[StubT]:
+        """Provide a stub whose calls, made within this context, survive retain()."""
+        stub, peer = self.stub(make, address), self._peers[address]
+        peer.call_count += 1
+        try:
+            yield stub
+        finally:
+            peer.call_count -= 1
+
+    async def retain(self, addresses: Collection[str]) -> None:
+        """Close the channels to all other addresses, except those with an active calling(). Calls on a closed channel
+        are cancelled."""
+        await self._close([name for name, peer in self._peers.items() if name not in addresses and not peer.call_count])
+
+    async def close(self) -> None:
+        """Close every channel."""
+        await self._close(list(self._peers))
+        await asyncio.gather(*self._closing)
+
+    async def _close(self, addresses: Collection[str]) -> None:
+        closing = [self._peers.pop(address).channel for address in addresses]
+        await asyncio.gather(*(channel.close() for channel in closing))

@@ -3,7 +3,7 @@ loop."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Protocol
 
 import grpc
@@ -37,16 +37,15 @@ class WaitingCall(Protocol):
 class Liveness:
     """Detects silent peers. Sends beats only while calls wait, and only to peers that send nothing else."""
 
-    def __init__(self, beat: Callable[[str], Awaitable[object]], suspect_after_s: float = SUSPECT_AFTER_S) -> None:
-        """beat: calls Beat at a target, with CALL_TIMEOUT_S. suspect_after_s: max silence of a peer that answers fast,
-        counted while this process runs."""
+    def __init__(self, beat: Callable[[str], Awaitable[object]]) -> None:
+        """beat: calls Beat at a target, with CALL_TIMEOUT_S."""
         self._beat = beat
-        self._watch: SilenceWatch[str] = SilenceWatch(suspect_after_s, time.monotonic())
+        self._watch: SilenceWatch[str] = SilenceWatch(SUSPECT_AFTER_S, time.monotonic())
         self._unheard: SilenceWatch[WaitingCall] = SilenceWatch(SUSPECT_UNHEARD_AFTER_S, time.monotonic())
         """Calls to peers that have answered no beat yet."""
         self._waiting: dict[str, dict[WaitingCall, None]] = {}
         self.heard_s: dict[str, float] = {}
-        """Time of each peer's last message, on the monotonic clock."""
+        """Time of each peer's last message, on the monotonic clock. Lacks peers that have never sent any."""
         self._answered: dict[str, None] = {}
         """Peers that have answered a beat."""
         self._prompt: dict[str, None] = {}
@@ -73,10 +72,6 @@ class Liveness:
         waiting = self._waiting.get(call.target)
         if waiting is not None:
             waiting.pop(call, None)
-
-    def was_heard(self, target: str) -> bool:
-        """Return True if the peer has ever sent a message."""
-        return target in self.heard_s
 
     def heard(self, target: str) -> None:
         """Record a message from the peer."""
@@ -105,25 +100,23 @@ class Liveness:
                 if not waiting:
                     del self._waiting[target]
                     self._watch.forget(target)
-                elif self._is_due(target):
-                    self._asked_s[target] = time.monotonic()
+                    continue
+                now_s = time.monotonic()
+                pause_s = BEAT_AFTER_S if target in self._prompt else _SLOW_BEAT_AFTER_S
+                is_rested = now_s - self._asked_s.get(target, float("-inf")) >= pause_s
+                if is_rested and self._watch.silence_s(target) >= BEAT_AFTER_S:
+                    self._asked_s[target] = now_s
                     self._start(self._ask(target))
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
-            for target in self._watch.tick(now_s):
-                self._suspect(self._waiting.get(target, ()), self._watch.after_s)
-            self._suspect(self._unheard.tick(now_s), SUSPECT_UNHEARD_AFTER_S)
+            silent = self._watch.tick(now_s)
+            suspects = [(call, SUSPECT_AFTER_S) for target in silent for call in self._waiting.get(target, ())]
+            suspects += [(call, SUSPECT_UNHEARD_AFTER_S) for call in self._unheard.tick(now_s)]
+            for call, after_s in suspects:
+                if call.can_fail_over:
+                    self.end(call)
+                    call.suspect(after_s)
         self._running = False
-
-    def _suspect(self, calls: Iterable[WaitingCall], after_s: float) -> None:
-        for call in [call for call in calls if call.can_fail_over]:
-            self.end(call)
-            call.suspect(after_s)
-
-    def _is_due(self, target: str) -> bool:
-        pause_s = BEAT_AFTER_S if target in self._prompt else _SLOW_BEAT_AFTER_S
-        asked_s = self._asked_s.get(target, float("-inf"))
-        return self._watch.silence_s(target) >= BEAT_AFTER_S and time.monotonic() - asked_s >= pause_s
 
     async def _ask(self, target: str) -> None:
         asked_s = time.monotonic()

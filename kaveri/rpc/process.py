@@ -143,12 +143,10 @@ def run_service(
     find_sections: Callable[[], Mapping[str, Collection[str]]],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Run a service until it ends by itself or by a signal; return the process's exit status.
-
-    find_sections: see read_settings. serve(config, stopping) does the work and returns the status; `stopping` is set by
-    the first SIGTERM or SIGINT, upon which it drains. A second signal cancels it. ConfigError, from the flags or from
-    serve, becomes one line on stderr.
-    """
+    """Run a service until it ends by itself or by a signal; return the process's exit status. find_sections: see
+    read_settings. serve(config, stopping) does the work and returns the status; `stopping` is set by the first SIGTERM
+    or SIGINT, upon which it drains. A second signal cancels it. ConfigError, from the flags or from serve, becomes one
+    line on stderr."""
     program = f"kaveri {role}"
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
@@ -165,14 +163,13 @@ def run_service(
             )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_serve_until_stopped(config, serve))
-    except ConfigError as error:
-        return _refuse(program, error)
-    except BaseExceptionGroup as group:
-        # Raised inside a task group, by a heartbeat for example.
-        refusal = _config_error_in(group)
+    except (ConfigError, BaseExceptionGroup) as error:
+        # A group if raised inside a task group, by a heartbeat for example.
+        refusal = error if isinstance(error, ConfigError) else _config_error_in(error)
         if refusal is None:
             raise
-        return _refuse(program, refusal)
+        print(f"{program}: {refusal}", file=sys.stderr)
+        return CONFIG_ERROR_STATUS
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 128 + signal.SIGTERM
     finally:
@@ -180,18 +177,11 @@ def run_service(
 
 
 def _spare_what_is_loaded() -> None:
-    """Exempt all loaded objects from garbage collection: they live as long as the process.
-
-    A full collection visits every object and holds the GIL: 0.2 s of CPU with PyTorch's 380,000 objects, in which no
-    token and no beat is sent. Others then suspect the process.
-    """
+    """Exempt all loaded objects from garbage collection: they live as long as the process. A full collection visits
+    every object and holds the GIL: 0.2 s of CPU with PyTorch's 380,000 objects, in which no token and no beat is sent.
+    Others then suspect the process."""
     gc.collect()
     gc.freeze()
-
-
-def _refuse(program: str, error: ConfigError) -> int:
-    print(f"{program}: {error}", file=sys.stderr)
-    return CONFIG_ERROR_STATUS
 
 
 def _config_error_in(group: BaseExceptionGroup[BaseException]) -> ConfigError | None:

@@ -36,9 +36,7 @@ class KeyCheck(aio.ServerInterceptor):
         self._callers = callers
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        details: grpc.HandlerCallDetails,
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         if not details.method.startswith(_OPEN):
             try:

@@ -80,9 +80,7 @@ class _CallerName(aio.ServerInterceptor):
         self._name = name.encode()
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        details: grpc.HandlerCallDetails,
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         return _guarded(await continuation(details), self._check)
 

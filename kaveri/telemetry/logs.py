@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import structlog
-from structlog.typing import EventDict, FilteringBoundLogger
+from structlog.typing import FilteringBoundLogger
 
 from kaveri.errors import ConfigError
 
@@ -30,17 +30,13 @@ class LogSettings:
     rank: int | None = None
     """Tensor-parallel rank of the process within its instance; None if the process is not a rank."""
 
-    def __call__(self, _logger: Any, _method: str, event: EventDict) -> EventDict:
-        """Add the settings to a log line, as a structlog processor. Context variables would not reach engine and
-        transport threads."""
-        rank = {} if self.rank is None else {"rank": self.rank}
-        return {"service": self.service, "instance_id": self.instance_id, **rank, **event}
+
+_settings: LogSettings | None = None
 
 
 def log_settings() -> LogSettings | None:
     """Return the settings given to configure_logs; None before."""
-    first = next(iter(structlog.get_config()["processors"]), None)
-    return first if isinstance(first, LogSettings) else None
+    return _settings
 
 
 def configure_logs(service: str, instance_id: str, level: str = "info", rank: int | None = None) -> None:
@@ -49,9 +45,13 @@ def configure_logs(service: str, instance_id: str, level: str = "info", rank: in
     severity = logging.getLevelNamesMapping().get(level.upper())
     if severity is None:
         raise ConfigError("--log-level", f"{level!r} is none of debug, info, warning, error")
+    global _settings  # noqa: PLW0603 - of the process, as structlog's configuration is
+    _settings = LogSettings(service, instance_id, level, rank)
+    on_each_line = {"service": service, "instance_id": instance_id} | ({} if rank is None else {"rank": rank})
     structlog.configure(
         processors=[
-            LogSettings(service, instance_id, level, rank),
+            # Context variables would not reach engine and transport threads.
+            lambda _logger, _method, event: {**on_each_line, **event},
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
@@ -69,18 +69,18 @@ def get_logger() -> FilteringBoundLogger:
     return cast(FilteringBoundLogger, _SafeLogger({}))
 
 
+@dataclass(frozen=True, slots=True)
 class _SafeLogger:
     """Creates structlog's logger for each line, so an error loses only that line."""
 
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
+    values: dict[str, Any]
 
     def bind(self, **values: Any) -> "_SafeLogger":
-        return _SafeLogger({**self._values, **values})
+        return _SafeLogger({**self.values, **values})
 
     def __getattr__(self, level: str) -> Callable[..., None]:
         def log(event: str, **values: Any) -> None:
             with contextlib.suppress(Exception):
-                getattr(structlog.get_logger(), level)(event, **{**self._values, **values})
+                getattr(structlog.get_logger(), level)(event, **{**self.values, **values})
 
         return log

@@ -67,10 +67,7 @@ async def serve_metrics(
 ) -> AsyncIterator[None]:
     """Serve http://host:port during the context; port 0 serves nothing. is_ready: the result of /readyz. registry:
     None: only /livez and /readyz, for --health-port. tls: https. is_welcome: returns True to accept a client with this
-    certificate; others are disconnected.
-
-    Raises ConfigError when the address cannot be bound.
-    """
+    certificate; others are disconnected. Raises ConfigError when the address cannot be bound."""
     if port == 0:
         yield
         return
@@ -143,7 +140,10 @@ class _Site:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                head = await _read_head(reader)
+                try:
+                    head: bytes | None = (await reader.readuntil(b"\r\n\r\n")).removesuffix(b"\r\n\r\n")
+                except asyncio.LimitOverrunError:
+                    head = None
             task = asyncio.current_task()
             assert task is not None
             self._silent.pop(task, None)
@@ -191,14 +191,6 @@ class _Site:
             case _:
                 pages = b"/livez or /readyz\n" if self._registry is None else b"/metrics, /livez or /readyz\n"
                 return HTTPStatus.NOT_FOUND, _PLAIN_TEXT, pages
-
-
-async def _read_head(reader: asyncio.StreamReader) -> bytes | None:
-    """Read the request up to its empty line; None if it is too long. Raises EOFError if it is incomplete."""
-    try:
-        return (await reader.readuntil(b"\r\n\r\n")).removesuffix(b"\r\n\r\n")
-    except asyncio.LimitOverrunError:
-        return None
 
 
 def _encode(response: _Response, with_body: bool) -> bytes:

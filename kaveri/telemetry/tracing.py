@@ -1,9 +1,7 @@
-"""Traces of requests over all processes, by OpenTelemetry. Off unless the standard OTEL_* variables name an exporter.
-
-A span is written after its end, from times that the services record anyway, so untraced requests cost only a
-comparison with None. W3C's `traceparent` is propagated as an HTTP header, as metadata to the router, and as a field of
-Prefill, Reserve and Resume. Times are time.monotonic()'s.
-"""
+"""Traces of requests over all processes, by OpenTelemetry. Off unless the standard OTEL_* variables name an exporter. A
+span is written after its end, from times that the services record anyway, so untraced requests cost only a comparison
+with None. W3C's `traceparent` is propagated as an HTTP header, as metadata to the router, and as a field of Prefill,
+Reserve and Resume. Times are time.monotonic()'s."""
 
 import contextlib
 import os
@@ -94,11 +92,8 @@ class OpenSpan(Spans):
 
 def configure_tracing(service: str, instance_id: str) -> None:
     """Start tracing if the environment names an exporter: OTEL_EXPORTER_OTLP_ENDPOINT, or OTEL_TRACES_EXPORTER as otlp
-    or console. The SDK itself reads sampler, batches, resource attributes and OTEL_SDK_DISABLED.
-
-    Raises ConfigError for an unknown exporter or protocol, for values that the SDK refuses, and where the extra [otel]
-    is not installed.
-    """
+    or console. The SDK itself reads sampler, batches, resource attributes and OTEL_SDK_DISABLED. Raises ConfigError for
+    an unknown exporter or protocol, for values that the SDK refuses, and where the extra [otel] is not installed."""
     named = os.environ.get(_EXPORTERS, "").strip() or ("otlp" if any(map(os.environ.get, _ENDPOINTS)) else "none")
     if named == "none" or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return

@@ -44,14 +44,11 @@ class MissingText(Exception):
 
 
 class ChatTemplate:
-    """The chat template of one model.
-
-    A rendered prompt must contain the text of every message; otherwise it is rendered again with joined parts. The text
-    of an assistant's message is what follows its last closing tag, because templates leave out the reasoning of earlier
-    turns. A text is present if it occurs stripped of surrounding white space, as it is, escaped as JSON, or in pieces
-    between the switches `/think` and `/no_think`, which some templates remove. A text that also occurs elsewhere in the
-    prompt counts as present.
-    """
+    """The chat template of one model. A rendered prompt must contain the text of every message; otherwise it is
+    rendered again with joined parts. The text of an assistant's message is what follows its last closing tag, because
+    templates leave out the reasoning of earlier turns. A text is present if it occurs stripped of surrounding white
+    space, as it is, escaped as JSON, or in pieces between the switches `/think` and `/no_think`, which some templates
+    remove. A text that also occurs elsewhere in the prompt counts as present."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, content_format: ContentFormat = ContentFormat.AUTO) -> None:
         self._tokenizer = tokenizer
@@ -64,12 +61,9 @@ class ChatTemplate:
             self._formats.append(ContentFormat.STRING)
 
     def render(self, turns: Sequence[RenderedTurn], most_characters: int, deadline_s: float) -> str:
-        """Render the prompt, up to the start of the assistant's turn.
-
-        Raises MissingText when the prompt lacks the text of a message; InvalidArgument when the template refuses the
-        conversation or fails, and when it writes more than `most_characters` or for too long; DeadlineExceeded when
-        time.monotonic() reaches `deadline_s`.
-        """
+        """Render the prompt, up to the start of the assistant's turn. Raises MissingText when the prompt lacks the text
+        of a message; InvalidArgument when the template refuses the conversation or fails, and when it writes more than
+        `most_characters` or for too long; DeadlineExceeded when time.monotonic() reaches `deadline_s`."""
         lacking = None
         for content_format in self._formats:
             contents = [(turn.role, _contents(turn.texts, content_format)) for turn in turns]
@@ -90,13 +84,15 @@ class ChatTemplate:
         pieces: list[str] = []
         room = most_characters
         overdue_s = time.monotonic() + _MAX_RENDER_S
+        roles = [message["role"] for message in messages[:8]]
 
         def check() -> None:
             now_s = time.monotonic()
             if now_s > deadline_s:
                 raise DeadlineExceeded
             if now_s > overdue_s:
-                raise _Refused(f"rendered by the model's chat template within {_MAX_RENDER_S:.0f} s")
+                limit = f"rendered by the model's chat template within {_MAX_RENDER_S:.0f} s"
+                raise InvalidArgument("prompt.messages", roles, limit)
 
         try:
             for piece in self._pieces(messages, check):
@@ -104,15 +100,13 @@ class ChatTemplate:
                 pieces.append(piece)
                 room -= len(piece)
                 if room < 0:
-                    raise _Refused(f"at most {most_characters}: more characters of the model's chat template never fit")
-        except DeadlineExceeded:
+                    limit = f"at most {most_characters}: more characters of the model's chat template never fit"
+                    raise InvalidArgument("prompt.messages", roles, limit)
+        except (DeadlineExceeded, InvalidArgument):
             raise
         except Exception as error:
             # Templates are programs supplied with models: they may raise anything, RecursionError for example.
             limit = f"as the model's chat template wants: {type(error).__name__}: {error!s:.200}"
-            if isinstance(error, _Refused):
-                limit = str(error)
-            roles = [message["role"] for message in messages[:8]]
             raise InvalidArgument("prompt.messages", roles, limit) from error
         return "".join(pieces)
 
@@ -153,10 +147,6 @@ class ChatTemplate:
             return None
 
 
-class _Refused(Exception):
-    """Raised when rendering exceeds a limit."""
-
-
 def _contents(texts: Sequence[str], content_format: ContentFormat) -> Sequence[str]:
     return texts if content_format is ContentFormat.OPENAI else ["\n".join(texts)]
 
@@ -170,11 +160,8 @@ def _messages(contents: Sequence[tuple[str, Sequence[str]]], content_format: Con
 
 
 def first_missing(contents: Sequence[tuple[str, Sequence[str]]], prompt: str, deadline_s: float) -> int | None:
-    """Index of the first message with a text missing from the prompt; None if all are present.
-
-    Linear in the prompt's length if the template keeps the messages' order. System messages may move: their order is
-    checked separately.
-    """
+    """Index of the first message with a text missing from the prompt; None if all are present. Linear in the prompt's
+    length if the template keeps the messages' order. System messages may move: their order is checked separately."""
     ends = {False: 0, True: 0}
     for number, (role, texts) in enumerate(contents):
         if time.monotonic() > deadline_s:

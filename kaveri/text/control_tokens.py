@@ -13,9 +13,7 @@ _SLICE_CHARACTERS = 65_536
 
 class ControlTokens:
     """The control tokens of one model, and a tokenizer that encodes them as plain text where a caller marks them so.
-
-    Control tokens are the special tokens, and the added tokens that the chat template writes around turns.
-    """
+    Control tokens are the special tokens, and the added tokens that the chat template writes around turns."""
 
     def __init__(self, backend: Tokenizer, rendered: Sequence[str]) -> None:
         """backend: not modified. rendered: conversations of harmless text, rendered by the chat template."""

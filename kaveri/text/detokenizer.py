@@ -16,12 +16,10 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def plain_texts(backend: Tokenizer, skipped_ids: Collection[int]) -> Callable[[int], str | None]:
-    """Return a cached function: the text of a token of ASCII text, at least one character; None if it is not plain.
-
-    A byte-level tokenizer concatenates the bytes of such tokens unchanged. With other tokenizers no token is plain:
-    some drop a leading space, or join a token to the one before it. backend: shared with others. skipped_ids: the
-    special tokens, which have no text.
-    """
+    """Return a cached function: the text of a token of ASCII text, at least one character; None if it is not plain. A
+    byte-level tokenizer concatenates the bytes of such tokens unchanged. With other tokenizers no token is plain: some
+    drop a leading space, or join a token to the one before it. backend: shared with others. skipped_ids: the special
+    tokens, which have no text."""
     joins_bytes = isinstance(backend.decoder, decoders.ByteLevel)
 
     @functools.cache
@@ -53,25 +51,21 @@ class Detokenizer:
         *,
         min_tokens: int = 0,
         prompt_token_ids: Sequence[int] = (),
-        skipped_ids: Collection[int] | None = (),
+        skipped_ids: Collection[int] = (),
         plain: Callable[[int], str | None] | None = None,
         known_characters: int = 0,
     ) -> None:
         """backend: shared with others. stop: texts that end the answer; the text is cut before the first match.
-        min_tokens: a stop text completed within this many tokens is ignored, as in vLLM. skipped_ids: the special
-        tokens, which have no text; one that is itself a stop text ends the answer; None: all tokens have text. plain:
-        plain_texts(), which spares decoding most tokens. known_characters: length of the answer's prefix already
+        min_tokens: a stop text completed within this many tokens is ignored, as in vLLM. skipped_ids: tokens without
+        text, such as all special tokens; one that is itself a stop text ends the answer. plain: plain_texts(), which
+        spares decoding most tokens. known_characters: length of the answer's prefix already
         searched; stop texts that end in it are not found again."""
         self._backend = backend
         self._plain = plain
         self._matcher = StopMatcher(stop, known_characters) if stop else None
         self._ignoring = min_tokens + 1 if min_tokens else 0
         """Tokens until one may complete a stop text, that one included."""
-        self._skips = skipped_ids is not None
-        self._skipped_ids = skipped_ids = skipped_ids or ()
-        ids = ((backend.token_to_id(text), text) for text in stop)
-        self._hidden_stops = {token_id: text for token_id, text in ids if token_id in skipped_ids}
-        """Stop texts that are special tokens, by id."""
+        self._skipped_ids = skipped_ids
         # Decoded together: [0, new) is sent, and is the context of the rest; [new, end) is unsent, at least in part.
         self._window: list[int] = []
         self._new = 0
@@ -93,7 +87,13 @@ class Detokenizer:
             self._window, self._new, self._left = [token_id], 1, plain
             return self._scan(plain)
         if not self._has_text(token_id):
-            return self._flush_at_stop(token_id) if token_id in self._hidden_stops and not self._ignoring else ""
+            token = self._backend.id_to_token(token_id)
+            if self._matcher is None or token not in self._matcher.stop or self._ignoring:
+                return ""
+            rest = self.flush()
+            if self.stop_text is None:
+                self.stop_text = token
+            return rest
         self._window.append(token_id)
         piece = self._decided()
         return self._scan(piece) if piece else piece
@@ -116,13 +116,6 @@ class Detokenizer:
         if self._matcher is not None:
             other._matcher = self._matcher.copy()
         return other.flush()
-
-    def _flush_at_stop(self, token_id: int) -> str:
-        """Return the text held back, before a special token that is a stop text."""
-        rest = self.flush()
-        if self.stop_text is None:
-            self.stop_text = self._hidden_stops[token_id]
-        return rest
 
     def _begin_after(self, prompt_token_ids: Sequence[int]) -> None:
         if self._plain is not None and prompt_token_ids:
@@ -174,7 +167,7 @@ class Detokenizer:
         return self._decode(self._window)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._backend.decode(token_ids, skip_special_tokens=self._skips))
+        return str(self._backend.decode(token_ids, skip_special_tokens=False))
 
     def _has_text(self, token_id: int) -> bool:
         return token_id not in self._skipped_ids and self._backend.id_to_token(token_id) is not None

@@ -66,10 +66,8 @@ class SamplingDefaults:
 
 def read_generation_config(source: str | Path, config: Any = None) -> FoundGenerationConfig:
     """Read the generation_config of a model's folder or hub id. Without the file: transformers' defaults for the
-    model's configuration.
-
-    config: the model's, as AutoConfig reads it; None: read on demand. Raises ConfigError, naming --model.
-    """
+    model's configuration. config: the model's, as AutoConfig reads it; None: read on demand. Raises ConfigError, naming
+    --model."""
     path = cached_file(str(source), FILE_NAME, _raise_exceptions_for_missing_entries=False)
     if path is None:
         whole = AutoConfig.from_pretrained(source) if config is None else config
@@ -79,11 +77,9 @@ def read_generation_config(source: str | Path, config: Any = None) -> FoundGener
 
 
 def read_sampling_defaults(given: str, model: str) -> SamplingDefaults:
-    """Read the request defaults, and log which values are used and which are not. Blocks.
-
-    given: --generation-config: AUTO, NONE, or the path of another file or its folder, whose max_new_tokens also limits
-    every answer, as in vLLM. model: a path, a hub id or a bundled name. Raises ConfigError, naming the flag.
-    """
+    """Read the request defaults, and log which values are used and which are not. Blocks. given: --generation-config:
+    AUTO, NONE, or the path of another file or its folder, whose max_new_tokens also limits every answer, as in vLLM.
+    model: a path, a hub id or a bundled name. Raises ConfigError, naming the flag."""
     if given == NONE:
         return SamplingDefaults()
     if given == AUTO:
@@ -140,11 +136,9 @@ def _read_file(path: Path, flag: str) -> FoundGenerationConfig:
 
 
 def end_token_ids(found: FoundGenerationConfig, config: Any, vocab_size: int) -> frozenset[int]:
-    """Token ids that end an answer: generation_config's, else the text model's configuration's.
-
-    Ids outside [0, vocab_size) are dropped with a line in the log: no token can have them, and transformers' generate
-    ignores them. Raises ConfigError for a value that holds no ids.
-    """
+    """Token ids that end an answer: generation_config's, else the text model's configuration's. Ids outside [0,
+    vocab_size) are dropped with a line in the log: no token can have them, and transformers' generate ignores them.
+    Raises ConfigError for a value that holds no ids."""
     ids, undrawable, origin = parse_end_token_ids(found, config, vocab_size)
     if undrawable:
         get_logger().warning(

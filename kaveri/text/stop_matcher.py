@@ -14,11 +14,11 @@ class StopMatcher:
 
     def __init__(self, stop: Sequence[str], known_characters: int = 0) -> None:
         """stop: at least one, none empty. known_characters: length of a prefix in which no stop text ends."""
-        self._stop = tuple(stop)
-        self._longest = max(map(len, self._stop))
+        self.stop = tuple(stop)
+        self._longest = max(map(len, self.stop))
         self._unmatched = max(0, known_characters - self._longest)
         """Characters before the start of any match that ends after the known prefix."""
-        self._matched = [0] * len(self._stop)
+        self._matched = [0] * len(self.stop)
         """Per stop text, the length of its longest proper prefix that is a suffix of the text."""
         self._held = ""
 
@@ -33,7 +33,7 @@ class StopMatcher:
         if not ignores:
             # Held text contains no whole stop text but ignored ones.
             first = len(self._held) + 1
-            starts = [(text.find(stop, max(0, first - len(stop))), stop) for stop in self._stop]
+            starts = [(text.find(stop, max(0, first - len(stop))), stop) for stop in self.stop]
             # Take the match that ends first, as if the text arrived letter by letter.
             ends = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
             if ends:
@@ -60,7 +60,7 @@ class StopMatcher:
         """Length of the text's longest suffix that may begin a stop text. Knuth, Morris and Pratt's algorithm, for each
         stop text."""
         longest = 0
-        for number, stop in enumerate(self._stop):
+        for number, stop in enumerate(self.stop):
             matched, borders, last = self._matched[number], _borders(stop), len(stop) - 1
             if len(piece) >= last:
                 # Earlier text cannot be part of a match.
@@ -78,10 +78,8 @@ class StopMatcher:
 
 @lru_cache(_KEPT_TEXTS)
 def _borders(text: str) -> Sequence[int]:
-    """The failure function of Knuth, Morris and Pratt: the length of each prefix's longest border.
-
-    A border is a proper suffix that is also a prefix. One entry for each character of the text.
-    """
+    """The failure function of Knuth, Morris and Pratt: the length of each prefix's longest border. A border is a proper
+    suffix that is also a prefix. One entry for each character of the text."""
     borders = array("H", [0]) * len(text)
     length = 0
     for position in range(1, len(text)):

@@ -63,10 +63,8 @@ def _bytes_of(token: str) -> bytes:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Letter to byte, in the vocabularies of byte-level BPE (GPT-2, encoder.py, bytes_to_unicode).
-
-    A printable Latin-1 character is its own byte. The other bytes have letters from U+0100 on, in order.
-    """
+    """Letter to byte, in the vocabularies of byte-level BPE (GPT-2, encoder.py, bytes_to_unicode). A printable Latin-1
+    character is its own byte. The other bytes have letters from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}

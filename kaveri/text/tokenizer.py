@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from tokenizers import Tokenizer
@@ -29,18 +28,8 @@ _MARKED_CHARACTERS = 9
 """Max length of one character after marking."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One turn of a conversation."""
-
-    role: str
-    content: str = ""
-    parts: Sequence[str] = ()
-    """The content in parts, as an alternative."""
-
-
 class Turn(Protocol):
-    """A turn of a conversation: a ChatMessage, or a protobuf message."""
+    """A turn of a conversation, with its content as a whole or in parts: a protobuf message."""
 
     @property
     def role(self) -> str: ...
@@ -61,10 +50,7 @@ class ModelTokenizer:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerFast,
-        vocab_size: int,
-        content_format: ContentFormat = ContentFormat.AUTO,
+        self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, content_format: ContentFormat = ContentFormat.AUTO
     ) -> None:
         """content_format: format in which the chat template receives messages."""
         self.backend: Tokenizer = tokenizer.backend_tokenizer
@@ -115,7 +101,6 @@ class ModelTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """True if conversations can be encoded."""
         return self.chat_template is not None
 
     def close(self) -> None:
@@ -137,22 +122,21 @@ class ModelTokenizer:
             stop,
             min_tokens=min_tokens,
             prompt_token_ids=prompt_token_ids,
-            skipped_ids=self._skipped_ids if skip_special_tokens else None,
+            skipped_ids=self._skipped_ids if skip_special_tokens else (),
             plain=self._plain,
             known_characters=known_characters,
         )
 
     async def encode(self, text: str, max_tokens: int, deadline_s: float) -> list[int]:
         """Encode a raw prompt, with the special tokens that the model's tokenizer adds by itself. Special tokens in the
-        text are special tokens.
-
-        Raises InvalidArgument when there are more than `max_tokens`, or more bytes than that many tokens may have, and
-        for a token that the model does not have; DeadlineExceeded when time.monotonic() reaches `deadline_s`.
-        """
+        text are special tokens. Raises InvalidArgument when there are more than `max_tokens`, or more bytes than that
+        many tokens may have, and for a token that the model does not have; DeadlineExceeded when time.monotonic()
+        reaches `deadline_s`."""
         self._check_size("prompt.text", len(text.encode()), max_tokens)
         short = len(text) <= _INLINE_CHARACTERS
-        ids = await self._run(short, deadline_s, lambda: _ids(self.backend, text, max_tokens, add_special_tokens=True))
-        return self._known("prompt.text", ids)
+        return await self._run(
+            short, deadline_s, lambda: self._ids("prompt.text", text, max_tokens, self.backend, add_special_tokens=True)
+        )
 
     async def decode(self, token_ids: Sequence[int], deadline_s: float) -> str:
         """Decode token ids, including special tokens. Raises InvalidArgument for ids outside the vocabulary, and
@@ -168,11 +152,9 @@ class ModelTokenizer:
 
     async def encode_chat(self, messages: Sequence[Turn], max_tokens: int, deadline_s: float) -> list[int]:
         """Encode a conversation, rendered with the chat template up to the start of the assistant's turn. Control
-        tokens in a message or its role are plain text.
-
-        Raises as encode(), and InvalidArgument when there are more messages and parts than tokens, when a role is too
-        long, when the model has no template, and as ChatTemplate.render().
-        """
+        tokens in a message or its role are plain text. Raises as encode(), and InvalidArgument when there are more
+        messages and parts than tokens, when a role is too long, when the model has no template, and as
+        ChatTemplate.render()."""
         if self.chat_template is None:
             value = f"{len(messages)} messages"
             raise InvalidArgument("prompt.messages", value, "used with a model that has a chat template")
@@ -211,11 +193,18 @@ class ModelTokenizer:
         _check_time(deadline_s)
         backend = self._control.backend if marked else self.backend
         # The template itself writes the special tokens.
-        token_ids = _ids(backend, text, max_tokens, add_special_tokens=False)
-        return self._known("prompt.messages", token_ids)
+        return self._ids("prompt.messages", text, max_tokens, backend, add_special_tokens=False)
 
-    def _known(self, field: str, token_ids: list[int]) -> list[int]:
-        """Return the ids unchanged. Raises InvalidArgument for one that the model does not have."""
+    def _ids(
+        self, field: str, text: str, max_tokens: int, backend: Tokenizer, *, add_special_tokens: bool
+    ) -> list[int]:
+        """Encode a text. Raises InvalidArgument for more than max_tokens, and for a token that the model does not
+        have."""
+        # The batch call releases the GIL, encode() does not; the fast variant keeps nothing that is slow to free.
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if len(encoding) > max_tokens:
+            raise InvalidArgument("prompt", f"{len(encoding)} tokens", f"at most {max_tokens} tokens")
+        token_ids = list(encoding.ids)
         if self.unknown_tokens and (largest := max(token_ids, default=0)) >= self.vocab_size:
             limit = f"text of the model's own tokens, whose ids are below {self.vocab_size}"
             raise InvalidArgument(field, f"text with the token {self.backend.id_to_token(largest)!r}, {largest}", limit)
@@ -238,7 +227,6 @@ class ModelTokenizer:
 
 
 def _is_short(messages: Sequence[Turn]) -> bool:
-    """Return True if a conversation may be encoded on the event loop."""
     if len(messages) > _INLINE_MESSAGES or sum(len(turn.parts) for turn in messages) > _INLINE_MESSAGES:
         return False
     texts = [text for turn in messages for text in (turn.role, turn.content, *turn.parts)]
@@ -246,14 +234,5 @@ def _is_short(messages: Sequence[Turn]) -> bool:
 
 
 def _check_time(deadline_s: float) -> None:
-    """Raise DeadlineExceeded once no caller waits for the work."""
     if time.monotonic() > deadline_s:
         raise DeadlineExceeded
-
-
-def _ids(backend: Tokenizer, text: str, max_tokens: int, *, add_special_tokens: bool) -> list[int]:
-    # The batch call releases the GIL, encode() does not; the fast variant keeps nothing that is slow to free.
-    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    if len(encoding) > max_tokens:
-        raise InvalidArgument("prompt", f"{len(encoding)} tokens", f"at most {max_tokens} tokens")
-    return list(encoding.ids)

@@ -6,9 +6,10 @@ from typing import Any, Protocol
 
 from kaveri.domain.attachment import Attached, Attachment
 from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import InvalidArgument
 from kaveri.v1 import decode_pb2, feed_pb2
-from kaveri.wire.messages import drawing_to_proto, params_from_proto, same_fields, sent_in_answer
+from kaveri.wire.messages import drawing_to_proto, params_from_proto, same_fields, sent_in_answer, shared_fields
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_CLIENTS_ID_BYTES = 96
@@ -21,7 +22,7 @@ MAX_ATTEMPT = 2**31 - 1
 MAX_SESSION = 65_535
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 64
-_ATTACHMENT_FIELDS = ("generated_count", "landed", "at_prefill", "placed_by")
+_ATTACHMENT_FIELDS = shared_fields(feed_pb2.AttachRequest, Attachment)
 
 
 class _NamesOwner(Protocol):
@@ -34,9 +35,17 @@ class _NamesOwner(Protocol):
     secret: bytes
 
 
-def check_request_id(request_id: str) -> None:
-    """Raise InvalidArgument if the id is too long."""
-    _check_size("request_id", request_id, MAX_REQUEST_ID_BYTES)
+def check_request(request_id: str, session: int = 0, secret: bytes = b"") -> None:
+    """Raise InvalidArgument, naming the field, for an id, a session or a secret beyond its limits. The error does not
+    show the secret."""
+    size = len(request_id.encode())
+    if size > MAX_REQUEST_ID_BYTES:
+        raise InvalidArgument("request_id", request_id, f"at most {MAX_REQUEST_ID_BYTES} bytes long, not {size}")
+    if session > MAX_SESSION:
+        raise InvalidArgument("session", session, f"at most {MAX_SESSION}")
+    if secret and not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+        limit = f"{MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes long"
+        raise InvalidArgument("secret", f"{len(secret)} bytes long", limit)
 
 
 def is_made_from(request_id: str, clients_id: str) -> bool:
@@ -47,17 +56,11 @@ def is_made_from(request_id: str, clients_id: str) -> bool:
 
 def check_router_id(router_id: str) -> None:
     """Raise InvalidArgument if the id is missing or too long."""
-    _check_set("router_id", router_id)
-    _check_size("router_id", router_id, MAX_ROUTER_ID_BYTES)
-
-
-def check_attempt(request_id: str, attempt: int, router_id: str) -> None:
-    """Raise InvalidArgument, naming the field, unless the three identify an attempt."""
-    _check_set("request_id", request_id)
-    check_request_id(request_id)
-    check_router_id(router_id)
-    if not 0 < attempt <= MAX_ATTEMPT:
-        raise InvalidArgument("attempt", attempt, f"from 1 to {MAX_ATTEMPT}")
+    if not router_id:
+        raise InvalidArgument("router_id", router_id, "set")
+    size = len(router_id.encode())
+    if size > MAX_ROUTER_ID_BYTES:
+        raise InvalidArgument("router_id", router_id, f"at most {MAX_ROUTER_ID_BYTES} bytes long, not {size}")
 
 
 def ownership_from_proto(message: _NamesOwner) -> Ownership:
@@ -84,23 +87,13 @@ def ownership_to_proto(request_id: str, ownership: Ownership) -> decode_pb2.Atte
 
 def check_ownership(message: _NamesOwner) -> Ownership:
     """Check a message's attempt, session and secret, and decode its owner. Raises InvalidArgument."""
-    check_attempt(message.request_id, message.attempt, message.router_id)
-    check_session(message.session)
-    check_secret(message.secret)
-    return ownership_from_proto(message)
-
-
-def check_session(session: int) -> None:
-    """Raise InvalidArgument if the number is too large."""
-    if session > MAX_SESSION:
-        raise InvalidArgument("session", session, f"at most {MAX_SESSION}")
-
-
-def check_secret(secret: bytes) -> None:
-    """Raise InvalidArgument unless it is empty or within its limits. The error does not show it."""
-    if secret and not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
-        limit = f"{MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes long"
-        raise InvalidArgument("secret", f"{len(secret)} bytes long", limit)
+    if not message.request_id:
+        raise InvalidArgument("request_id", message.request_id, "set")
+    check_request(message.request_id, message.session, message.secret)
+    check_router_id(message.router_id)
+    if not 0 < message.attempt <= MAX_ATTEMPT:
+        raise InvalidArgument("attempt", message.attempt, f"from 1 to {MAX_ATTEMPT}")
+    return Ownership(Owner(message.session, message.attempt), message.router_id, message.secret)
 
 
 def wrong_secret() -> InvalidArgument:
@@ -114,16 +107,13 @@ def attachment_from_proto(message: feed_pb2.AttachRequest) -> Attachment:
     if message.generated_count >= len(message.token_ids):
         raise InvalidArgument("generated_count", message.generated_count, "less than the number of token_ids")
     return Attachment(
-        **same_fields(message, ("request_id", *_ATTACHMENT_FIELDS)),
-        ownership=ownership,
-        token_ids=tuple(message.token_ids),
+        **same_fields(message, _ATTACHMENT_FIELDS), ownership=ownership, token_ids=tuple(message.token_ids)
     )
 
 
 def attachment_to_proto(attachment: Attachment) -> feed_pb2.AttachRequest:
     return feed_pb2.AttachRequest(
-        **ownership_fields(attachment.request_id, attachment.ownership),
-        **same_fields(attachment, _ATTACHMENT_FIELDS),
+        **ownership_fields(attachment.request_id, attachment.ownership) | same_fields(attachment, _ATTACHMENT_FIELDS),
         token_ids=attachment.token_ids,
     )
 
@@ -140,16 +130,5 @@ def attached_to_proto(attached: Attached) -> feed_pb2.Attached:
 @sent_in_answer("the instance's answer to Attach")
 def attached_from_proto(message: feed_pb2.Attached) -> Attached:
     """Decode an answer to Attach. Raises Unavailable."""
-    params = replace(params_from_proto(message.resolved_params), max_tokens=message.max_tokens)
+    params = replace(params_from_proto(message.resolved_params, SamplingParams), max_tokens=message.max_tokens)
     return Attached(params, message.first_index, tuple(message.token_ids))
-
-
-def _check_set(field: str, value: str) -> None:
-    if not value:
-        raise InvalidArgument(field, value, "set")
-
-
-def _check_size(field: str, value: str, max_bytes: int) -> None:
-    size = len(value.encode())
-    if size > max_bytes:
-        raise InvalidArgument(field, value, f"at most {max_bytes} bytes long, not {size}")

@@ -3,12 +3,14 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from dataclasses import fields
+from typing import Any, Final, TypeVar
 
 from google.protobuf import json_format
+from google.protobuf.message import Message
 
 from kaveri.domain.length import TokenRange
-from kaveri.domain.sampling import FinishReason, Logprobs, ResolvedParams, SamplingParams, check_stop_counts
+from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams, check_stop_counts
 from kaveri.domain.view import (
     WIRE,
     InstanceLoad,
@@ -27,75 +29,41 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, TicketPart
 from kaveri.seconds import DAY_S, require_seconds
 from kaveri.v1 import cluster_pb2, decode_pb2, kv_pb2, predictor_pb2, sampling_pb2
 
+ParamsT = TypeVar("ParamsT", bound=SamplingParams)
 _OLDEST_HEARTBEAT_S = 365 * DAY_S
 """Max heartbeat age on the wire. While the store is away no lease ends, so ages are unbounded."""
-_FINISH_TO_PROTO = {
-    None: sampling_pb2.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: sampling_pb2.FINISH_REASON_CANCELLED,
+FINISH_TO_PROTO = {None: sampling_pb2.FINISH_REASON_UNSPECIFIED} | {
+    finish: sampling_pb2.FinishReason.Value(f"FINISH_REASON_{finish.name}") for finish in FinishReason
 }
-_FINISH_FROM_PROTO = {value: key for key, value in _FINISH_TO_PROTO.items()}
-_ROLE_TO_PROTO = {
-    Role.ROUTER: cluster_pb2.ROLE_ROUTER,
-    Role.PREDICTOR: cluster_pb2.ROLE_PREDICTOR,
-    Role.ENGINE: cluster_pb2.ROLE_ENGINE,
-    Role.GATEWAY: cluster_pb2.ROLE_GATEWAY,
-}
+"""Finish reasons on the wire. UNSPECIFIED: not ended yet."""
+FINISH_FROM_PROTO = {value: key for key, value in FINISH_TO_PROTO.items()}
+"""Inverse of FINISH_TO_PROTO. Lacks the values of newer contracts."""
+_ROLE_TO_PROTO = {role: cluster_pb2.Role.Value(f"ROLE_{role.name}") for role in Role}
 _ROLE_FROM_PROTO = {value: key for key, value in _ROLE_TO_PROTO.items()}
-_PHASE_TO_PROTO = {
-    Phase.PREFILL: cluster_pb2.PHASE_PREFILL,
-    Phase.DECODE: cluster_pb2.PHASE_DECODE,
-}
+_PHASE_TO_PROTO = {phase: cluster_pb2.Phase.Value(f"PHASE_{phase.name}") for phase in Phase}
 _PHASE_FROM_PROTO = {value: key for key, value in _PHASE_TO_PROTO.items()}
-_STATE_TO_PROTO = {
-    InstanceState.READY: cluster_pb2.INSTANCE_STATE_READY,
-    InstanceState.DRAINING: cluster_pb2.INSTANCE_STATE_DRAINING,
-}
+_STATE_TO_PROTO = {state: cluster_pb2.InstanceState.Value(f"INSTANCE_STATE_{state.name}") for state in InstanceState}
 _STATE_FROM_PROTO = {value: key for key, value in _STATE_TO_PROTO.items()}
 _OPTIONAL_PARAMS: Final = ("max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "prompt_logprobs")
-_LAYOUT_FIELDS: Final = (
-    "model_fingerprint",
-    "layer_count",
-    "block_tokens",
-    "kv_head_count",
-    "head_dim",
-    "dtype",
-    "order",
-    "first_layer",
-    "first_kv_head",
-    "tensor_ranks",
-)
-"""This and the following: fields with the same name and type in the message and the domain value."""
-_TICKET_FIELDS: Final = ("transfer_id", "secret", "epoch", "token_count", "expires_in_s", "first_block", "is_open")
-_RECORD_FIELDS: Final = (
-    "instance_id",
-    "incarnation",
-    "address",
-    "model",
-    "engine",
-    "max_model_len",
-    "version",
-    "failure_domain",
-    "public_address",
-    "metrics_address",
-    "wire",
-)
-_LOAD_FIELDS: Final = (
-    "sequence_number",
-    "waiting_requests",
-    "running_requests",
-    "queued_prefill_tokens",
-    "free_blocks",
-    "total_blocks",
-    "context_tokens",
-    "heavy_requests",
-    "light_requests",
-    "phase_order",
-    "replica_free_bytes",
-    "replica_total_bytes",
-)
-_COUNTS_FIELDS: Final = ("owned", "unprotected", "lag_tokens", "resumed", "moved")
+
+
+def shared_fields(message: type[Message], value: type[Any]) -> Sequence[str]:
+    """Names of the plain fields that a message shares with a dataclass: numbers, texts and bytes, not optional ones."""
+    empty, names = message(), {field.name for field in fields(value)}
+    return tuple(
+        field.name
+        for field in message.DESCRIPTOR.fields
+        if field.name in names
+        and isinstance(getattr(empty, field.name), int | float | str | bytes)
+        and not (field.has_presence or field.enum_type)
+    )
+
+
+_LAYOUT_FIELDS = shared_fields(kv_pb2.KvLayout, KvLayout)
+_TICKET_FIELDS = shared_fields(kv_pb2.Ticket, Ticket)
+_RECORD_FIELDS = shared_fields(cluster_pb2.InstanceRecord, InstanceRecord)
+_LOAD_FIELDS = shared_fields(cluster_pb2.InstanceLoad, InstanceLoad)
+_COUNTS_FIELDS = shared_fields(cluster_pb2.ReplicaCounts, ReplicaCounts)
 
 
 def same_fields(source: object, names: Iterable[str]) -> dict[str, Any]:
@@ -103,20 +71,10 @@ def same_fields(source: object, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
 
 
-def finish_to_proto(finish: FinishReason | None) -> sampling_pb2.FinishReason.ValueType:
-    """Encode a finish reason. None becomes UNSPECIFIED: not ended yet."""
-    return _FINISH_TO_PROTO[finish]
-
-
-def finish_from_proto(finish: sampling_pb2.FinishReason.ValueType) -> FinishReason | None:
-    """Decode a finish reason. UNSPECIFIED becomes None. Raises KeyError for values of a newer contract."""
-    return _FINISH_FROM_PROTO[finish]
-
-
 def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
     """Encode sampling parameters, leaving None unset."""
     return sampling_pb2.SamplingParams(
-        **same_fields(params, _OPTIONAL_PARAMS),
+        **{name: getattr(params, name) for name in _OPTIONAL_PARAMS},
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
@@ -125,14 +83,19 @@ def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
     )
 
 
-def params_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
-    """Decode parameters sent by a client; unset ones are None. Raises InvalidArgument."""
-    return SamplingParams(**_params_values(message))
-
-
-def resolved_from_proto(message: sampling_pb2.SamplingParams) -> ResolvedParams:
-    """Decode parameters sent by a router to an instance. Raises InvalidArgument."""
-    return ResolvedParams(**_params_values(message))
+def params_from_proto(message: sampling_pb2.SamplingParams, kind: type[ParamsT]) -> ParamsT:
+    """Decode sampling parameters. kind: SamplingParams, as sent by a client: unset ones are None; ResolvedParams, as
+    sent by a router to an instance. Raises InvalidArgument."""
+    # Check before copying: a message has room for millions of them.
+    check_stop_counts(len(message.stop), len(message.stop_token_ids))
+    return kind(
+        **{name: getattr(message, name) for name in _OPTIONAL_PARAMS if message.HasField(name)},
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        min_tokens=message.min_tokens,
+        skip_special_tokens=not message.show_special_tokens,
+    )
 
 
 def drawing_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
@@ -146,18 +109,6 @@ def shown_params(params: SamplingParams) -> dict[str, Any]:
     return json_format.MessageToDict(message, preserving_proto_field_name=True)
 
 
-def _params_values(message: sampling_pb2.SamplingParams) -> dict[str, Any]:
-    # Check before copying: a message has room for millions of them.
-    check_stop_counts(len(message.stop), len(message.stop_token_ids))
-    return {name: getattr(message, name) for name in _OPTIONAL_PARAMS if message.HasField(name)} | {
-        "stop": tuple(message.stop),
-        "stop_token_ids": tuple(message.stop_token_ids),
-        "ignore_eos": message.ignore_eos,
-        "min_tokens": message.min_tokens,
-        "skip_special_tokens": not message.show_special_tokens,
-    }
-
-
 def logprobs_to_proto(logprobs: Logprobs) -> sampling_pb2.Logprobs:
     top = [sampling_pb2.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top]
     return sampling_pb2.Logprobs(logprob=logprobs.logprob, top=top)
@@ -169,9 +120,7 @@ def prompt_logprobs_to_proto(first: int, entries: Iterable[Logprobs]) -> samplin
 
 
 def name_tokens(
-    token_ids: Sequence[int],
-    reports: Iterable[sampling_pb2.Logprobs],
-    token_piece: Callable[[int], tuple[str, bytes]],
+    token_ids: Sequence[int], reports: Iterable[sampling_pb2.Logprobs], token_piece: Callable[[int], tuple[str, bytes]]
 ) -> None:
     """Write tokens' texts into their reports, one per token. token_piece: returns text, and bytes if they differ from
     the text."""
@@ -218,10 +167,6 @@ def endpoint_to_proto(endpoint: KvEndpoint) -> kv_pb2.KvEndpoint:
     return kv_pb2.KvEndpoint(transport=endpoint.transport, address=endpoint.address)
 
 
-def endpoint_from_proto(message: kv_pb2.KvEndpoint) -> KvEndpoint:
-    return KvEndpoint(message.transport, message.address)
-
-
 def ticket_to_proto(ticket: Ticket) -> kv_pb2.Ticket:
     return kv_pb2.Ticket(
         **same_fields(ticket, _TICKET_FIELDS),
@@ -241,10 +186,8 @@ def ticket_to_proto(ticket: Ticket) -> kv_pb2.Ticket:
 
 @contextmanager
 def sent_in_answer(what: str) -> Iterator[None]:
-    """Turn InvalidArgument into Unavailable: a wrong value in an answer is its sender's fault, not the request's.
-
-    what: names the answer.
-    """
+    """Turn InvalidArgument into Unavailable: a wrong value in an answer is its sender's fault, not the request's. what:
+    names the answer."""
     try:
         yield
     except InvalidArgument as error:
@@ -257,12 +200,13 @@ def ticket_from_proto(message: kv_pb2.Ticket) -> Ticket:
     require_seconds("ticket.expires_in_s", message.expires_in_s, least_s=-DAY_S)
     return Ticket(
         **same_fields(message, _TICKET_FIELDS),
-        endpoints=tuple(map(endpoint_from_proto, message.endpoints)),
+        endpoints=tuple(KvEndpoint(each.transport, each.address) for each in message.endpoints),
         block_ids=tuple(message.block_ids),
         layout=layout_from_proto(message.layout),
         parts=tuple(
             TicketPart(
-                PartPlace(part.rank, layout_from_proto(part.layout)), tuple(map(endpoint_from_proto, part.endpoints))
+                PartPlace(part.rank, layout_from_proto(part.layout)),
+                tuple(KvEndpoint(each.transport, each.address) for each in part.endpoints),
             )
             for part in message.parts
         ),
@@ -275,7 +219,6 @@ def record_to_proto(record: InstanceRecord) -> cluster_pb2.InstanceRecord:
         role=_ROLE_TO_PROTO[record.role],
         layout=layout_to_proto(record.layout) if record.layout is not None else None,
         kv_endpoints=map(endpoint_to_proto, record.kv_endpoints),
-        lease_ttl_s=record.lease_ttl_s,
         phases=[_PHASE_TO_PROTO[phase] for phase in record.phases],
     )
 
@@ -283,11 +226,11 @@ def record_to_proto(record: InstanceRecord) -> cluster_pb2.InstanceRecord:
 def record_from_proto(message: cluster_pb2.InstanceRecord) -> InstanceRecord:
     """Decode a record. Raises KeyError for a role or a phase of a newer contract, and InvalidArgument."""
     return InstanceRecord(
-        **same_fields(message, _RECORD_FIELDS),
+        **same_fields(message, _RECORD_FIELDS)
+        | {"lease_ttl_s": require_seconds("record.lease_ttl_s", message.lease_ttl_s)},
         role=_ROLE_FROM_PROTO[message.role],
         layout=layout_from_proto(message.layout) if message.HasField("layout") else None,
-        kv_endpoints=tuple(map(endpoint_from_proto, message.kv_endpoints)),
-        lease_ttl_s=require_seconds("record.lease_ttl_s", message.lease_ttl_s),
+        kv_endpoints=tuple(KvEndpoint(each.transport, each.address) for each in message.kv_endpoints),
         phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.phases),
     )
 

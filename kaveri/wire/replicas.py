@@ -1,6 +1,7 @@
 """Converts messages about replicas between owners, holders and routers to domain values and back. Pure."""
 
 from kaveri.domain.replica import ReplicaLocation, ReplicaOffer, Resumed, Resumption
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.errors import InvalidArgument
 from kaveri.v1 import decode_pb2
 from kaveri.wire.attempts import check_ownership, ownership_fields
@@ -9,20 +10,14 @@ from kaveri.wire.messages import (
     layout_to_proto,
     length_from_proto,
     length_to_proto,
+    params_from_proto,
     params_to_proto,
-    resolved_from_proto,
     same_fields,
+    shared_fields,
 )
 
-_OFFER_FIELDS = ("owner_id", "owner_incarnation", "token_count", "timeout_s")
-_RESUMPTION_FIELDS = (
-    "generated_count",
-    "timeout_s",
-    "holder_incarnation",
-    "replica_tokens",
-    "traceparent",
-    "suspect_until",
-)
+_OFFER_FIELDS = shared_fields(decode_pb2.OpenReplicaRequest, ReplicaOffer)
+_RESUMPTION_FIELDS = shared_fields(decode_pb2.ResumeRequest, Resumption)
 
 
 def replica_to_proto(replica: ReplicaLocation) -> decode_pb2.Replica:
@@ -37,8 +32,7 @@ def replica_from_proto(message: decode_pb2.Replica) -> ReplicaLocation:
 
 def offer_to_proto(offer: ReplicaOffer) -> decode_pb2.OpenReplicaRequest:
     return decode_pb2.OpenReplicaRequest(
-        **ownership_fields(offer.request_id, offer.ownership),
-        **same_fields(offer, _OFFER_FIELDS),
+        **ownership_fields(offer.request_id, offer.ownership) | same_fields(offer, _OFFER_FIELDS),
         layout=layout_to_proto(offer.layout),
         replica=offer.number,
     )
@@ -53,7 +47,7 @@ def offer_from_proto(message: decode_pb2.OpenReplicaRequest) -> ReplicaOffer:
     if not message.token_count:
         raise InvalidArgument("token_count", 0, "at least 1")
     return ReplicaOffer(
-        **same_fields(message, ("request_id", *_OFFER_FIELDS)),
+        **same_fields(message, _OFFER_FIELDS),
         ownership=ownership,
         layout=layout_from_proto(message.layout),
         number=message.replica,
@@ -63,8 +57,7 @@ def offer_from_proto(message: decode_pb2.OpenReplicaRequest) -> ReplicaOffer:
 def resumption_to_proto(resumption: Resumption) -> decode_pb2.ResumeRequest:
     predicted = resumption.predicted_length
     return decode_pb2.ResumeRequest(
-        **ownership_fields(resumption.request_id, resumption.ownership),
-        **same_fields(resumption, _RESUMPTION_FIELDS),
+        **ownership_fields(resumption.request_id, resumption.ownership) | same_fields(resumption, _RESUMPTION_FIELDS),
         token_ids=resumption.token_ids,
         params=params_to_proto(resumption.params),
         predicted_length=length_to_proto(predicted) if predicted is not None else None,
@@ -78,10 +71,10 @@ def resumption_from_proto(message: decode_pb2.ResumeRequest) -> Resumption:
     if message.generated_count >= len(message.token_ids):
         raise InvalidArgument("generated_count", message.generated_count, "less than the number of token_ids")
     return Resumption(
-        **same_fields(message, ("request_id", *_RESUMPTION_FIELDS)),
+        **same_fields(message, _RESUMPTION_FIELDS),
         ownership=ownership,
         token_ids=tuple(message.token_ids),
-        params=resolved_from_proto(message.params),
+        params=params_from_proto(message.params, ResolvedParams),
         predicted_length=length_from_proto(message.predicted_length) if message.HasField("predicted_length") else None,
     )
 

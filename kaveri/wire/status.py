@@ -1,8 +1,6 @@
-"""Converts Kaveri's errors to gRPC statuses and back, only here.
-
-A status carries google.rpc details, so that clients in any language can read them: BadRequest for a field, RetryInfo
-for a delay, and an ErrorInfo of domain "kaveri" whose metadata rebuilds the same error in Python.
-"""
+"""Converts Kaveri's errors to gRPC statuses and back, only here. A status carries google.rpc details, so that clients
+in any language can read them: BadRequest for a field, RetryInfo for a delay, and an ErrorInfo of domain "kaveri" whose
+metadata rebuilds the same error in Python."""
 
 import contextlib
 import inspect
@@ -79,8 +77,7 @@ def status_of(error: KaveriError) -> tuple[grpc.StatusCode, str, tuple[tuple[str
 
 def error_to_bytes(error: KaveriError) -> bytes:
     """Return a serialized google.rpc.Status that carries `error`, for a field of a message."""
-    serialized: bytes = _status(error)[1].SerializeToString()
-    return serialized
+    return bytes(_status(error)[1].SerializeToString())
 
 
 def error_from_bytes(serialized: bytes) -> KaveriError:
@@ -119,9 +116,7 @@ async def abort(context: aio.ServicerContext[Any, Any], error: KaveriError) -> N
 
 def error_of(error: aio.AioRpcError, *, peer: str = "", request_id: str = "") -> KaveriError:
     """Return the Kaveri error that `error` carries, or the nearest one for a status from gRPC or a foreign server.
-
-    peer: address that was called; named if it could not be reached. request_id: named if a foreign server cancelled.
-    """
+    peer: address that was called; named if it could not be reached. request_id: named if a foreign server cancelled."""
     details = _details(error)
     info = _error_info(details)
     if info is not None:
@@ -194,11 +189,8 @@ class _Shown(str):
 def _details(error: aio.AioRpcError) -> Sequence[any_pb2.Any]:
     for key, value in error.trailing_metadata() or ():
         if key == DETAILS_KEY and isinstance(value, bytes):
-            try:
-                details: Sequence[any_pb2.Any] = status_pb2.Status.FromString(value).details
-                return details
-            except DecodeError:
-                return ()
+            with contextlib.suppress(DecodeError):
+                return list(status_pb2.Status.FromString(value).details)
     return ()
 
 

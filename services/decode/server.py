@@ -6,6 +6,7 @@ from typing import Any
 
 from grpc import aio
 
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.errors import InvalidArgument, KaveriError, SlowReader, Unavailable, Unsupported
 from kaveri.hosting.read_limit import read_limit
 from kaveri.telemetry.logs import get_logger
@@ -15,12 +16,12 @@ from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceServicer
 from kaveri.wire.attempts import check_ownership
 from kaveri.wire.messages import (
+    FINISH_TO_PROTO,
     fault_to_proto,
-    finish_to_proto,
     layout_from_proto,
     length_from_proto,
     logprobs_to_proto,
-    resolved_from_proto,
+    params_from_proto,
     ticket_to_proto,
 )
 from kaveri.wire.replicas import offer_from_proto, replica_to_proto, resumed_to_proto, resumption_from_proto
@@ -76,7 +77,7 @@ class DecodeServer(DecodeServiceServicer):
                 ownership=ownership,
                 token_ids=tuple(request.token_ids),
                 generated_count=request.generated_count,
-                params=resolved_from_proto(request.params),
+                params=params_from_proto(request.params, ResolvedParams),
                 timeout_s=request.timeout_s,
                 layout=layout_from_proto(request.layout),
                 predicted_length=(
@@ -250,7 +251,7 @@ def tokens_to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
         if end.fault is not None:
             message.engine_fault.CopyFrom(fault_to_proto(end.fault))
     if end.finish is not None:
-        message.finish_reason = finish_to_proto(end.finish)
+        message.finish_reason = FINISH_TO_PROTO[end.finish]
         if end.times is not None:
             message.timing.queue_s = end.times.queue_s
             message.timing.decode_s = end.times.decode_s

@@ -369,8 +369,10 @@ class PrefillRole:
         forecast = LengthPending() if question is not None else Known(request.predicted_length)
         waits = question is not None and self._forecaster.comes_first
         state = AwaitingLength(terms) if waits else Queued(terms, forecast)
-        expired = EndRequested(PrefillOutcome.DEADLINE, DeadlineExceeded())
-        deadline = asyncio.get_running_loop().call_later(timeout_s, self._happened, request, expired)
+        deadline = asyncio.get_running_loop().call_later(
+            timeout_s,
+            lambda: self._happened(request, EndRequested(PrefillOutcome.DEADLINE, DeadlineExceeded())),
+        )
         spans = spans_below(request.traceparent)
         traced = PrefillSpans(spans, now_s) if spans is not None else None
         self._lives[request.request_id] = _Life(request, state, question, deadline, traced)

@@ -5,15 +5,16 @@ from typing import Any
 
 from grpc import aio
 
+from kaveri.domain.sampling import ResolvedParams
 from kaveri.errors import InvalidArgument, KaveriError
 from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceServicer
 from kaveri.wire.attempts import check_ownership
 from kaveri.wire.messages import (
-    finish_to_proto,
+    FINISH_TO_PROTO,
     logprobs_to_proto,
+    params_from_proto,
     prompt_logprobs_to_proto,
-    resolved_from_proto,
 )
 from kaveri.wire.status import abort, error_to_bytes
 from services.prefill.requests import (
@@ -48,7 +49,7 @@ class PrefillServer(PrefillServiceServicer):
                 ownership=check_ownership(request),
                 token_ids=tuple(request.token_ids),
                 generated_count=request.generated_count,
-                params=resolved_from_proto(request.params),
+                params=params_from_proto(request.params, ResolvedParams),
                 timeout_s=request.timeout_s,
                 silent_decode_ids=frozenset(request.silent_decode_ids),
                 traceparent=request.traceparent,
@@ -97,7 +98,7 @@ def _fill(report: prefill_pb2.PrefillReport, progress: Progress) -> None:
         case FirstTokenDrawn():
             first = report.first_token
             first.token_id, first.prefill_s = progress.token_id, progress.prefill_s
-            first.finish_reason = finish_to_proto(progress.finish)
+            first.finish_reason = FINISH_TO_PROTO[progress.finish]
             if progress.logprobs is not None:
                 first.logprobs.CopyFrom(logprobs_to_proto(progress.logprobs))
         case HandedOver():

@@ -14,7 +14,7 @@ from kaveri.text.answer import Answer
 from kaveri.text.generation_config import SamplingDefaults
 from kaveri.text.tokenizer import ModelTokenizer, Turn
 from kaveri.v1 import inference_pb2
-from kaveri.wire.attempts import check_request_id, check_secret, check_session
+from kaveri.wire.attempts import check_request
 from kaveri.wire.messages import params_from_proto
 from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, AlreadyReceived, hint_from_proto
 from services.router.request_placer import RequestPlacer
@@ -59,10 +59,8 @@ class Intake:
         Raises InvalidArgument and ModelNotFound.
         """
         self.check_model(request.model)
-        check_request_id(request_id)
-        params = params_from_proto(request.params) if request.HasField("params") else SamplingParams()
-        check_session(request.session)
-        check_secret(request.secret)
+        check_request(request_id, request.session, request.secret)
+        params = params_from_proto(request.params, SamplingParams) if request.HasField("params") else SamplingParams()
         if not request.session and request.HasField("received"):
             raise InvalidArgument("received", "set", "unset in session 0")
         same_in_every_session = {

@@ -22,7 +22,7 @@ from kaveri.v1 import feed_pb2, prefill_pb2
 from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.attempts import ownership_to_proto
-from kaveri.wire.messages import finish_from_proto, params_to_proto
+from kaveri.wire.messages import FINISH_FROM_PROTO, params_to_proto
 from kaveri.wire.status import error_from_bytes, error_of, is_answer, is_unsent
 from services.router import lifecycle_values as lives
 from services.router.lifecycle_values import InstanceLife
@@ -262,7 +262,7 @@ class PrefillAttempts:
                 timing.prefill_s = first.prefill_s
                 logprobs = (first.logprobs,) if first.HasField("logprobs") else ()
                 entry.handle(
-                    lives.FirstTokenReported((first.token_id,), logprobs, finish_from_proto(first.finish_reason)), now_s
+                    lives.FirstTokenReported((first.token_id,), logprobs, FINISH_FROM_PROTO[first.finish_reason]), now_s
                 )
             case "handed_over":
                 timing.kv_bytes = report.handed_over.kv_bytes

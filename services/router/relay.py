@@ -12,7 +12,7 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import trace_fields
 from kaveri.text.answer import AnswerPart
 from kaveri.v1 import inference_pb2, sampling_pb2
-from kaveri.wire.messages import drawing_to_proto, finish_to_proto, name_tokens
+from kaveri.wire.messages import FINISH_TO_PROTO, drawing_to_proto, name_tokens
 from services.router import metrics
 from services.router.accepted_request import hint_to_proto
 from services.router.lifecycle_values import Ended, InstanceLife
@@ -117,7 +117,7 @@ async def write_cancelled(
         request_id=request_id,
         index=token_count,
         text=text,
-        finish_reason=finish_to_proto(outcome),
+        finish_reason=FINISH_TO_PROTO[outcome],
         usage=inference_pb2.Usage(prompt_tokens=prompt_tokens, completion_tokens=token_count),
         timing=inference_pb2.Timing(),
     )
@@ -139,7 +139,7 @@ def _complete(entry: RequestEntry, response: inference_pb2.GenerateResponse) -> 
         metrics.E2E_S.observe(timing.e2e_s)
         if token_count > 1:
             metrics.TPOT_S.observe((answer.last_token_s - answer.first_token_s) / (token_count - 1))
-    response.finish_reason = finish_to_proto(finish)
+    response.finish_reason = FINISH_TO_PROTO[finish]
     response.usage.prompt_tokens = len(accepted.prompt_token_ids)
     response.usage.completion_tokens = token_count
     metrics.REQUESTS.labels(outcome=finish.value).inc()

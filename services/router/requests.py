@@ -112,7 +112,7 @@ class RequestEntry:
         self._attempt_over: asyncio.Future[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         remaining_s = max(0.0, accepted.deadline_s - time.monotonic())
-        self._deadline = asyncio.get_running_loop().call_later(remaining_s, self.stop, DeadlineExceeded())
+        self._deadline = asyncio.get_running_loop().call_later(remaining_s, lambda: self.stop(DeadlineExceeded()))
         self._grace: asyncio.TimerHandle | None = None
 
     @property

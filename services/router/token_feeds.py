@@ -31,7 +31,7 @@ from kaveri.timeouts import CALL_TIMEOUT_S, REOPEN_GRACE_S, TICK_S
 from kaveri.v1 import decode_pb2, feed_pb2, prefill_pb2
 from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.wire.attempts import attached_from_proto, attachment_to_proto, ownership_to_proto
-from kaveri.wire.messages import fault_from_proto, finish_from_proto
+from kaveri.wire.messages import FINISH_FROM_PROTO, fault_from_proto
 from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
 from services.router import lifecycle_values as lives
@@ -441,7 +441,7 @@ class TokenFeeds:
 
 
 def _event_of(life: lives.InstanceLife, update: decode_pb2.RequestTokens) -> lives.Tokens | lives.GivenUp:
-    finish = finish_from_proto(update.finish_reason)
+    finish = FINISH_FROM_PROTO[update.finish_reason]
     if finish is None and not update.error:
         return lives.Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs)
     if update.replaced:

@@ -33,7 +33,7 @@ from kaveri.hosting.vllm_grpc import (
 from kaveri.policy.placement import largest_prompt, max_model_len, missing_phases
 from kaveri.text.model_files import ModelFiles, read_model_files
 from kaveri.v1 import inference_pb2
-from kaveri.wire.messages import finish_from_proto
+from kaveri.wire.messages import FINISH_FROM_PROTO
 from kaveri.wire.status import abort, error_of, status_of
 from services.router import metrics
 from services.router.relay import ServicerContext
@@ -72,7 +72,7 @@ class _Writer:
         if part is not None:
             await self._send(part)
         if response.finish_reason:
-            finish, entry = finish_from_proto(response.finish_reason), self._progress.entry
+            finish, entry = FINISH_FROM_PROTO[response.finish_reason], self._progress.entry
             assert finish is not None
             await self._send(self._messages.complete(finish, entry.answer.stop_text if entry is not None else None))
 

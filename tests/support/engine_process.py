@@ -17,9 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
+from kaveri.engine.contract import EngineEvent, EngineInfo, EngineListener, EngineRequest
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import Ticket
 
 _ANSWER_TIMEOUT_S = 120.0
@@ -171,25 +170,9 @@ class RemoteEngine:
             self.events.join()
         self.closed = True
 
-    def stats(self) -> EngineStats:
-        stats: EngineStats = self._call("stats")
-        return stats
-
-    def kv_flow(self) -> KvFlow:
-        flow: KvFlow = self._call("kv_flow")
-        return flow
-
-    def abort(self, key: EngineKey) -> None:
-        self._call("abort", key)
-
-    def check_integrity(self) -> None:
-        self._call("check_integrity")
-
-    def prefill(self, request: EngineRequest) -> None:
-        self._call("prefill", request)
-
-    def push_to(self, key: EngineKey, ticket: Ticket) -> None:
-        self._call("push_to", key, ticket)
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Every other method of the engine."""
+        return partial(self._call, method)
 
     def reserve(
         self,
@@ -199,18 +182,6 @@ class RemoteEngine:
         held_tokens: int | None = None,
     ) -> "Future[Ticket]":
         return self.process.call("reserve", request, expires_in_s, source, held_tokens)
-
-    def adopt(self, key: EngineKey) -> None:
-        self._call("adopt", key)
-
-    def admit(self, key: EngineKey) -> None:
-        self._call("admit", key)
-
-    def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        self._call("replicate", key, ticket)
-
-    def release(self, key: EngineKey, timeout_s: float) -> None:
-        self._call("release", key, timeout_s)
 
     def _call(self, method: str, *arguments: object) -> Any:
         return self.process.call(method, *arguments).result(_ANSWER_TIMEOUT_S)

@@ -25,7 +25,7 @@ async def test_a_request_that_has_failed_is_not_cancelled_any_more(
     async with AsyncClient(target) as client:
         stream = client.stream("error", request_id="mine")
         stream._cancel_when_known()
-        cancelling = stream._sessions._cancelling
+        cancelling = stream._sessions._cancellation.task
         assert cancelling is not None
         with pytest.raises(NoCapacity):
             await anext(stream)
@@ -41,7 +41,7 @@ async def test_a_cancel_of_an_answer_that_has_ended_unread_is_given_up(
         stream = client.stream("prompt", params=TWO, request_id="unread")
         await until(lambda: service.finished == {"unread"}, "the answer ends")
         await client.cancel("unread")
-        cancelling = stream._sessions._cancelling
+        cancelling = stream._sessions._cancellation.task
         assert cancelling is not None
         await until(cancelling.done, "the cancel is given up")
 
@@ -62,23 +62,6 @@ async def test_closing_a_client_ends_its_streams_and_fails_its_calls(service: In
     assert await asyncio.wait_for(reading, WAIT_S) == 0
     with pytest.raises(Unavailable):
         await asyncio.wait_for(asking, WAIT_S)
-    assert not client._routers._channels
-
-
-async def test_a_stream_between_two_routers_ends_with_its_client(service: InferenceDouble) -> None:
-    service.pause_at, service.routers = 1, ["127.0.0.1:1"]
-    async with serving(service) as target:
-        client = AsyncClient(target)
-        stream = client.stream("prompt", params=TEN)
-
-        async def read() -> int:
-            return len([chunk async for chunk in stream])
-
-        reading = asyncio.create_task(read())
-        await until(lambda: bool(service.paused), "the answer pauses")
-    await until(lambda: bool(client._routers.targets._rests), "the router has failed")
-    await client.close()
-    assert await asyncio.wait_for(reading, WAIT_S) == 1
     assert not client._routers._channels
 
 

@@ -12,14 +12,7 @@ import pytest
 
 from kaveri import AsyncClient, Client, Completion, SamplingParams
 from kaveri.client.targets import MAX_TARGETS, Targets
-from kaveri.errors import (
-    DeadlineExceeded,
-    InvalidArgument,
-    KaveriError,
-    NoCapacity,
-    RequestAlreadyExists,
-    Unavailable,
-)
+from kaveri.errors import DeadlineExceeded, InvalidArgument, KaveriError, NoCapacity, RequestAlreadyExists, Unavailable
 from kaveri.rpc.server import RpcServer
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from tests.library.client.inference_double import InferenceDouble, serving_in_a_thread, until
@@ -160,23 +153,6 @@ async def test_a_router_that_the_cluster_has_named_takes_over(routers: Pair) -> 
         await first.kill()
         check_whole(await asyncio.wait_for(asking, 30), 1)
         assert client.target == first.target
-
-
-async def test_every_failure_takes_the_next_session_and_the_answer_stays_exact(routers: Pair) -> None:
-    sessions: list[int] = []
-    routers.set(break_with=DRAINING, pause_at=3)
-    text = ""
-    async with routers.client.stream("prompt", params=TEN) as stream:
-        async for chunk in stream:
-            text += chunk.text
-            if len(sessions := [request.session for request in routers.requests]) >= 4:
-                routers.set(pause_at=None)
-            elif len(sessions) < 4 and chunk.index == 2:
-                asyncio.get_running_loop().call_later(0.4, partial(routers.set, pause_at=None))
-    assert text == ALPHABET
-    sessions = sorted(request.session for request in routers.requests)
-    assert sessions == list(range(len(sessions)))
-    assert len(sessions) > 2
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
@@ -381,16 +357,6 @@ async def test_what_a_router_refuses_is_not_asked_of_another(routers: Pair, erro
     assert len(routers.requests) == 1
 
 
-async def test_the_deadline_ends_a_request_that_finds_no_router(routers: Pair) -> None:
-    routers.set(pause_at=4)
-    asking = routers.ask(timeout_s=4.0)
-    await until(lambda: routers.pauses, "the answer pauses")
-    for router in routers:
-        await router.kill()
-    with pytest.raises(DeadlineExceeded):
-        await asyncio.wait_for(asking, 30)
-
-
 async def test_a_client_without_a_deadline_tries_ever_more_slowly_and_gets_through_in_the_end(routers: Pair) -> None:
     services = [router.service for router in routers]
     for service in services:
@@ -423,21 +389,6 @@ async def test_closing_a_stream_that_looks_for_a_router_ends_its_reader(routers:
     await until(lambda: len(routers.client._routers.targets._rests) == 2, "both routers have failed")
     stream.close()
     assert await asyncio.wait_for(reading, 5) == 4
-
-
-def test_the_client_without_async_goes_on_too() -> None:
-    services = [InferenceDouble(), InferenceDouble()]
-    with contextlib.ExitStack() as stack:
-        targets = [stack.enter_context(serving_in_a_thread(service)) for service in services]
-        for service in services:
-            service.routers, service.text_lag = targets, 1
-        services[0].pause_at, services[0].break_with = 4, DRAINING
-        with Client(targets) as client:
-            assert (client.target, client.targets) == (targets[0], tuple(targets))
-            for _ in range(2):
-                check = client.generate("prompt", params=TEN)
-                assert (check.text, len(check.token_ids), len(check.logprobs)) == (ALPHABET, 10, 10)
-    assert any(request.session == 1 for request in services[1].requests)
 
 
 def test_targets_take_turns_and_rest_longer_each_time_they_fail() -> None:

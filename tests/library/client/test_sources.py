@@ -124,7 +124,7 @@ class ScriptedCall(RouterCall[inference_pb2.GenerateResponse]):
     def __init__(self, responses: Sequence[inference_pb2.GenerateResponse]) -> None:
         self._responses = iter(responses)
 
-    async def read(self) -> inference_pb2.GenerateResponse | None:
+    async def read(self, *, is_stream: bool = True) -> inference_pb2.GenerateResponse | None:
         return next(self._responses, None)
 
     def cancel(self) -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from kaveri.cluster.membership import MAX_TICK_S, Membership
-from kaveri.cluster.view_changes import ViewChanges
 from kaveri.domain.view import WIRE, InstanceLoad, InstanceRecord, InstanceState, Phase, Role
 
 _RECORD = InstanceRecord(
@@ -81,9 +80,8 @@ def test_nothing_ends_while_the_store_is_away_and_everybody_has_one_lease_after_
 
 async def test_end_of_a_lease_wakes_who_waits_for_a_change() -> None:
     clock, membership = _membership()
-    changes = ViewChanges(membership)
-    await changes.wait(0.0)
-    waiting = asyncio.create_task(changes.wait(60.0))
+    await membership.wait_for_change(0.0)
+    waiting = asyncio.create_task(membership.wait_for_change(60.0))
     _tick(clock, membership, 1.1)
     view = await asyncio.wait_for(waiting, 5.0)
     assert view.instances == {}
@@ -152,14 +150,13 @@ def test_renewal_of_the_lease_alone_is_a_change_only_for_those_who_wait_for_a_ro
     record = replace(_RECORD, role=role)
     clock, membership = _membership()
     membership.learn(record, InstanceLoad(5))
-    changes: list[int] = []
-    membership.on_change = lambda: changes.append(1)
+    membership.changed.clear()
     _tick(clock, membership, 0.9)
     membership.learn(record, InstanceLoad(5))
-    assert bool(changes) is (role is Role.ROUTER)
-    changes.clear()
+    assert membership.changed.is_set() is (role is Role.ROUTER)
+    membership.changed.clear()
     membership.learn(record, InstanceLoad(6))
-    assert changes
+    assert membership.changed.is_set()
 
 
 def test_an_instance_of_another_wire_number_is_shown_apart_and_never_among_those_that_take_requests() -> None:

@@ -21,10 +21,10 @@ class _MemoryStores:
         self._state.bring_back(empty=True)
 
     async def refuse_heartbeats(self) -> None:
-        self._state.refuse_heartbeats(True)
+        self._state.refuses_heartbeats = True
 
     async def take_heartbeats(self) -> None:
-        self._state.refuse_heartbeats(False)
+        self._state.refuses_heartbeats = False
 
 
 class TestMemoryStore(StoreConformance):

@@ -1,6 +1,5 @@
 """run_service as a process: settings, signals, exit status."""
 
-import http.client
 import json
 import os
 import signal
@@ -13,7 +12,6 @@ from contextlib import contextmanager
 import pytest
 
 from kaveri.rpc.process import ServiceConfig
-from tests.support.redis_fixture import free_port
 
 WAIT_S = 30.0
 
@@ -187,36 +185,6 @@ def test_variables_of_kubernetes_service_links_do_not_break_a_start_and_are_one_
     assert line["event"] == "service_links_ignored"
     assert line["variables"] == "KAVERI_ROUTER_PORT_50051_TCP, KAVERI_ROUTER_SERVICE_HOST"
     assert "enableServiceLinks: false" in line["advice"]
-
-
-def test_a_service_that_ends_by_itself_chooses_its_status() -> None:
-    with service("--act", "end") as process:
-        process.communicate(timeout=WAIT_S)
-    assert process.returncode == 5
-
-
-def _status_of(port: int, path: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().status
-    finally:
-        connection.close()
-
-
-def test_metrics_port_says_whether_the_process_takes_requests() -> None:
-    port = free_port()
-    with service("--act", "linger", "--metrics-port", str(port)) as process:
-        assert said(process).startswith("serving")
-        assert (_status_of(port, "/livez"), _status_of(port, "/readyz")) == (200, 503)
-        assert _status_of(port, "/metrics") == 200
-    with service("--act", "be ready", "--metrics-port", str(port)) as process:
-        assert said(process).startswith("serving")
-        assert said(process) == "ready"
-        assert (_status_of(port, "/livez"), _status_of(port, "/readyz")) == (200, 200)
-        process.send_signal(signal.SIGTERM)
-        assert said(process) == "draining"
-        assert (_status_of(port, "/livez"), _status_of(port, "/readyz")) == (200, 503)
 
 
 @pytest.mark.parametrize("act", ["fail", "fail beside a refusal"])

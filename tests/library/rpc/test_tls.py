@@ -15,7 +15,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kaveri.client.async_client import AsyncClient
-from kaveri.errors import ConfigError, KaveriError, Unauthenticated, Unavailable
+from kaveri.errors import ConfigError, Unauthenticated, Unavailable
 from kaveri.rpc.channels import Channels
 from kaveri.rpc.server import RpcServer, open_channel
 from kaveri.rpc.tls import RpcTls, process_tls, use_tls
@@ -67,11 +67,6 @@ async def _ask(address: str, tls: RpcTls | None) -> None:
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=WITHIN_S)
         except aio.AioRpcError as error:
             raise error_of(error) from error
-
-
-async def test_peers_with_certificates_of_one_authority_and_name_talk(authority: Authority, files: TlsFiles) -> None:
-    async with _serving(files) as address:
-        await _ask(address, RpcTls(authority.certify("client")))
 
 
 async def test_a_caller_without_tls_is_refused(files: TlsFiles) -> None:
@@ -214,17 +209,6 @@ async def test_a_client_names_the_file_that_cannot_be_read(files: TlsFiles, miss
     field = {"certificate": "tls.cert", "key": "tls.key", "authority": "tls.ca"}[missing]
     with pytest.raises(ConfigError, match=f"{field}: cannot read"):
         AsyncClient("127.0.0.1:1", tls=files)
-
-
-async def test_a_client_that_is_refused_raises_a_kaveri_error(authority: Authority, files: TlsFiles) -> None:
-    async with _serving(files) as address:
-        async with AsyncClient(address, timeout_s=WITHIN_S) as plain:
-            with pytest.raises(KaveriError):
-                await plain.list_models()
-        stranger = replace(authority.certify("other", dns="other-cluster"), name=files.name)
-        async with AsyncClient(address, timeout_s=WITHIN_S, tls=stranger) as client:
-            with pytest.raises(KaveriError):
-                await client.list_models()
 
 
 def _read(path: str) -> bytes:

@@ -169,21 +169,6 @@ async def test_silent_connections_neither_pile_up_nor_lock_a_scrape_out(port: _M
         assert not any(reader.at_eof() for reader in readers[9:]), "the oldest goes first, and no other"
 
 
-async def test_connections_that_come_all_at_once_are_closed_down_to_the_limit(port: _MetricsPort) -> None:
-    count = 2 * MAX_CONNECTIONS
-    with contextlib.ExitStack() as stack:
-        # Blocking: the loop finds all of them waiting.
-        address = ("127.0.0.1", port.number)
-        peers = [stack.enter_context(socket.create_connection(address, _WITHIN_S)) for _ in range(count)]
-        for peer in peers:
-            peer.setblocking(False)
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(_WITHIN_S):
-            for peer in peers[: count - MAX_CONNECTIONS]:
-                with contextlib.suppress(ConnectionError):
-                    assert not await loop.sock_recv(peer, 1)
-
-
 async def test_many_scrapes_at_once_are_all_answered(port: _MetricsPort) -> None:
     answers = await asyncio.gather(*(_ask(port, "/metrics") for _ in range(MAX_CONNECTIONS)))
     assert {status for status, _, _ in answers} == {HTTPStatus.OK}

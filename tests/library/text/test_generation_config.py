@@ -123,11 +123,6 @@ def test_a_file_without_sampling_values_changes_nothing_and_is_not_mentioned(
     assert not lines_of(capsys, "generation_config")
 
 
-def test_the_bundled_model_has_no_sampling_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    assert read_sampling_defaults("auto", "kaveri-tiny") == SamplingDefaults()
-    assert not lines_of(capsys, "generation_config")
-
-
 def test_a_model_without_the_file_has_no_sampling_defaults(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     assert read_sampling_defaults("auto", str(folder)) == SamplingDefaults()

@@ -10,7 +10,8 @@ import pytest
 
 from kaveri.errors import ConfigError, InvalidArgument
 from kaveri.models import resolve_model
-from kaveri.text.tokenizer import ChatMessage, ModelTokenizer
+from kaveri.text.tokenizer import ModelTokenizer
+from kaveri.v1.inference_pb2 import Message
 
 VOCAB_SIZE = 1000
 """The bundled tokenizer has 1,536 tokens."""
@@ -36,13 +37,13 @@ async def test_text_with_a_token_beyond_the_models_vocabulary_is_refused_as_text
     known, unknown = texts(tokenizer)
     until_s = time.monotonic() + 60
     assert max(await tokenizer.encode(known, 100, until_s)) < VOCAB_SIZE
-    assert max(await tokenizer.encode_chat([ChatMessage("user", known)], 100, until_s)) < VOCAB_SIZE
+    assert max(await tokenizer.encode_chat([Message(role="user", content=known)], 100, until_s)) < VOCAB_SIZE
     for long in (1, 5000):
         with pytest.raises(InvalidArgument) as refused:
             await tokenizer.encode(unknown * long, 100_000, until_s)
         assert refused.value.field == "prompt.text"
         with pytest.raises(InvalidArgument) as refused:
-            await tokenizer.encode_chat([ChatMessage("user", unknown * long)], 100_000, until_s)
+            await tokenizer.encode_chat([Message(role="user", content=unknown * long)], 100_000, until_s)
         assert refused.value.field == "prompt.messages"
         assert str(VOCAB_SIZE) in str(refused.value)
 

@@ -64,6 +64,12 @@ def test_an_offer_with_a_wrong_field_is_refused_by_its_name(field: str, wrong: o
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("length", [TokenRange(5, 5), TokenRange(6, 5)])
+def test_a_resume_with_an_empty_predicted_length_is_refused_by_its_name(length: TokenRange) -> None:
+    with pytest.raises(InvalidArgument, match="predicted_length"):
+        resumption_from_proto(resumption_to_proto(replace(RESUMPTION, predicted_length=length)))
+
+
 @pytest.mark.parametrize(("field", "wrong"), [*BOTH, ("generated_count", 4), ("timeout_s", -1.0)])
 def test_a_resume_with_a_wrong_field_is_refused_by_its_name(field: str, wrong: object) -> None:
     message = resumption_to_proto(RESUMPTION)

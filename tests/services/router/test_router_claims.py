@@ -58,7 +58,7 @@ async def test_a_session_whose_id_a_later_one_has_claimed_elsewhere_ends(cluster
         cluster.cluster.put_request(later, 60.0)
         call = router.ask(request_id=later.request_id, secret=SECRET)
         await refused(rest_of(call), grpc.StatusCode.ALREADY_EXISTS)
-        assert await other.requests() == (later,)
+        assert cluster.cluster.requests() == (later,)
         await other.close_requests([later])
 
 
@@ -78,7 +78,7 @@ async def test_the_request_id_of_a_router_that_lives_is_refused_at_its_next_hear
         started_s = time.monotonic()
         await refused(collect(router.ask(request_id="mine")), grpc.StatusCode.ALREADY_EXISTS)
         assert time.monotonic() - started_s < 20.0
-        assert await other.requests() == (HELD,), "the other router's claim stays"
+        assert cluster.cluster.requests() == (HELD,), "the other router's claim stays"
         await other.close_requests([HELD])
 
 
@@ -107,12 +107,12 @@ async def test_a_later_session_waits_for_the_end_of_a_dead_routers_claim_of_anot
 ) -> None:
     """The store was away while the request's first session began, so the claim before it is still there."""
     of_another = replace(HELD, secret_hash="of another request", hint=b"of another request")
-    async with beside_another(cluster, lives=False) as (router, other):
+    async with beside_another(cluster, lives=False) as (router, _):
         cluster.cluster.put_request(of_another, 60.0)
         claims = router.router.claims
         claim = claims.claim_of("mine", 1, SECRET)
         assert await asyncio.wait_for(claims.open(claim, 60.0), 20.0) == b""
-        assert await other.requests() == (claim,)
+        assert cluster.cluster.requests() == (claim,)
         claims.close(claim)
 
 
@@ -125,7 +125,7 @@ async def test_a_later_session_is_refused_once_the_router_that_has_another_reque
         claims = router.router.claims
         with pytest.raises(InvalidArgument, match="secret"):
             await asyncio.wait_for(claims.open(claims.claim_of("mine", 1, SECRET), 60.0), 20.0)
-        assert await other.requests() == (of_another,), "the other router's claim stays"
+        assert cluster.cluster.requests() == (of_another,), "the other router's claim stays"
         await other.close_requests([of_another])
 
 
@@ -168,7 +168,7 @@ async def test_a_router_that_ends_closes_all_claims_and_starts_no_work_afterward
         for name in names:
             claims.close(claims.claim_of(name, 0, b""))
         await claims.end()
-        assert await store.requests() == ()
+        assert store.cluster.requests() == ()
         before = store.closed
         # The last calls end a moment after the claims were closed.
         claims.close(claims.claim_of("late", 0, b""))
@@ -208,7 +208,7 @@ async def test_a_re_attach_that_is_cut_short_leaves_no_claim_of_the_session_befo
         await asyncio.wait({opening})
         claims.close(second)
         await claims.end()
-        assert await store.requests() == ()
+        assert store.cluster.requests() == ()
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ async def test_requests_of_a_frozen_decode_instance_go_on_elsewhere_within_a_sec
         frozen.pause_at = 7
         call = router.ask(request_id="moved")
         responses = await read_tokens(call, 7)
-        running = router.router.feeds._silence._clock
+        running = router.router.feeds._silence
         before = suspicions()
         cluster.place_on = "decode-1"
         frozen.thawed.clear()
@@ -116,7 +116,7 @@ async def test_a_stall_of_the_router_behind_a_suspicion_costs_no_attempt(cluster
         time.sleep(0.6)  # noqa: ASYNC251
         await eventually(lambda: not router.router.feeds.silent_ids)
         # It is back, however long it takes until there are tokens.
-        running = router.router.feeds._silence._clock
+        running = router.router.feeds._silence
         until_s = running.elapsed_s + 2 * token_feeds.REOPEN_GRACE_S
         await eventually(lambda: running.elapsed_s > until_s)
         decode.may_step.set()

@@ -9,8 +9,9 @@ import pytest
 
 from kaveri.errors import DeadlineExceeded, InvalidArgument
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
-from kaveri.text.tokenizer import ChatMessage, ModelTokenizer
+from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
+from kaveri.v1.inference_pb2 import Message
 from tests.services.router.cluster_script import ScriptedCluster, scripted_cluster
 from tests.services.router.scripted_answers import answer, ask, collect, invalid, tokens_of
 from tests.support.scripted_ports import plain_channel
@@ -106,7 +107,7 @@ async def test_a_long_text_is_tokenized_while_the_loop_turns(tokenizer: ModelTok
     deadline_s = time.monotonic() + 120
     with pytest.raises(InvalidArgument, match="tokens"):
         await tokenizer.encode(long, 300_000, deadline_s)
-    messages = [ChatMessage("user", long[:500_000])] * 4 + [ChatMessage("user", "<|end|>" * 10_000)]
+    messages = [Message(role="user", content=long[:500_000])] * 4 + [Message(role="user", content="<|end|>" * 10_000)]
     with pytest.raises(InvalidArgument, match="tokens"):
         await tokenizer.encode_chat(messages, 300_000, deadline_s)
     counting.cancel()
@@ -122,7 +123,7 @@ async def test_as_much_input_as_fits_is_taken(tokenizer: ModelTokenizer) -> None
     with pytest.raises(InvalidArgument) as caught:
         await tokenizer.encode(text * 50, count - 1, deadline_s)
     assert caught.value.field in ("prompt", "prompt.text")
-    messages = [ChatMessage("user", "a")] * 100
+    messages = [Message(role="user", content="a")] * 100
     ids = await tokenizer.encode_chat(messages, 10_000, deadline_s)
     assert await tokenizer.encode_chat(messages, len(ids), deadline_s) == ids
     with pytest.raises(InvalidArgument) as caught:

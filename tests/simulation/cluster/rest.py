@@ -40,12 +40,8 @@ def _claimed(world: World) -> list[str]:
     routers = {life.router.router_id for life in world.lives.values() if life.router is not None}
     # By the store's own clock, which may have jumped.
     with world.loop.as_process(world.store.process):
-        records = [cluster.request(request_id) for request_id in cluster.request_ids()]
-    return [
-        record.request_id
-        for record in records
-        if record is not None and f"{record.router_id}.{record.router_incarnation:016x}" in routers
-    ]
+        claims = cluster.requests()
+    return [claim.request_id for claim in claims if f"{claim.router_id}.{claim.router_incarnation:016x}" in routers]
 
 
 def _of_router(life: Life) -> list[str]:

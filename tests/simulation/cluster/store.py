@@ -15,7 +15,6 @@ from kaveri.cluster.membership import Membership
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.cluster.store import HeartbeatAnswer, RequestClaim, ViewSource
-from kaveri.cluster.view_changes import ViewChanges
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, LoadBroadcast
 from kaveri.errors import ConfigError
 from tests.simulation.cluster.loop import SimulatedProcess, current_process
@@ -132,7 +131,6 @@ class SimulatedStore:
         self._network = server.network
         kind = MonitoredMembership if follow is ViewSource.BROADCASTS else Membership
         self._membership = kind(time.monotonic)
-        self._changes = ViewChanges(self._membership)
         self.process = current_process()
         self._relay: _Relay | None = None
         self._pipes: dict[int, tuple[Pipe, Pipe]] = {}
@@ -174,7 +172,7 @@ class SimulatedStore:
         return self._membership.view()
 
     async def wait_for_change(self, timeout_s: float) -> ClusterView:
-        return await self._changes.wait(timeout_s)
+        return await self._membership.wait_for_change(timeout_s)
 
     async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
         return await self._command(lambda store: store.campaign(candidate_id, ttl_s), None)
@@ -196,9 +194,6 @@ class SimulatedStore:
 
     async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
         return await self._command(lambda store: store.close_requests(claims), False)
-
-    async def requests(self) -> tuple[RequestClaim, ...]:
-        return await self._command(lambda store: store.requests(), (), writes=False)
 
     # ---- what the store's process sends ----
 
