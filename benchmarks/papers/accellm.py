@@ -217,11 +217,10 @@ def vllm(latency: LatencyModel) -> Callable[[Sequence[PlannedRequest]], SystemRu
 
 
 def _summed_up(done: RunColumns) -> SystemRun:
-    assert done.gap_counts is not None
-    order = np.argsort(done.gaps_s)
-    reached = np.cumsum(done.gap_counts[order])
-    p99 = done.gaps_s[order][np.searchsorted(reached, 0.99 * reached[-1])]
-    gaps = (float(p99), float(done.gaps_s.max()))
+    order = np.argsort(done.gaps.seconds)
+    reached = np.cumsum(done.gaps.counts[order])
+    p99 = done.gaps.seconds[order][np.searchsorted(reached, 0.99 * reached[-1])]
+    gaps = (float(p99), float(done.gaps.seconds.max()))
     return SystemRun(list(done.ttft_s()), list(done.jct_s()), gaps, float(done.last_s.max()))
 
 

@@ -302,9 +302,10 @@ def _report(
     from rich.console import Console
 
     from kaveri.loadgen.provenance import provenance
-    from kaveri.loadgen.report import over_runs, row, summarize
+    from kaveri.loadgen.report import rows, summarize
     from kaveri.loadgen.show import show_report, show_warnings
     from kaveri.profiling.output import not_written
+    from kaveri.workload.summary import over_runs
 
     search = bench.goodput_search
     summaries = [summarize(run, settings.slo, phases) for _, run in bench.runs]
@@ -320,10 +321,7 @@ def _report(
         "too_long": bench.too_long,
         "over_runs": over_runs(summaries),
         "goodput": _goodput(search, settings, len(phases), runs) if search is not None else None,
-        "runs": [
-            {**summary, "rows": [row(record) for record in run.records]}
-            for (_, run), summary in zip(bench.runs, runs, strict=True)
-        ],
+        "runs": [{**summary, "rows": list(rows(run))} for (_, run), summary in zip(bench.runs, runs, strict=True)],
     }
     if settings.as_json:
         print(json.dumps(report))
@@ -397,6 +395,7 @@ class _BenchRuns:
 
     async def search_goodput(self) -> None:
         """Run at one rate after another; `goodput_search` holds the results so far."""
+        from kaveri.loadgen.report import columns_of
         from kaveri.workload.goodput import GoodputSearch, Probe
 
         settings, first_per_s = self._settings, self._settings.schedule.rate_per_s
@@ -409,8 +408,7 @@ class _BenchRuns:
         )
         while (rate_per_s := search.next_rate()) is not None:
             run = await self.run(rate_per_s, f"{rate_per_s:.3g} requests/s")
-            met = sum(settings.slo.met_by(record) for record in run.records)
-            search.note(Probe(rate_per_s, met / len(run.records)))
+            search.note(Probe(rate_per_s, float(settings.slo.met(columns_of(run)).mean())))
 
     def _send(self, seed: int) -> "RequestSettings":
         from kaveri.loadgen.driver import RequestSettings

@@ -72,7 +72,7 @@ def simulate(
     from kaveri.programs import setting_sections
     from kaveri.simulator.baselines import baseline_of, simulate_baseline
     from kaveri.simulator.failures import FailureSpec, parse_death
-    from kaveri.simulator.report import SimulatedRun, differences, report_of, requests_of
+    from kaveri.simulator.report import differences, report_of, requests_of
     from kaveri.simulator.simulate import simulate as run
     from kaveri.simulator.spec import Overheads
     from kaveri.simulator.spec_file import read_overheads, read_spec
@@ -98,11 +98,10 @@ def simulate(
     else:
         longest = min(cluster.prefill.engine.max_model_len, cluster.decode.engine.max_model_len)
         planned, too_long = _plan(workload, trace, requests, schedule, max_prompt, max_output, longest)
-    tables: list[SimulatedRun] = []
     if baseline is not None:
-        tables.append(simulate_baseline(baseline_of(cluster, baseline), planned, len(cluster.instance_ids)))
+        tables = [simulate_baseline(baseline_of(cluster, baseline), planned, len(cluster.instance_ids))]
     else:
-        tables += [run(replace(cluster, seed=seed + number), planned, concurrency) for number in range(repeats)]
+        tables = [run(replace(cluster, seed=seed + number), planned, concurrency) for number in range(repeats)]
     report = report_of(
         tables,
         slo,

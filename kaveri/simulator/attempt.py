@@ -85,11 +85,8 @@ class SimulatedRequest:
     """The answer's length as known to the cluster."""
     generated: int = 0
     """Tokens of the answer that the router has."""
-    first_s: float = math.nan
-    """Time at which prefill drew the first token."""
     last_token_s: float = math.nan
     """Time of its last token, as far as the router had it when an instance was lost."""
-    router_s: float = 0.0
     attempt_count: int = 0
     retry: RetryState = _NO_SETBACK
     losses: LossAccount | None = None

@@ -57,7 +57,7 @@ class SimulatedRouter:
     # Calls of clients.
 
     def generate(self, request: SimulatedRequest) -> None:
-        self.table.planned(request)
+        self.table.plan(request.number, request.due_s, request.prompt_tokens, request.output_tokens)
         longest = min(self.spec.prefill.engine.max_model_len, self.spec.decode.engine.max_model_len)
         if request.prompt_tokens + request.output_tokens > longest:
             tokens = f"{request.prompt_tokens} + {request.output_tokens} tokens"
@@ -101,7 +101,7 @@ class SimulatedRouter:
             request.losses.computes_again(attempt.token_count)
         self._unconfirmed.add(attempt.key, target, attempt.token_count)
         if request.attempt_count == 1:
-            request.router_s = now_s - request.due_s - self.timeline.hop_s
+            self.table.times["router_s"][request.number] = now_s - request.due_s - self.timeline.hop_s
         self.timeline.send(attempt.prefill.accept, attempt)
         return True
 
@@ -160,7 +160,7 @@ class SimulatedRouter:
         request.generated = attempt.generated + 1
         request.last_token_s = drawn_s
         if not attempt.generated:
-            request.first_s = drawn_s + 2 * self.timeline.hop_s
+            self.table.times["first_s"][request.number] = drawn_s + 2 * self.timeline.hop_s
         if request.losses is not None:
             request.losses.drew(drawn_s)
 

@@ -88,13 +88,13 @@ def of_simulator(mode: ReplicationMode, killed: str) -> GoneOn:
     simulation = Simulation(spec, [PlannedRequest(number, at_s, lengths) for number, at_s in enumerate(ARRIVALS_S)])
     run = simulation.run().columns()
     simulation.check_conservation()
-    resumed = run.losses["resumes"] > 0
+    resumed = run.server["resumes"] > 0
     attempts = sum(simulation.table.attempts)
     return GoneOn(
-        frozenset(run.instance_ids[index] for index in run.decode_instance[resumed]),
+        frozenset(run.placements.instance_ids[index] for index in run.placements.decode[resumed]),
         int(resumed.sum()),
-        int(run.losses["recomputed_tokens"].max()),
-        attempts - int(run.losses["resumes"].sum()),
+        int(run.server["recomputed_tokens"].max()),
+        attempts - int(run.server["resumes"].sum()),
     )
 
 

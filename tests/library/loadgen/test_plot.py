@@ -12,8 +12,8 @@ from kaveri.loadgen.report import Slo
 from kaveri.profiling.output import check_plot
 from kaveri.workload.requests import PlannedRequest, RequestLengths
 
-ANSWERED = RequestRecord(PlannedRequest(0, 0.0, RequestLengths(5, 4)), 0.0, 0.0, 0.2, 0.8, 4, [0.2] * 3)
-ONE_TOKEN = RequestRecord(PlannedRequest(1, 0.1, RequestLengths(5, 1)), 0.1, 0.1, 0.3, 0.3, 1)
+ANSWERED = RequestRecord(PlannedRequest(0, 0.0, RequestLengths(5, 4)), 0.0, 0.0, [0.2, 0.4, 0.6, 0.8], 4)
+ONE_TOKEN = RequestRecord(PlannedRequest(1, 0.1, RequestLengths(5, 1)), 0.1, 0.1, [0.3], 1)
 FAILED = RequestRecord(PlannedRequest(2, 0.2, RequestLengths(5, 4)), 0.2, 0.2, error="Unavailable", reason="gone")
 
 

@@ -32,6 +32,7 @@ from kaveri.workload.requests import (
     gamma_arrivals,
     plan_requests,
 )
+from kaveri.workload.run_columns import RunColumns
 from kaveri.workload.summary import Slo
 from services.instance import service
 from services.prefill import decode_placer
@@ -61,15 +62,17 @@ def run_whole(spec: ClusterSpec, requests: list[PlannedRequest], concurrency: in
     run = simulation.run().columns()
     simulation.check_conservation()
     assert run.answered.all()
-    assert (run.received_tokens == run.planned_tokens).all(), "tokens drawn are not those asked for"
+    assert (run.tokens.received == run.tokens.planned).all(), "tokens drawn are not those asked for"
     assert (run.first_s >= run.due_s).all()
     assert (run.last_s >= run.first_s).all()
-    drawn_after_another = int(run.planned_tokens.sum()) - len(requests)
-    assert run.gap_counts is not None
-    assert run.gaps_s is not None
-    assert np.isfinite(run.gaps_s).all()
-    assert int(run.gap_counts.sum()) == drawn_after_another
+    drawn_after_another = int(run.tokens.planned.sum()) - len(requests)
+    assert np.isfinite(run.gaps.seconds).all()
+    assert int(run.gaps.counts.sum()) == drawn_after_another
     return simulation
+
+
+def decoder_of(run: RunColumns, number: int = 0) -> str:
+    return run.placements.instance_ids[int(run.placements.decode[number])]
 
 
 def colocated_of(total_blocks: int = 9000, **changes: Any) -> ClusterSpec:
@@ -108,8 +111,8 @@ def test_every_request_ends_once_and_every_block_comes_free(seed: int, is_both: 
     run = run_whole(spec, poisson(80, rng.choice((3.0, 40.0)), seed)).table.columns()
     if is_both:
         # An instance decodes what it computes.
-        with_more = run.planned_tokens > 1
-        assert (run.decode_instance == run.prefill_instance)[with_more].all()
+        with_more = run.tokens.planned > 1
+        assert (run.placements.decode == run.placements.prefill)[with_more].all()
         assert (run.server["kv_tail_s"] == 0).all()
 
 
@@ -241,7 +244,7 @@ def test_services_and_simulator_call_the_same_functions(monkeypatch: pytest.Monk
 
     def places(spec: ClusterSpec) -> tuple[set[int], set[int]]:
         run = simulate(spec, requests).columns()
-        return set(run.prefill_instance.tolist()), set(run.decode_instance.tolist())
+        return set(run.placements.prefill.tolist()), set(run.placements.decode.tolist())
 
     before = places(spec_of())
     assert [len(found) for found in before] == [2, 2]
