@@ -199,12 +199,12 @@ def splitwise(latency: LatencyModel) -> Callable[[Sequence[PlannedRequest]], Sys
     spec = ClusterSpec(
         prefill_count=1,
         decode_count=INSTANCES - 1,
-        prefill=PrefillSpec(engine=pool, max_queue=100_000, decode_placement=DecodePlacementPolicy.LEAST_LOADED),
+        prefill=PrefillSpec(
+            engine=pool, max_queue=100_000, decode_placement=DecodePlacementPolicy.LEAST_LOADED, layer_count=80
+        ),
         decode=DecodeSpec(engine=pool),
-        router=RouterSpec(placement_policy=PlacementPolicy.LEAST_LOADED),
+        router=RouterSpec(placement_policy=PlacementPolicy.LEAST_LOADED, lengths_known=False),
         link=LinkSpeed(LINK_BYTES_PER_S, token_bytes=KV_TOKEN_BYTES),
-        layer_count=80,
-        lengths_known=False,
     )
     return lambda requests: _summed_up(simulate(spec, requests).columns())
 

@@ -155,13 +155,16 @@ def _link(report: Report) -> None:
         chunk_tokens=64,
     )
     spec = ClusterSpec(
-        prefill_count=1, decode_count=1, prefill=PrefillSpec(engine=pool), decode=DecodeSpec(engine=pool)
+        prefill_count=1,
+        decode_count=1,
+        prefill=PrefillSpec(engine=pool, layer_count=layers),
+        decode=DecodeSpec(engine=pool),
     )
     request = [PlannedRequest(0, 0.0, RequestLengths(tokens, 4))]
     plain_s = float(simulate(spec, request).columns().last_s[0])
     for gbps, paper_s in TABLE_6.items():
         link = LinkSpeed(gbps * 1e9 / 8, token_bytes=round(PROMPT_KV_BYTES / tokens))
-        slowed = simulate(replace(spec, link=link, layer_count=layers), request).columns()
+        slowed = simulate(replace(spec, link=link), request).columns()
         extra_s = float(slowed.last_s[0]) - plain_s
         report.ratio(f"extra time in prompt times, {gbps} Gbps", extra_s / PROMPT_S)
         report.compare(f"table 6, {gbps} Gbps", f"{paper_s:g} s", f"{extra_s:.2f} s")

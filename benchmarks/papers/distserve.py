@@ -176,13 +176,14 @@ def distserve_spec(
         prefill_count=prefill.pp,
         decode_count=decode.pp,
         prefill=PrefillSpec(
-            engine=pool(prefill), max_queue=10_000, decode_placement=DecodePlacementPolicy.LEAST_LOADED
+            engine=pool(prefill),
+            max_queue=10_000,
+            decode_placement=DecodePlacementPolicy.LEAST_LOADED,
+            layer_count=shape.layers,
         ),
         decode=DecodeSpec(engine=pool(decode)),
-        router=RouterSpec(placement_policy=PlacementPolicy.LEAST_LOADED),
+        router=RouterSpec(placement_policy=PlacementPolicy.LEAST_LOADED, lengths_known=False),
         link=LinkSpeed(A100.link_in_node, token_bytes=shape.kv_token_bytes),
-        layer_count=shape.layers,
-        lengths_known=False,
     )
 
 

@@ -87,8 +87,13 @@ def simulate(
     wanted = None if preset is None else preset_settings(preset)
     read = read_spec(spec, setting_sections(), {} if wanted is None else wanted.sections)
     failures = FailureSpec(deaths=tuple(map(parse_death, fail or ())), mtbf_s=mtbf, repair_s=repair)
-    lengths_known = not natural_length
-    cluster = replace(read.spec, overheads=taken, lengths_known=lengths_known, layer_count=layers, failures=failures)
+    cluster = replace(
+        read.spec,
+        prefill=replace(read.spec.prefill, layer_count=layers),
+        router=replace(read.spec.router, lengths_known=not natural_length),
+        overheads=taken,
+        failures=failures,
+    )
     slo, measured, too_long = Slo(slo_ttft_s, slo_tpot_s), None, 0
     if compare is not None:
         measured = _bench_file(compare)
@@ -110,7 +115,7 @@ def simulate(
         model=cluster.decode.engine.latency.name,
         seed=seed,
         rate_per_s=rate,
-        lengths_known=cluster.lengths_known,
+        lengths_known=not natural_length,
         too_long=too_long,
         all_rows=as_json,
     )

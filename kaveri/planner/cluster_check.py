@@ -64,11 +64,10 @@ class PlannedCluster:
         return ClusterSpec(
             prefill_count=self.prefill_count * self.prefill.parallelism.pp,
             decode_count=self.decode_count * self.decode.parallelism.pp,
-            prefill=PrefillSpec(engine=self.prefill.pool),
+            prefill=PrefillSpec(engine=self.prefill.pool, layer_count=question.model.layers),
             decode=DecodeSpec(engine=self.decode.pool, copies=copies),
             link=LinkSpeed(speed, token_bytes=question.model.kv_token_bytes),
             overheads=question.overheads,
-            layer_count=question.model.layers,
             failures=failures,
             seed=seed,
         )

@@ -62,7 +62,7 @@ class DecodeSide(SimulatedInstance):
         """Take room ahead of all waiting requests. None: there is none."""
         self.touch()
         self._serial += 1
-        attempt.heavy = self._spec.thresholds.is_heavy(None, attempt.request.prompt_tokens)
+        attempt.heavy = self._spec.prefill.thresholds.is_heavy(None, attempt.request.prompt_tokens)
         try:
             needed_blocks = self.room.needed_blocks(attempt.token_count)
         except InvalidArgument:

@@ -52,9 +52,7 @@ class SimulatedInstance(EngineListener):
 
     def start(self, first_beat_s: float) -> None:
         """Send heartbeats from that time on."""
-        self.member = BeatingMember(
-            self._timeline, self.record, first_beat_s, self._spec.heartbeat_interval_s, self._load_at
-        )
+        self.member = BeatingMember(self._timeline, self.record, first_beat_s, self._load_at)
 
     def die(self) -> None:
         self.is_dead = True

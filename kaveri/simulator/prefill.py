@@ -115,7 +115,7 @@ class SimulatedPrefill(SimulatedInstance):
         attempt.arrived_s = now_s
         more = draws_more(tokens, attempt.generated, request.output_tokens, pool.max_model_len)
         attempt.place_search = place_search(tokens, pool.chunk_tokens, more, at_first_token=False)
-        attempt.heavy = self._spec.thresholds.is_heavy(request.length, request.prompt_tokens)
+        attempt.heavy = self._spec.prefill.thresholds.is_heavy(request.length, request.prompt_tokens)
         self._live.add(attempt)
         self._waiting_count += 1
         self._queue.hold(attempt)
@@ -353,7 +353,7 @@ class SimulatedPrefill(SimulatedInstance):
     def _push_chunk(self, attempt: SimulatedAttempt, push: KvPush) -> None:
         """Push the tokens that the ending step has computed of a prompt whose push is open."""
         assert attempt.sequence is not None
-        now_s, layers = self._timeline.now_s, self._spec.layer_count
+        now_s, layers = self._timeline.now_s, self._spec.prefill.layer_count
         computed = min(attempt.sequence.computed, attempt.token_count)
         chunk_s = self._link_s(computed - push.tokens)
         push.tokens = computed

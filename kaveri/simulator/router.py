@@ -18,7 +18,7 @@ from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.policy.waits import PREFILL_LOOK_S
 from kaveri.simulator.attempt import LossAccount, SimulatedAttempt, SimulatedRequest
 from kaveri.simulator.copies import InstanceCopies
-from kaveri.simulator.member import Broadcasts
+from kaveri.simulator.member import HEARTBEAT_INTERVAL_S, Broadcasts
 from kaveri.simulator.prefill import SimulatedPrefill
 from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.table import RunTable
@@ -63,7 +63,7 @@ class SimulatedRouter:
             tokens = f"{request.prompt_tokens} + {request.output_tokens} tokens"
             self._fail(request, InvalidArgument("prompt", tokens, f"at most {longest} tokens together"))
             return
-        if self.spec.lengths_known:
+        if self.spec.router.lengths_known:
             request.length = TokenRange(request.output_tokens, request.output_tokens + 1)
         self.timeline.send(self._place, request)
 
@@ -109,7 +109,7 @@ class SimulatedRouter:
         if not self._line_looks:
             self._line_looks = True
             # Each heartbeat wakes the first in line.
-            pause_s = min(PREFILL_LOOK_S, self.spec.heartbeat_interval_s / len(self.prefills))
+            pause_s = min(PREFILL_LOOK_S, HEARTBEAT_INTERVAL_S / len(self.prefills))
             self.timeline.after(pause_s, self._look_at_line)
 
     def _look_at_line(self, _: None) -> None:

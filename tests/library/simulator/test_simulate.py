@@ -102,10 +102,9 @@ def test_every_request_ends_once_and_every_block_comes_free(seed: int, is_both: 
             decode_placement=rng.choice(list(DecodePlacementPolicy)),
         ),
         decode=DecodeSpec(engine=pool, decode_policy=rng.choice(list(AdmissionPolicy))),
-        router=RouterSpec(placement_policy=rng.choice(list(PlacementPolicy))),
+        router=RouterSpec(placement_policy=rng.choice(list(PlacementPolicy)), lengths_known=rng.random() < 0.7),
         link=parse_link_speed("10Gbps,50us,800KiB/token") if rng.random() < 0.5 else None,
         overheads=Overheads(hop_s=0.002, decode_step_s=0.001) if rng.random() < 0.5 else Overheads(),
-        lengths_known=rng.random() < 0.7,
         seed=seed,
     )
     run = run_whole(spec, poisson(80, rng.choice((3.0, 40.0)), seed)).table.columns()
@@ -200,7 +199,7 @@ def test_a_request_that_lost_its_blocks_gets_those_of_one_that_lands_later() -> 
         prefill=PrefillSpec(engine=pool, max_queue=3, prefill_policy=OrderingPolicy.SJF),
         decode=DecodeSpec(engine=pool, decode_policy=AdmissionPolicy.RESERVE_DYNAMIC),
         link=parse_link_speed("10Gbps,50us,800KiB/token"),
-        lengths_known=False,
+        router=RouterSpec(lengths_known=False),
         seed=32,
     )
     run_whole(spec, poisson(80, 40.0, 32))
@@ -218,7 +217,8 @@ def test_a_lone_request_takes_what_the_latency_model_says() -> None:
 def test_a_push_that_is_slower_than_prefill_delays_the_second_token_only() -> None:
     link = parse_link_speed("1Gbps,1ms,1MiB/token")
     request = [PlannedRequest(0, 0.0, RequestLengths(500, 2))]
-    run = run_whole(spec_of(link=link, layer_count=40), request).table.columns()
+    spec = spec_of(link=link)
+    run = run_whole(replace(spec, prefill=replace(spec.prefill, layer_count=40)), request).table.columns()
     prefill_s, link_s = LATENCY.step_s([(0, 500)]), 500 * 2**20 * 8 / 1e9
     assert run.ttft_s()[0] == pytest.approx(prefill_s)
     # The first layer's KV can be sent when that layer is computed.
@@ -276,10 +276,9 @@ def test_the_requests_of_a_measured_run_are_simulated_at_their_times() -> None:
     [
         ({"prefill_count": 0}, "prefill", "is 0; there must be at least 1"),
         ({"decode_count": 0}, "decode", "is 0"),
-        ({"heartbeat_interval_s": 0.0}, "heartbeat_interval_s", "above 0"),
-        ({"heartbeat_interval_s": float("nan")}, "heartbeat_interval_s", "nan"),
+        ({"router": RouterSpec(monitor_interval_s=float("nan"))}, "monitor_interval_s", "nan"),
         ({"link": parse_link_speed("1Gbps")}, "kv_link", "how large a token is"),
-        ({"layer_count": 0}, "layer_count", "at least 1"),
+        ({"prefill": PrefillSpec(engine=PoolSpec(latency=LATENCY), layer_count=0)}, "layer_count", "at least 1"),
         ({"colocated_count": 1}, "prefill", "is 2; beside instances of both phases there are no others"),
         (
             {**NO_OTHERS, "decode": DecodeSpec(engine=PoolSpec(latency=LATENCY, max_batch=3))},
