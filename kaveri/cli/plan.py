@@ -133,7 +133,7 @@ def plan(
     from kaveri.planner.model_shape import read_model_shape
     from kaveri.planner.parallelism import parse_parallelism
     from kaveri.planner.plan import plan as find_plan
-    from kaveri.planner.plan_question import PlanQuestion
+    from kaveri.planner.plan_question import InstanceLimits, PlanQuestion, SimulationSettings, SloTarget
     from kaveri.planner.profiles import model_of
     from kaveri.simulator.spec import Overheads
     from kaveri.simulator.spec_file import read_overheads
@@ -167,19 +167,21 @@ def plan(
         hardware=read_hardware(hardware),
         profiles=profiles,
         gpus=max(_DEFAULT_GPUS, 2 * now.cluster.gpus if now else 0) if gpus is None else gpus,
-        slo_ttft_s=slo_ttft_s,
-        slo_tpot_s=slo_tpot_s,
-        attain=attain,
+        target=SloTarget(ttft_s=slo_ttft_s, tpot_s=slo_tpot_s, attain=attain),
         demand=demand,
-        prefill_parallelism=parse_parallelism(prefill_tp_pp, "--prefill-tp-pp") if prefill_tp_pp else None,
-        decode_parallelism=parse_parallelism(decode_tp_pp, "--decode-tp-pp") if decode_tp_pp else None,
-        same_node=same_node,
+        limits=InstanceLimits(
+            prefill=parse_parallelism(prefill_tp_pp, "--prefill-tp-pp") if prefill_tp_pp else None,
+            decode=parse_parallelism(decode_tp_pp, "--decode-tp-pp") if decode_tp_pp else None,
+            same_node=same_node,
+            chunk_tokens=chunk_tokens,
+            max_batch=max_batch,
+        ),
         replication=replication,
-        chunk_tokens=chunk_tokens,
-        max_batch=max_batch,
-        request_count=requests,
-        overheads=Overheads() if overheads is None else read_overheads(overheads),
-        seed=seed,
+        simulations=SimulationSettings(
+            request_count=requests,
+            overheads=Overheads() if overheads is None else read_overheads(overheads),
+            seed=seed,
+        ),
     )
     if now is None:
         _report(find_plan(question), out, as_json, too_long)
@@ -200,7 +202,7 @@ def _compare(question: "PlanQuestion", now: ObservedNow) -> "Replan":
     except ConfigError:
         for line in observed_lines(question, now.workload, now.cluster, attainment):
             typer.echo(line, err=True)
-        typer.echo(f"{verdict(attainment, question.attain)}; there is no plan to compare it with", err=True)
+        typer.echo(f"{verdict(attainment, question.target.attain)}; there is no plan to compare it with", err=True)
         raise
     return Replan(observed=now.workload, running=now.cluster, attainment=attainment, plan=found)
 

@@ -48,7 +48,7 @@ def to_json(plan: ClusterPlan) -> dict[str, Any]:
         "hardware": question.hardware.name,
         "rate_per_s": question.demand.rate_per_s,
         "arrivals": "recorded" if question.demand.recorded_s else "drawn",
-        "slo": {"ttft_s": question.slo_ttft_s, "tpot_s": question.slo_tpot_s, "attain": question.attain},
+        "slo": {"ttft_s": question.target.ttft_s, "tpot_s": question.target.tpot_s, "attain": question.target.attain},
         "gpus": cluster.gpus,
         "price_per_hour": plan.price_per_hour,
         "prefill": {"instances": cluster.prefill_count, **_option(cluster.prefill)},
@@ -56,7 +56,7 @@ def to_json(plan: ClusterPlan) -> dict[str, Any]:
         "is_estimate": plan.is_estimate,
         "attainment": asdict(plan.attainment),
         "binds": plan.binds,
-        "same_node": question.same_node,
+        "same_node": question.limits.same_node,
         "replication": question.replication.value,
         "frontier": [_point(one) for one in plan.frontier],
         "one_prefill_instance_dies": asdict(plan.without_prefill),
@@ -78,8 +78,8 @@ def summary_lines(plan: ClusterPlan) -> list[str]:
     lines = [
         f"kaveri plan: {question.model.name} on {cluster.gpus} of {question.gpus} GPUs of {question.hardware.name},"
         f" {plan.price_per_hour:.2f} USD an hour",
-        f"{question.demand.rate_per_s:.4g} requests/s{arrivals} within TTFT {question.slo_ttft_s:g} s and TPOT"
-        f" {question.slo_tpot_s:g} s for {question.attain:.0%} of requests",
+        f"{question.demand.rate_per_s:.4g} requests/s{arrivals} within TTFT {question.target.ttft_s:g} s and TPOT"
+        f" {question.target.tpot_s:g} s for {question.target.attain:.0%} of requests",
     ]
     for name, option, count in (
         ("prefill", cluster.prefill, cluster.prefill_count),
@@ -104,7 +104,7 @@ def summary_lines(plan: ClusterPlan) -> list[str]:
             f" GPU{'' if both.gpus == 1 else 's'}, {both.price_per_hour:.2f} USD an hour:"
             f" {interval_text(both.attainment)}"
         )
-    if not question.overheads.are_known:
+    if not question.simulations.overheads.are_known:
         lines.append("no --overheads: the services themselves were taken to need no time")
     return lines
 

@@ -39,13 +39,13 @@ class Replan:
     def advice(self) -> Advice:
         """CHANGE if too few requests provably meet the SLOs, or fewer GPUs do as well; else KEEP, so that noise does
         not move the cluster to and fro."""
-        misses = self.attainment.high < self.plan.question.attain
+        misses = self.attainment.high < self.plan.question.target.attain
         return Advice.CHANGE if misses or self.fewest_gpus < self.running.gpus else Advice.KEEP
 
     @property
     def reason(self) -> str:
         """Reason for the advice, with its figures."""
-        attain, fewest = self.plan.question.attain, self.fewest_gpus
+        attain, fewest = self.plan.question.target.attain, self.fewest_gpus
         judged = verdict(self.attainment, attain)
         enough = f"{fewest} GPU is enough" if fewest == 1 else f"{fewest} GPUs are enough"
         if self.plan.colocated is not None:
