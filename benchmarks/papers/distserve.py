@@ -127,7 +127,7 @@ def read_lengths(data: Path, most_tokens: int) -> dict[str, list[RequestLengths]
         for one in problems
     ]
     trace = read_trace(find_file(data, "AzureLLMInferenceTrace_code.csv"), 1_000_000)
-    found = {"sharegpt": chat, "humaneval": code, "azure-code": [one.lengths for one in trace]}
+    found = {"sharegpt": chat, "humaneval": code, "azure-code": trace.lengths}
     return {
         name: [one for one in lengths if one.prompt_tokens > 0 and one.prompt_tokens + one.output_tokens <= most_tokens]
         for name, lengths in found.items()

@@ -251,10 +251,10 @@ def _workload(
     options.refuse_given("draws lengths; --trace and --prompts have theirs", workload=kind)
     options.refuse_given("bounds drawn lengths; these have their own", max_prompt=max_prompt)
     if trace is not None:
-        from kaveri.workload.traces import trace_workload
+        from kaveri.workload.traces import read_trace
 
         options.refuse_given("bounds drawn lengths; --trace has its own", max_output=max_output)
-        return trace_workload(trace, count), "--trace"
+        return read_trace(trace, count), "--trace"
     from kaveri.workload.prompts import read_prompts
 
     assert prompts is not None

@@ -24,9 +24,8 @@ def read_fitting(trace: Path, longest: int) -> tuple[Workload, int]:
     """Read the requests of a trace that fit, with their times, in the order of arrival, and the number left out."""
     from kaveri.workload.traces import read_trace
 
-    entries = read_trace(trace, _ALL)
-    load = Workload(lengths=[entry.lengths for entry in entries], times_s=[entry.arrival_s for entry in entries])
+    load = read_trace(trace, _ALL)
     fitting = load.fitting(longest)
     if not fitting.lengths:
         raise ConfigError("--trace", f"no request fits into {longest} tokens")
-    return fitting, len(entries) - len(fitting.lengths)
+    return fitting, len(load.lengths) - len(fitting.lengths)

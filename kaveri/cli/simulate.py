@@ -151,9 +151,9 @@ def _plan(
 ) -> tuple[list[PlannedRequest], int]:
     """Build the requests; return them with the number left out because they are too long."""
     if trace is not None:
-        from kaveri.workload.traces import trace_workload
+        from kaveri.workload.traces import read_trace
 
-        load = trace_workload(trace, count)
+        load = read_trace(trace, count)
     else:
         if schedule.rate_per_s is None and schedule.concurrency is None:
             raise ConfigError("--rate", "is not given; give --rate, --concurrency, --trace or --compare")

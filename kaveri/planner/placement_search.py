@@ -52,8 +52,6 @@ class PhaseOption:
     """Share of requests that meet the SLO on an idle instance."""
     goodput_per_s: float
     """Requests per second of one instance. 0: it meets the SLO at no rate."""
-    run_count: int
-    """Number of simulations of the search."""
 
     @property
     def per_gpu(self) -> float:
@@ -85,8 +83,8 @@ def search_prefill(question: PlanQuestion, parallelism: Parallelism, step: StepL
     least_s = statistics.fmean(_least_prompt_s(step, request, pool.chunk_tokens) for request in sample)
     # From this rate on the queue grows without end: no rate above it meets any SLO for long.
     highest = stages / least_s if least_s > 0 else math.inf
-    goodput, runs = _goodput(holds, highest, highest, alone, question.target.attain)
-    return PhaseOption(PlannedPhase.PREFILL, parallelism, step, pool, alone, goodput, runs)
+    goodput = _goodput(holds, highest, highest, alone, question.target.attain)
+    return PhaseOption(PlannedPhase.PREFILL, parallelism, step, pool, alone, goodput)
 
 
 def search_decode(question: PlanQuestion, parallelism: Parallelism, step: StepLatency) -> PhaseOption:
@@ -105,8 +103,8 @@ def search_decode(question: PlanQuestion, parallelism: Parallelism, step: StepLa
     likely = likely_rate_per_s(
         pool, lanes, question.target.tpot_s, question.limits.max_batch, mean_prompt_tokens, mean_output_tokens
     )
-    goodput, runs = _goodput(holds, likely, highest, alone, question.target.attain)
-    return PhaseOption(PlannedPhase.DECODE, parallelism, step, pool, alone, goodput, runs)
+    goodput = _goodput(holds, likely, highest, alone, question.target.attain)
+    return PhaseOption(PlannedPhase.DECODE, parallelism, step, pool, alone, goodput)
 
 
 def phase_pool(question: PlanQuestion, parallelism: Parallelism, step: StepLatency, tokens: int = 0) -> PoolSpec:
@@ -132,22 +130,19 @@ def _least_prompt_s(step: StepLatency, request: PlannedRequest, chunk_tokens: in
 
 def _goodput(
     holds: Callable[[float], bool], likely_per_s: float, highest_per_s: float, alone: float, attain: float
-) -> tuple[float, int]:
-    """Return the highest rate that holds, and the number of simulations. likely_per_s: where to begin; runs far above
-    the goodput take the longest."""
+) -> float:
+    """Return the highest rate that holds. likely_per_s: where to begin; runs far above the goodput take the longest."""
     if alone < attain:
-        return 0.0, 0
+        return 0.0
     # No instance can keep up with more.
     bound_per_s = highest_per_s * (1 + RESOLUTION)
     start_per_s = min(likely_per_s, highest_per_s)
     search = GoodputSearch(start_per_s if start_per_s < math.inf else 1.0, attain, _MAX_RUNS, RESOLUTION)
     if start_per_s == highest_per_s < math.inf:
         search.note(Probe(bound_per_s, 0.0))
-    runs = 0
     while (rate_per_s := search.next_rate()) is not None:
         if rate_per_s >= bound_per_s:
             search.note(Probe(bound_per_s, 0.0))
             continue
-        runs += 1
         search.note(Probe(rate_per_s, 1.0 if holds(rate_per_s) else 0.0))
-    return (search.held.rate_per_s if search.held is not None else 0.0), runs
+    return search.held.rate_per_s if search.held is not None else 0.0

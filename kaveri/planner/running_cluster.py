@@ -138,7 +138,7 @@ def _option(question: PlanQuestion, some: RunningInstances, phase: PlannedPhase)
     require_possible(model, question.hardware, parallelism, some.tp, TP_FLAG, has_pool=some.pool_tokens > 0)
     step = read_step_latencies(question.profiles, model, question.hardware, [some.tp])[some.tp]
     pool = phase_pool(question, parallelism, step, some.pool_tokens)
-    return PhaseOption(phase, parallelism, step, pool, math.nan, math.nan, 0)
+    return PhaseOption(phase, parallelism, step, pool, math.nan, math.nan)
 
 
 def _colocated_attainment(question: PlanQuestion, some: RunningInstances) -> Attainment:

@@ -14,8 +14,8 @@ import torch
 from kaveri.domain.length import TokenRange
 from kaveri.errors import ConfigError, InvalidArgument
 from kaveri.predictor.bundle import LengthPredictor, cut_prompt, max_input_tokens
-from kaveri.predictor.classifier import classifier_from_scratch
 from kaveri.predictor.manifest import MANIFEST_FILE, Manifest, read_manifest, write_manifest
+from kaveri.predictor.train import classifier_from_scratch
 
 MANIFEST = Manifest(
     model="served",
