@@ -20,8 +20,7 @@ from benchmarks.simulator.speed import SHAREGPT_ANSWER_TOKENS
 from benchmarks.support.harness import Options, Report, run
 from kaveri.kv.transports.link_speed import LinkSpeed
 from kaveri.latency.model import DecodeLatency, LatencyModel, PrefillLatency
-from kaveri.planner.hardware import read_hardware
-from kaveri.planner.model_shape import ModelShape, read_model_shape
+from kaveri.planner.catalog import ModelShape, read_hardware, read_model_shape
 from kaveri.planner.parallelism import USABLE_SHARE
 from kaveri.planner.pipeline_plan import PipelineQuestion, Scheme, pass_s, plan_pipelines
 from kaveri.planner.profiles import read_step_latencies

@@ -29,10 +29,9 @@ import numpy as np
 from benchmarks.support.harness import Options, Report, run
 from kaveri.kv.transports.link_speed import LinkSpeed
 from kaveri.latency.model import DecodeLatency, LatencyModel, PrefillLatency
+from kaveri.planner.catalog import ModelShape, read_hardware, read_model_shape
 from kaveri.planner.decode_phase import lane_pool
 from kaveri.planner.expected_load import ExpectedLoad
-from kaveri.planner.hardware import read_hardware
-from kaveri.planner.model_shape import ModelShape, read_model_shape
 from kaveri.planner.parallelism import Parallelism, kv_tokens
 from kaveri.planner.profiles import StepLatency, read_step_latencies, saturating_tokens, scaled_to_model
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from benchmarks.papers.distserve import A100, APPLICATIONS, ATTAIN, Application, read_lengths
 from benchmarks.support.harness import Options, Report, run
+from kaveri.planner.catalog import read_model_shape
 from kaveri.planner.expected_load import ExpectedLoad
-from kaveri.planner.model_shape import read_model_shape
 from kaveri.planner.placement_search import PhaseOption
 from kaveri.planner.plan import best_per_gpu, plan, search
 from kaveri.planner.plan_question import PlanQuestion, SimulationSettings, SloTarget

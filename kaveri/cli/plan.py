@@ -16,7 +16,7 @@ from kaveri.errors import ConfigError
 from kaveri.policy.replication import ReplicationMode
 
 if TYPE_CHECKING:
-    from kaveri.planner.model_shape import ModelShape
+    from kaveri.planner.catalog import ModelShape, read_hardware, read_model_shape
     from kaveri.planner.observed_workload import ObservedWorkload
     from kaveri.planner.plan import ClusterPlan
     from kaveri.planner.plan_question import PlanQuestion
@@ -129,8 +129,6 @@ def plan(
     if context.invoked_subcommand is not None:
         return
     from kaveri.planner.expected_load import ExpectedLoad
-    from kaveri.planner.hardware import read_hardware
-    from kaveri.planner.model_shape import read_model_shape
     from kaveri.planner.parallelism import parse_parallelism
     from kaveri.planner.plan import plan as find_plan
     from kaveri.planner.plan_question import InstanceLimits, PlanQuestion, SimulationSettings, SloTarget

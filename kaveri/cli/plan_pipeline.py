@@ -33,8 +33,7 @@ def pipeline(
     DéjàVu's equations 1 to 7, and the steady rates of its three schemes: one pipeline, several, and one for each phase.
     """
     from kaveri.latency.model import load_latency_model
-    from kaveri.planner.hardware import read_hardware
-    from kaveri.planner.model_shape import read_model_shape
+    from kaveri.planner.catalog import read_hardware, read_model_shape
     from kaveri.planner.pipeline_plan import MICROBATCH_SIZES, PipelineQuestion, plan_pipelines
     from kaveri.planner.profiles import model_of
 

@@ -10,12 +10,11 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kaveri.errors import ConfigError
 from kaveri.latency.model import LatencyModel
-from kaveri.planner.hardware import Hardware
-from kaveri.planner.model_shape import ModelShape
+from kaveri.planner.catalog import Hardware, ModelShape
 from kaveri.planner.parallelism import USABLE_SHARE
 from kaveri.planner.pipeline_equations import (
     apart_pays,
@@ -85,12 +84,12 @@ class Scheme:
     prompt_depth: int
     """Stages of the prompt pipeline; 0: one pipeline for both phases."""
     microbatch: int
-    request_s: float
+    request_s: float = math.nan
     """Seconds per request while requests never run out."""
-    low_s: float
-    high_s: float
+    low_s: float = math.nan
+    high_s: float = math.nan
     """Upper end of the 95 % interval of `request_s`."""
-    request_count: int
+    request_count: int = 0
     """Simulated requests, including warm-up and drain."""
 
     @property
@@ -146,28 +145,22 @@ class PipelinePlan:
 class _Candidate:
     """A Scheme before it is simulated."""
 
-    name: str
-    pipelines: int
-    depth: int
-    prompt_depth: int
-    microbatch: int
+    scheme: Scheme
+    """The scheme without its seconds and requests."""
     period: Callable[[Sequence[int]], Period]
     """Period of one of the pipelines, from the tokens of its microbatches."""
 
     def simulated(self, question: PipelineQuestion, count: int) -> Scheme:
         """Simulate with `count` microbatches in a pipeline."""
-        found = self.period(_drawn_tokens(question, self.microbatch, count))
-        requests = self.microbatch * self.pipelines
-        return Scheme(
-            name=self.name,
-            pipelines=self.pipelines,
-            depth=self.depth,
-            prompt_depth=self.prompt_depth,
-            microbatch=self.microbatch,
+        microbatch = self.scheme.microbatch
+        found = self.period(_drawn_tokens(question, microbatch, count))
+        requests = microbatch * self.scheme.pipelines
+        return replace(
+            self.scheme,
             request_s=found.mean_s / requests,
             low_s=found.low_s / requests,
             high_s=found.high_s / requests,
-            request_count=self.microbatch * count,
+            request_count=microbatch * count,
         )
 
 
@@ -259,7 +252,8 @@ def _baselines(question: PipelineQuestion, name: str, ways: Sequence[int]) -> li
         if _fits(question, depth, size, prompts_only=False):
             prompt_s, token_s = (seconds / depth for seconds in pass_s(question, size))
             period = functools.partial(shared_period, depth=depth, prompt_s=prompt_s, token_s=token_s)
-            found.append(_Candidate(name, pipelines, depth, 0, size, period))
+            scheme = Scheme(name=name, pipelines=pipelines, depth=depth, prompt_depth=0, microbatch=size)
+            found.append(_Candidate(scheme, period))
     return found
 
 
@@ -272,5 +266,6 @@ def _apart(question: PipelineQuestion) -> list[_Candidate]:
             prompt_s, token_s = pass_s(question, size)
             streamed_s = question.streaming * prompt_s / prompt_depth
             period = functools.partial(apart_period, prompt_s=streamed_s, token_s=token_s / depth)
-            found.append(_Candidate("DéjàVu", 1, depth, prompt_depth, size, period))
+            scheme = Scheme(name="DéjàVu", pipelines=1, depth=depth, prompt_depth=prompt_depth, microbatch=size)
+            found.append(_Candidate(scheme, period))
     return found

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kaveri.errors import ConfigError
+from kaveri.planner.catalog import Hardware, ModelShape
 from kaveri.planner.expected_load import ExpectedLoad
-from kaveri.planner.hardware import Hardware
-from kaveri.planner.model_shape import ModelShape
 from kaveri.planner.parallelism import Parallelism
 from kaveri.policy.replication import ReplicationMode
 from kaveri.simulator.spec import Overheads

@@ -10,7 +10,7 @@ from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
 from kaveri.engine.stepwise.sequence import SequencePhase
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, Unavailable
 from kaveri.policy.prompt_queue import PromptQueue
-from kaveri.policy.retry import bounded_retry_s
+from kaveri.policy.retry import Setback, bounded_retry_s
 from kaveri.policy.room_search import (
     Ask,
     Hopeless,
@@ -103,13 +103,15 @@ class SimulatedPrefill(SimulatedInstance):
     def accept(self, attempt: SimulatedAttempt) -> None:
         """Queue a request, or refuse it."""
         if self.is_dead:
-            self._router.unreached(attempt)
+            error = Unavailable(f"{self.record.instance_id} cannot be reached")
+            self._router.lost(attempt, error, Setback.UNREACHED)
             return
         now_s = self._timeline.now_s
         self.member.take_beats(now_s)
         if not self._queue.room:
             reason = f"{self._queue.max_waiting} requests are queued already"
-            self._router.refused(attempt, NoCapacity("prefill", QUEUE_FULL_RETRY_S, reason))
+            full = NoCapacity("prefill", QUEUE_FULL_RETRY_S, reason)
+            self._router.lost(attempt, full, Setback.FULL, QUEUE_FULL_RETRY_S)
             return
         request, pool, tokens = attempt.request, self.pool, attempt.token_count
         attempt.arrived_s = now_s
@@ -329,7 +331,6 @@ class SimulatedPrefill(SimulatedInstance):
     def _fail(self, attempt: SimulatedAttempt, error: KaveriError) -> None:
         self.member.take_beats(self._timeline.now_s)
         self._live.discard(attempt)
-        attempt.is_over = True
         self._searches.pop(attempt, None)
         if attempt.sequence is not None:
             if attempt.first_token_s < 0:

@@ -38,7 +38,6 @@ class SimulatedRouter:
         self.spec = spec
         self.seeds = seeds
         self._rng = random.Random(seeds.random())
-        self._limits = RetryLimits(spec.router.max_attempts, spec.router.unavailable_after_s)
         self._unconfirmed: UnconfirmedWork[str] = UnconfirmedWork()
         self._turn = 0
         self._line: dict[SimulatedRequest, None] = {}
@@ -136,7 +135,7 @@ class SimulatedRouter:
             self._unserved.setdefault(request, now_s)
         self._line.clear()
         for request, since_s in tuple(self._unserved.items()):
-            if now_s - since_s < self._limits.unavailable_after_s:
+            if now_s - since_s < self.spec.router.unavailable_after_s:
                 break
             del self._unserved[request]
             self._fail(request, Unavailable(f"no {phase} instance", retry_after_s=1.0))
@@ -172,19 +171,6 @@ class SimulatedRouter:
         self.table.answered(attempt, end_s + 2 * self.timeline.hop_s, first_step_s, end_s, preemptions)
         self.on_end(attempt.request)
 
-    def refused(self, attempt: SimulatedAttempt, error: NoCapacity) -> None:
-        """Handle a refusal: the prefill instance's queue is full."""
-        self._confirm(attempt)
-        attempt.is_over = True
-        self._set_back(attempt, Setback.FULL, attempt.prefill.record, error, error.retry_after_s)
-
-    def unreached(self, attempt: SimulatedAttempt) -> None:
-        """Handle an address at which there is no prefill instance now."""
-        self._confirm(attempt)
-        attempt.is_over = True
-        error = Unavailable(f"{attempt.prefill.record.instance_id} cannot be reached")
-        self._set_back(attempt, Setback.UNREACHED, attempt.prefill.record, error)
-
     def decode_lost(self, attempt: SimulatedAttempt) -> None:
         """Handle the death of the instance that decoded the request. The next attempt avoids it if it has prefilled the
         request as well."""
@@ -206,13 +192,20 @@ class SimulatedRouter:
         attempt.is_over = True
         self._set_back(attempt, Setback.LOST, None, Unavailable("the holder of its copy has died"))
 
-    def lost(self, attempt: SimulatedAttempt, error: KaveriError) -> None:
-        """Handle the end of an attempt without an answer."""
+    def lost(
+        self,
+        attempt: SimulatedAttempt,
+        error: KaveriError,
+        setback: Setback = Setback.LOST,
+        retry_after_s: float = 0.0,
+    ) -> None:
+        """Handle the end of an attempt at its prefill instance without an answer."""
         self._confirm(attempt)
+        attempt.is_over = True
         if isinstance(error, _HOPELESS):
             self._fail(attempt.request, error)
         else:
-            self._set_back(attempt, Setback.LOST, attempt.prefill.record, error)
+            self._set_back(attempt, setback, attempt.prefill.record, error, retry_after_s)
 
     def _set_back(
         self,
@@ -223,7 +216,8 @@ class SimulatedRouter:
         retry_after_s: float = 0.0,
     ) -> None:
         request, now_s = attempt.request, self.timeline.now_s
-        after = after_setback(request.retry, self._limits, setback, at_fault, now_s, self._rng.random(), retry_after_s)
+        limits = RetryLimits(self.spec.router.max_attempts, self.spec.router.unavailable_after_s)
+        after = after_setback(request.retry, limits, setback, at_fault, now_s, self._rng.random(), retry_after_s)
         if after is None:
             self._fail(request, error)
             return

@@ -7,8 +7,7 @@ import pytest
 
 from kaveri.errors import ConfigError
 from kaveri.latency.model import load_latency_model
-from kaveri.planner.hardware import read_hardware
-from kaveri.planner.model_shape import read_model_shape
+from kaveri.planner.catalog import read_hardware, read_model_shape
 from kaveri.planner.pipeline_equations import (
     apart_pays,
     least_prompt_depth,

@@ -12,11 +12,10 @@ import pytest
 
 from kaveri.errors import ConfigError
 from kaveri.latency.model import load_latency_model
+from kaveri.planner.catalog import read_hardware, read_model_shape
 from kaveri.planner.colocation import cheapest_colocated
 from kaveri.planner.decode_phase import NO_TIME, Verdict, judge_decode, lane_pool
 from kaveri.planner.expected_load import ExpectedLoad, parse_lengths
-from kaveri.planner.hardware import read_hardware
-from kaveri.planner.model_shape import read_model_shape
 from kaveri.planner.node_unit import cheapest_unit
 from kaveri.planner.parallelism import Parallelism, kv_tokens, parse_parallelism, possible_parallelisms
 from kaveri.planner.placement_search import PhaseOption

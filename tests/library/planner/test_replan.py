@@ -19,9 +19,8 @@ from kaveri.domain.view import (
 )
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.planner.catalog import read_hardware, read_model_shape
 from kaveri.planner.expected_load import ExpectedLoad
-from kaveri.planner.hardware import read_hardware
-from kaveri.planner.model_shape import read_model_shape
 from kaveri.planner.observed_workload import (
     LEAST_COUNT,
     MOST_BURSTINESS,
