@@ -377,19 +377,20 @@ class _BenchRuns:
             await run_closed(self._client, requests, send, _WARM_UP_CONCURRENCY, lambda _: self._progress.advance(bar))
 
     async def run(self, rate_per_s: float | None, name: str) -> "LoadRun":
-        from kaveri.loadgen.driver import run_load
+        from kaveri.loadgen.driver import run_closed, run_open
 
         settings = self._settings
         requests = settings.schedule.plan(self._workload, rate_per_s)
         bar = self._progress.add_task(name, total=len(requests))
-        run = await run_load(
-            self._client,
-            requests,
-            self._send(settings.schedule.seed + len(self.runs)),
-            settings.schedule.concurrency,
-            settings.max_in_flight,
-            lambda _: self._progress.advance(bar),
-        )
+        send, concurrency = self._send(settings.schedule.seed + len(self.runs)), settings.schedule.concurrency
+
+        def on_end(_: object) -> None:
+            self._progress.advance(bar)
+
+        if concurrency is None:
+            run = await run_open(self._client, requests, send, settings.max_in_flight, on_end)
+        else:
+            run = await run_closed(self._client, requests, send, concurrency, on_end)
         self.runs.append((rate_per_s, run))
         return run
 

@@ -73,7 +73,7 @@ def _show(found: "PipelinePlan") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from kaveri.planner.pipeline_equations import streaming_bound
+    from kaveri.planner.pipeline_plan import streaming_bound
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False)

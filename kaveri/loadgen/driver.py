@@ -82,20 +82,6 @@ class LoadTarget(ABC):
         """Send a request, and record its answer or error. now_s: seconds after the start of the run."""
 
 
-async def run_load(
-    client: "AsyncClient | LoadTarget",
-    requests: Sequence[PlannedRequest],
-    send: "RequestSettings",
-    concurrency: int | None,
-    max_in_flight: int,
-    on_end: Callable[[RequestRecord], None],
-) -> LoadRun:
-    """Run a closed loop of `concurrency` requests, or an open loop if None. on_end: called for each request."""
-    if concurrency is None:
-        return await run_open(client, requests, send, max_in_flight, on_end)
-    return await run_closed(client, requests, send, concurrency, on_end)
-
-
 async def run_open(
     client: "AsyncClient | LoadTarget",
     requests: Sequence[PlannedRequest],

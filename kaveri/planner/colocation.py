@@ -35,8 +35,6 @@ class ColocatedPlan:
     """Spec of one instance."""
     count: int
     attainment: Attainment
-    price_per_hour: float
-    """Total price, in US dollars."""
 
     @property
     def gpus(self) -> int:
@@ -58,10 +56,7 @@ def cheapest_colocated(question: PlanQuestion, most_gpus: int) -> ColocatedPlan 
             continue
         attainment = attainment_of(runs, question.target)
         if attainment.low >= question.target.attain:
-            price = parallelism.gpus * count * hardware.price_per_hour
-            return ColocatedPlan(
-                parallelism=parallelism, step=step, spec=spec, count=count, attainment=attainment, price_per_hour=price
-            )
+            return ColocatedPlan(parallelism=parallelism, step=step, spec=spec, count=count, attainment=attainment)
     return None
 
 

@@ -24,11 +24,6 @@ class SimulatedCluster:
     cluster: PlannedCluster
     attainment: Attainment
 
-    @property
-    def price_per_hour(self) -> float:
-        """Price in US dollars."""
-        return self.cluster.gpus * self.cluster.question.hardware.price_per_hour
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
@@ -52,11 +47,6 @@ class ClusterPlan:
     def is_estimate(self) -> bool:
         """True if a latency model of it was not measured."""
         return self.cluster.prefill.step.is_estimate or self.cluster.decode.step.is_estimate
-
-    @property
-    def price_per_hour(self) -> float:
-        """Price in US dollars."""
-        return self.cluster.gpus * self.question.hardware.price_per_hour
 
     @property
     def binds(self) -> str:

@@ -102,6 +102,10 @@ class PlanQuestion:
                 "--lengths", f"has a request of {longest} tokens; {self.model.name} takes at most {limit}"
             )
 
+    def price_per_hour(self, gpus: int) -> float:
+        """Return the price of this many GPUs, in US dollars."""
+        return gpus * self.hardware.price_per_hour
+
     def draw(self, rate_per_s: float | None = None, seed: int | None = None) -> list[PlannedRequest]:
         """Draw the requests of a simulation. None: at the rate to plan for, with the search's seed."""
         rate_per_s = self.demand.rate_per_s if rate_per_s is None else rate_per_s

@@ -236,7 +236,6 @@ class _BaselineInstance:
             self._running.append(one)
 
     def _decode(self) -> None:
-        """Draw tokens until something can change."""
         spec = self._spec
         self._swap_in()
         self._grow()
@@ -293,7 +292,6 @@ class _BaselineInstance:
         return -(-tokens // self._spec.block_tokens)
 
     def _growth(self, steps: int) -> int:
-        """Return the blocks that the running requests need for this many more tokens each."""
         return sum(max(0, self._block_count(one.tokens + steps) - one.blocks) for one in self._running)
 
     def _take(self, one: _BaselineRequest, tokens: int) -> bool:

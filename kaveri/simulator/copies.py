@@ -261,7 +261,6 @@ class OwnedCopies:
         return self._rules.is_worth_a_copy(context_tokens, rest_tokens)
 
     def _ask(self, asked: tuple[OwnedRequest, ViewedInstance]) -> None:
-        """Deliver a question to its holder."""
         owned, found = asked
         number = owned.attempt.request.number
         holder = self.choice.holders.get(found.record.instance_id)
@@ -363,7 +362,6 @@ class InstanceCopies:
 
 
 def _blocks_per_s(spec: ClusterSpec, layout: KvLayout) -> float:
-    """Blocks that one instance copies per second. 0: no limit."""
     rates = [spec.decode.copies.blocks_per_s] if spec.decode.copies.blocks_per_s else []
     if spec.link is not None and spec.link.token_bytes:
         rates.append(spec.link.bytes_per_s / (spec.link.token_bytes * layout.block_tokens))

@@ -149,7 +149,6 @@ class DecodeSide(SimulatedInstance):
         self._batch.leave(sequence.number)
 
     def _lose(self, sequence: CountedSequence) -> None:
-        """Report a request of an instance that dies."""
         attempt: SimulatedAttempt = sequence.owner
         if attempt.landed_s < 0:
             self._timeline.post(attempt.prefill.push_failed, sequence)

@@ -143,7 +143,6 @@ class SimulatedPrefill(SimulatedInstance):
         self._router.lost(*lost)
 
     def _submit(self) -> None:
-        """Give the engine the prompts that it needs now."""
         while (attempt := self._queue.next()) is not None:
             self._serial += 1
             remaining = attempt.request.output_tokens - attempt.generated
@@ -281,7 +280,6 @@ class SimulatedPrefill(SimulatedInstance):
         decode.reserve(question.attempt, question.waits, lambda result: self._decided(question, result))
 
     def _decided(self, question: _PendingReserve, result: CountedSequence | KaveriError) -> None:
-        """Send the decode instance's answer."""
         if isinstance(result, CountedSequence):
             question.reserved = result
         self._timeline.send(self._answered, (question, result))

@@ -142,7 +142,6 @@ class Simulation:
             self.timeline.after(failures.repair_s, self._restart, record)
 
     def _leave(self, record: InstanceRecord) -> None:
-        """Remove a dead instance whose lease has expired."""
         if self._instance(record.instance_id).member.record.incarnation == record.incarnation:
             self._present.discard(record.instance_id)
             self._show_members()

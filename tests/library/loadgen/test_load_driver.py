@@ -250,16 +250,6 @@ def test_requests_that_are_too_long_do_not_lower_the_rate_that_was_asked_for(sea
     assert f"{report['too_long']} requests are longer than the model; the others are a lighter mix" in ended.stderr
 
 
-def test_the_figures_say_what_was_left_out() -> None:
-    lengths = ["--workload", "LPLD", "--max-prompt", "18", "--max-output", "10", "--requests", "20"]
-    with serving_in_a_thread(InferenceDouble()) as target:
-        ended = bench("--target", target, *lengths, "--concurrency", "8")
-        search = ["--rate", "200", "--slo-ttft-s", "30", "--find-goodput", "--max-runs", "1"]
-        searched = bench("--target", target, *lengths, *search)
-    assert re.search(r"tokens/s, without \d+ that are too long for the model\n", ended.stdout), ended.stdout
-    assert re.search(r"goodput: .* without \d+ that are too long for the model\n", searched.stdout), searched.stdout
-
-
 def test_when_no_request_fits_the_flag_that_made_them_so_long_is_named(tmp_path: Path) -> None:
     trace, prompts = tmp_path / "trace.jsonl", tmp_path / "prompts.txt"
     trace.write_text(json.dumps({"timestamp": 0, "input_length": 30, "output_length": 4}) + "\n")
@@ -273,19 +263,15 @@ def test_when_no_request_fits_the_flag_that_made_them_so_long_is_named(tmp_path:
             ended = bench("--target", target, *flags)
             assert ended.returncode == 2
             assert f"kaveri: {named}: no request fits into alphabet's 26 tokens" in ended.stderr
-
-
-def test_one_request_has_no_goodput() -> None:
-    with serving_in_a_thread(InferenceDouble()) as target:
         lengths = ["--workload", "LPLD", "--max-prompt", "18", "--max-output", "8", "--requests", "1"]
         ended = bench("--target", target, *lengths, "--rate", "9", "--slo-ttft-s", "30", "--find-goodput")
-    assert ended.returncode == 2
-    assert "--requests" in ended.stderr
+        assert ended.returncode == 2
+        assert "kaveri: --requests: leaves a single request, which has no rate" in ended.stderr
 
 
 def test_people_see_the_latencies_of_all_runs_and_that_the_cluster_could_tell_the_lengths() -> None:
     with serving_in_a_thread(InferenceDouble()) as target:
-        lengths = ["--workload", "LPLD", "--max-prompt", "18", "--max-output", "8", "--requests", "2"]
+        lengths = ["--workload", "LPLD", "--max-prompt", "18", "--max-output", "10", "--requests", "20"]
         ended = bench("--target", target, *lengths, "--concurrency", "2", "--repeats", "3", "--slo-ttft-s", "30")
         search = ["--rate", "50", "--slo-ttft-s", "30", "--find-goodput", "--max-runs", "1", "--natural-length"]
         searched = bench("--target", target, *lengths, *search)
@@ -294,7 +280,9 @@ def test_people_see_the_latencies_of_all_runs_and_that_the_cluster_could_tell_th
     assert "decode: busy for" in ended.stdout
     assert "of 3 runs" in ended.stdout
     assert "forced lengths" in ended.stdout
-    assert re.search(r"goodput: at least \d+\.\d+ requests/s", searched.stdout)
+    assert re.search(r"tokens/s, without \d+ that are too long for the model\n", ended.stdout), ended.stdout
+    shown = r"goodput: at least \d+\.\d+ requests/s.* without \d+ that are too long for the model\n"
+    assert re.search(shown, searched.stdout), searched.stdout
     assert "forced lengths" not in searched.stdout
 
 

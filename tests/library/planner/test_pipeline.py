@@ -8,14 +8,15 @@ import pytest
 from kaveri.errors import ConfigError
 from kaveri.latency.model import load_latency_model
 from kaveri.planner.catalog import read_hardware, read_model_shape
-from kaveri.planner.pipeline_equations import (
+from kaveri.planner.pipeline_plan import (
+    PipelineQuestion,
     apart_pays,
     least_prompt_depth,
     least_token_depth,
+    plan_pipelines,
     prompt_machines,
     streaming_bound,
 )
-from kaveri.planner.pipeline_plan import PipelineQuestion, plan_pipelines
 from kaveri.planner.pipeline_rate import apart_period, shared_ends, shared_period
 from kaveri.workload.requests import RequestLengths
 from tests.library.planner.paper_equations import (

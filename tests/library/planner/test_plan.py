@@ -1,7 +1,6 @@
 """`kaveri plan`: what fits, what is searched, what the plan promises, and what is refused."""
 
 import dataclasses
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -201,10 +200,6 @@ def test_the_plan_serves_the_rate_within_its_slos(found: ClusterPlan) -> None:
     assert not found.is_estimate
 
 
-def test_the_same_question_has_the_same_answer(found: ClusterPlan) -> None:
-    assert json.dumps(to_json(plan(question_of()))) == json.dumps(to_json(found))
-
-
 def test_the_file_of_a_plan_is_the_cluster_that_was_planned(found: ClusterPlan, tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(to_toml(found, {}))
@@ -229,9 +224,9 @@ def test_of_equal_options_the_one_of_fewest_gpus_is_taken(found: ClusterPlan) ->
 
 
 def test_the_frontier_begins_with_the_cheapest_and_rises(found: ClusterPlan) -> None:
-    prices = [one.price_per_hour for one in found.frontier]
+    gpus = [one.cluster.gpus for one in found.frontier]
     lows = [one.attainment.low for one in found.frontier]
-    assert prices == sorted(set(prices))
+    assert gpus == sorted(set(gpus))
     assert lows == sorted(set(lows))
     cheap = SimulatedCluster(cluster=found.cluster, attainment=found.attainment)
     dear = dataclasses.replace(found.cluster, decode_count=found.cluster.decode_count + 1)

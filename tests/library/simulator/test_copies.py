@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kaveri.domain.view import ViewedInstance
-from kaveri.errors import ConfigError
 from kaveri.kv.transports.link_speed import parse_link_speed
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.replication import ReplicationMode, choose_holder, drop_first, is_worth_a_resume
@@ -243,22 +242,3 @@ def test_the_summary_of_a_run_counts_what_losses_have_cost() -> None:
         "recomputed_tokens": 10,
     }
     assert found["stall_s"]["max"] == pytest.approx(float(run.server["stall_s"][0]))
-
-
-def test_a_cluster_without_copies_has_nothing_of_them() -> None:
-    simulation = run_whole(spec_of(), LONE)
-    assert not simulation.router.holders
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"replica_blocks": 0}, "replica_blocks: is 0; it must be a number of at least 1"),
-        ({"replica_min_tokens": 0}, "replica_min_tokens: is 0"),
-        ({"blocks_per_s": float("nan")}, "blocks_per_s: is nan"),
-        ({"orphan_grace_s": -1.0}, "orphan_grace_s: is -1.0"),
-    ],
-)
-def test_copies_that_cannot_be_are_refused(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        CopySpec(**given)

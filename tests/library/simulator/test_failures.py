@@ -116,21 +116,3 @@ def test_a_death_that_cannot_be_read_is_refused(text: str, named: str) -> None:
     assert parse_death("decode-1@30.5s") == Death(instance_id="decode-1", at_s=30.5)
     with pytest.raises(ConfigError, match=named):
         parse_death(text)
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"mtbf_s": 0.0}, "mtbf: is 0.0"),
-        ({"mtbf_s": float("nan")}, "mtbf: is nan"),
-        ({"repair_s": -1.0}, "repair: is -1.0"),
-    ],
-)
-def test_times_between_failures_must_be_positive(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        FailureSpec(**given)
-
-
-def test_the_death_of_an_unknown_instance_is_refused() -> None:
-    with pytest.raises(ConfigError, match="names 'decode-7'; there are prefill-0"):
-        spec_of(failures=dying(Death(instance_id="decode-7", at_s=1.0)))

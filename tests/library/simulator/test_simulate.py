@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -20,9 +21,10 @@ from kaveri.policy.room_search import RoomSearch
 from kaveri.simulator import colocated, prefill, router
 from kaveri.simulator.baseline_rule import BaselineRule
 from kaveri.simulator.baselines import baseline_of, simulate_baseline
+from kaveri.simulator.failures import Death, FailureSpec
 from kaveri.simulator.report import report_of, requests_of, rows
 from kaveri.simulator.simulate import Simulation, simulate
-from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec, RouterSpec
+from kaveri.simulator.spec import ClusterSpec, CopySpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec, RouterSpec
 from kaveri.simulator.table import RunTable
 from kaveri.workload.requests import (
     PlannedRequest,
@@ -278,6 +280,11 @@ def test_the_requests_of_a_measured_run_are_simulated_at_their_times() -> None:
         ({"decode_count": 0}, "decode", "is 0"),
         ({"router": RouterSpec(monitor_interval_s=float("nan"))}, "monitor_interval_s", "nan"),
         ({"link": parse_link_speed("1Gbps")}, "kv_link", "how large a token is"),
+        (
+            {"failures": FailureSpec(deaths=(Death(instance_id="decode-7", at_s=1.0),))},
+            "fail",
+            "names 'decode-7'; there are prefill-0",
+        ),
         ({"prefill": PrefillSpec(engine=PoolSpec(latency=LATENCY), layer_count=0)}, "layer_count", "at least 1"),
         ({"colocated_count": 1}, "prefill", "is 2; beside instances of both phases there are no others"),
         (
@@ -299,9 +306,22 @@ def test_what_cannot_be_is_refused_with_its_name_and_limit(changes: dict[str, An
     assert reason in error.value.reason
 
 
-def test_overheads_must_be_seconds() -> None:
-    with pytest.raises(ConfigError, match="hop_s"):
-        Overheads(hop_s=-1.0)
+@pytest.mark.parametrize(
+    ("kind", "given", "named"),
+    [
+        (CopySpec, {"replica_blocks": 0}, "replica_blocks: is 0; it must be a number of at least 1"),
+        (CopySpec, {"replica_min_tokens": 0}, "replica_min_tokens: is 0"),
+        (CopySpec, {"blocks_per_s": math.nan}, "blocks_per_s: is nan"),
+        (CopySpec, {"orphan_grace_s": -1.0}, "orphan_grace_s: is -1.0"),
+        (FailureSpec, {"mtbf_s": 0.0}, "mtbf: is 0.0"),
+        (FailureSpec, {"mtbf_s": math.nan}, "mtbf: is nan"),
+        (FailureSpec, {"repair_s": -1.0}, "repair: is -1.0"),
+        (Overheads, {"hop_s": -1.0}, "hop_s"),
+    ],
+)
+def test_parts_of_a_spec_refuse_what_cannot_be(kind: Any, given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        kind(**given)
 
 
 def test_requests_must_come_in_order_and_there_must_be_one() -> None:
