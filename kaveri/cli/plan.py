@@ -16,7 +16,7 @@ from kaveri.errors import ConfigError
 from kaveri.policy.replication import ReplicationMode
 
 if TYPE_CHECKING:
-    from kaveri.planner.catalog import ModelShape, read_hardware, read_model_shape
+    from kaveri.planner.catalog import ModelShape
     from kaveri.planner.observed_workload import ObservedWorkload
     from kaveri.planner.plan import ClusterPlan
     from kaveri.planner.plan_question import PlanQuestion
@@ -128,6 +128,7 @@ def plan(
     """
     if context.invoked_subcommand is not None:
         return
+    from kaveri.planner.catalog import read_hardware, read_model_shape
     from kaveri.planner.expected_load import ExpectedLoad
     from kaveri.planner.parallelism import parse_parallelism
     from kaveri.planner.plan import plan as find_plan
