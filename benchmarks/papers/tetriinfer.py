@@ -28,9 +28,9 @@ from kaveri.latency.model import load_latency_model
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
-from kaveri.simulator.attempt import SimulatedRequest
 from kaveri.simulator.baseline_rule import BaselineRule
 from kaveri.simulator.baselines import BaselineSpec, simulate_baseline
+from kaveri.simulator.instance import SimulatedRequest
 from kaveri.simulator.simulate import Simulation, simulate
 from kaveri.simulator.spec import ClusterSpec, DecodeSpec, PoolSpec, PrefillSpec, RouterSpec
 from kaveri.workload.requests import PlannedRequest, RequestLengths, WorkloadClass, draw_lengths

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from kaveri.latency.model import DecodeLatency, LatencyModel, PrefillLatency
-from kaveri.simulator.attempt import SimulatedRequest
+from kaveri.simulator.instance import SimulatedRequest
 from kaveri.simulator.simulate import Simulation
 from kaveri.simulator.spec import ClusterSpec, DecodeSpec, PoolSpec, PrefillSpec
 from kaveri.workload.requests import PlannedRequest

@@ -18,9 +18,8 @@ from kaveri.policy.replication import CopyRules, ReplicationMode, choose_holder,
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.policy.waits import COPY_LOOK_S, COPY_REQUESTS_MAX, HOLDER_REST_S, NO_HOLDER_S
-from kaveri.simulator.attempt import DecodingInstance, SimulatedAttempt
 from kaveri.simulator.held_copies import HeldCopies, HeldKv
-from kaveri.simulator.instance import InstanceRouter
+from kaveri.simulator.instance import InstanceRouter, SimulatedAttempt, SimulatedInstance
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.timeline import Timeline
@@ -49,7 +48,7 @@ class OwnedRequest:
 class _BlockSender:
     """Sends blocks of copies in the background, one by one, round robin over the copies."""
 
-    def __init__(self, timeline: Timeline, instance: DecodingInstance, layout: KvLayout, blocks_per_s: float) -> None:
+    def __init__(self, timeline: Timeline, instance: SimulatedInstance, layout: KvLayout, blocks_per_s: float) -> None:
         """blocks_per_s: 0: no limit."""
         self.line: deque[OwnedRequest] = deque()
         """Requests with a copy, in the order in which they send."""
@@ -175,7 +174,7 @@ class _HolderChoice:
 class OwnedCopies:
     """Copies of the requests of one incarnation of an instance."""
 
-    def __init__(self, timeline: Timeline, spec: ClusterSpec, instance: DecodingInstance, layout: KvLayout) -> None:
+    def __init__(self, timeline: Timeline, spec: ClusterSpec, instance: SimulatedInstance, layout: KvLayout) -> None:
         record, copies = instance.record, spec.decode.copies
         self._timeline = timeline
         self._rules = CopyRules(copies.replica_min_tokens)
@@ -303,7 +302,7 @@ class OwnedCopies:
 class InstanceCopies:
     """Copies at and from one incarnation of an instance."""
 
-    def __init__(self, router: InstanceRouter, instance: DecodingInstance) -> None:
+    def __init__(self, router: InstanceRouter, instance: SimulatedInstance) -> None:
         layout = instance.record.layout
         assert isinstance(layout, KvLayout)
         self.record = instance.record

@@ -30,9 +30,8 @@ from kaveri.policy.waits import (
     ROOM_PATIENCE_S,
     ROOM_REST_WHEN_FAILED_S,
 )
-from kaveri.simulator.attempt import KvPush, SimulatedAttempt
 from kaveri.simulator.decode import SimulatedDecode
-from kaveri.simulator.instance import InstanceRouter, SimulatedInstance
+from kaveri.simulator.instance import InstanceRouter, KvPush, SimulatedAttempt, SimulatedInstance
 from kaveri.simulator.member import SimulatedLoad
 from kaveri.simulator.sequence import CountedSequence
 
@@ -191,7 +190,7 @@ class SimulatedPrefill(SimulatedInstance):
         self._queue.advance(attempt, attempt.token_count)
         attempt.first_token_s = now_s
         if attempt.generated:
-            self._router.table.gaps(now_s - attempt.request.last_token_s, 1)
+            self._router.gaps(now_s - attempt.request.last_token_s, 1)
         self._router.drew_first(attempt, now_s)
         if sequence.done:
             self._live.discard(attempt)

@@ -16,8 +16,8 @@ from kaveri.policy.replication import is_worth_a_resume
 from kaveri.policy.retry import RetryLimits, Setback, after_setback
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.policy.waits import PREFILL_LOOK_S
-from kaveri.simulator.attempt import LossAccount, SimulatedAttempt, SimulatedRequest
 from kaveri.simulator.copies import InstanceCopies
+from kaveri.simulator.instance import LossAccount, SimulatedAttempt, SimulatedRequest
 from kaveri.simulator.member import HEARTBEAT_INTERVAL_S, Broadcasts
 from kaveri.simulator.prefill import SimulatedPrefill
 from kaveri.simulator.spec import ClusterSpec
@@ -45,6 +45,7 @@ class SimulatedRouter:
         self._unserved: dict[SimulatedRequest, float] = {}
         """Requests that wait outside the line for an instance of a missing phase, with the time since when."""
         self.table = table
+        self.gaps = table.gaps
         self.view = ClusterView()
         self.prefills: dict[str, SimulatedPrefill] = {}
         self.holders: dict[str, InstanceCopies] = {}

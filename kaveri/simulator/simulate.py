@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from kaveri.domain.view import BOTH_PHASES, ClusterView, InstanceRecord, Phase, Role, ViewedInstance
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.simulator.attempt import SimulatedRequest
 from kaveri.simulator.colocated import SimulatedColocated
 from kaveri.simulator.decode import DecodeSide, SimulatedDecode
+from kaveri.simulator.instance import SimulatedRequest
 from kaveri.simulator.member import HEARTBEAT_INTERVAL_S, HeardMember
 from kaveri.simulator.prefill import SimulatedPrefill
 from kaveri.simulator.router import MODEL, SimulatedRouter

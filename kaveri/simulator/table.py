@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kaveri.simulator.attempt import SimulatedAttempt, SimulatedRequest
+from kaveri.simulator.instance import SimulatedAttempt, SimulatedRequest
 from kaveri.workload.run_columns import (
     SERVER_LOSSES,
     SERVER_PHASES,
