@@ -5,7 +5,8 @@ before the instance changes, and when its load is read.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase
@@ -40,7 +41,10 @@ class SimulatedLoad:
     replica_total_bytes: int = 0
 
     def numbered(self, sequence_number: int) -> "SimulatedLoad":
-        return replace(self, sequence_number=sequence_number)
+        return SimulatedLoad(sequence_number, *_FIGURES(self))
+
+
+_FIGURES = attrgetter(*(entry.name for entry in fields(SimulatedLoad)[1:]))
 
 
 class BeatingMember:
