@@ -40,6 +40,7 @@ def test_latencies_are_of_the_answered_and_count_from_the_moment_a_request_was_d
     assert report["ttft_s"]["mean"] == pytest.approx((0.2 + 1.0 + 0.2 + 0.1) / 4)
     assert report["tpot_s"]["max"] == pytest.approx(0.2)
     assert report["jct_s"]["p50"] == pytest.approx(1.2)
+    assert (report["itl_s"]["p50"], report["itl_s"]["max"]) == pytest.approx((0.1, 0.2))
     assert report["output_tokens_per_s"] == pytest.approx(34 / 4.0)
     assert report["requests_per_s"] == 1.0
     assert report["slo_attainment"] is None
