@@ -161,6 +161,7 @@ def plan(
         demand = ExpectedLoad(
             lengths=drawn, rate_per_s=rate or 0.0, burstiness=1.0 if burstiness is None else burstiness
         )
+    taken = Overheads() if overheads is None else read_overheads(overheads)
     question = PlanQuestion(
         model=shape,
         hardware=read_hardware(hardware),
@@ -176,11 +177,7 @@ def plan(
             max_batch=max_batch,
         ),
         replication=replication,
-        simulations=SimulationSettings(
-            request_count=requests,
-            overheads=Overheads() if overheads is None else read_overheads(overheads),
-            seed=seed,
-        ),
+        simulations=SimulationSettings(request_count=requests, overheads=taken, seed=seed),
     )
     if now is None:
         _report(find_plan(question), out, as_json, too_long)

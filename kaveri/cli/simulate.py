@@ -87,13 +87,9 @@ def simulate(
     wanted = None if preset is None else preset_settings(preset)
     read = read_spec(spec, setting_sections(), {} if wanted is None else wanted.sections)
     failures = FailureSpec(deaths=tuple(map(parse_death, fail or ())), mtbf_s=mtbf, repair_s=repair)
-    cluster = replace(
-        read.spec,
-        prefill=replace(read.spec.prefill, layer_count=layers),
-        router=replace(read.spec.router, lengths_known=not natural_length),
-        overheads=taken,
-        failures=failures,
-    )
+    prefill = replace(read.spec.prefill, layer_count=layers)
+    router = replace(read.spec.router, lengths_known=not natural_length)
+    cluster = replace(read.spec, prefill=prefill, router=router, overheads=taken, failures=failures)
     slo, measured, too_long = Slo(slo_ttft_s, slo_tpot_s), None, 0
     if compare is not None:
         measured = _bench_file(compare)

@@ -91,8 +91,10 @@ def simulate_baseline(spec: BaselineSpec, requests: Sequence[PlannedRequest], co
     if not requests:
         raise ConfigError("requests", "are none; there must be at least 1")
     # No instance is lost, and none records what a request's phases took.
-    table = RunTable(len(requests), tuple(f"baseline-{number}" for number in range(count)), losses=())
+    instance_ids = tuple(f"baseline-{number}" for number in range(count))
+    table = RunTable(len(requests), instance_ids, losses=())
     for number, one in enumerate(requests):
+        table.place(number, instance_ids[number % count], instance_ids[number % count])
         table.plan(number, one.arrival_s, one.lengths.prompt_tokens, one.lengths.output_tokens)
     instances = [_BaselineInstance(spec, requests, range(first, len(requests), count), table) for first in range(count)]
     for instance in instances:
@@ -113,7 +115,6 @@ class _BaselineInstance:
         self._coming = deque(numbers)
         """Numbers of the requests that have not arrived."""
         self._table = table
-        self._instance_id = f"baseline-{numbers.start}"
         self._now_s = 0.0
         self._free = spec.total_blocks
         self._waiting: deque[_BaselineRequest] = deque()
@@ -282,7 +283,6 @@ class _BaselineInstance:
 
     def _end(self, one: _BaselineRequest) -> None:
         self._table.times["last_s"][one.number] = self._now_s
-        self._table.place(one.number, self._instance_id, self._instance_id)
         self._table.end(one.number, attempts=1, received_tokens=one.output)
         self._release(one)
 
