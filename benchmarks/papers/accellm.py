@@ -199,12 +199,12 @@ def splitwise(latency: LatencyModel) -> Callable[[Sequence[PlannedRequest]], Sys
     spec = ClusterSpec(
         prefill_count=1,
         decode_count=INSTANCES - 1,
-        prefill=PrefillSpec(engine=pool, max_queue=100_000, decode_placement=DecodePlacementPolicy.LEAST_LOADED),
+        prefill=PrefillSpec(
+            engine=pool, max_queue=100_000, decode_placement=DecodePlacementPolicy.LEAST_LOADED, layer_count=80
+        ),
         decode=DecodeSpec(engine=pool),
-        router=RouterSpec(placement_policy=PlacementPolicy.LEAST_LOADED),
+        router=RouterSpec(placement_policy=PlacementPolicy.LEAST_LOADED, lengths_known=False),
         link=LinkSpeed(LINK_BYTES_PER_S, token_bytes=KV_TOKEN_BYTES),
-        layer_count=80,
-        lengths_known=False,
     )
     return lambda requests: _summed_up(simulate(spec, requests).columns())
 
@@ -217,11 +217,10 @@ def vllm(latency: LatencyModel) -> Callable[[Sequence[PlannedRequest]], SystemRu
 
 
 def _summed_up(done: RunColumns) -> SystemRun:
-    assert done.gap_counts is not None
-    order = np.argsort(done.gaps_s)
-    reached = np.cumsum(done.gap_counts[order])
-    p99 = done.gaps_s[order][np.searchsorted(reached, 0.99 * reached[-1])]
-    gaps = (float(p99), float(done.gaps_s.max()))
+    order = np.argsort(done.gaps.seconds)
+    reached = np.cumsum(done.gaps.counts[order])
+    p99 = done.gaps.seconds[order][np.searchsorted(reached, 0.99 * reached[-1])]
+    gaps = (float(p99), float(done.gaps.seconds.max()))
     return SystemRun(list(done.ttft_s()), list(done.jct_s()), gaps, float(done.last_s.max()))
 
 

@@ -16,13 +16,15 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from benchmarks.support.bursts import LATENCY_MODEL, PAPER, SHAREGPT_PROMPT_TOKENS, read_metric, send, timed_stack
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
 from kaveri.domain.length import RangeEnd
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.loadgen.driver import LoadRun
-from kaveri.loadgen.report import jct_s
+from kaveri.loadgen.report import columns_of
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.rpc.server import RpcServer
 from kaveri.v1 import predictor_pb2
@@ -232,7 +234,7 @@ async def figures_of(
     before = await asyncio.to_thread(_preemptions, metrics_port)
     run = await send(client, requests, 0, report, natural_length=True)
     preemptions = await asyncio.to_thread(_preemptions, metrics_port) - before
-    mean_s = statistics.fmean(seconds for record in run.records if (seconds := jct_s(record)) is not None)
+    mean_s = float(np.nanmean(columns_of(run).jct_s()))
     return run, Served(preemptions, mean_s, run.duration_s)
 
 

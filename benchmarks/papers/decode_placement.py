@@ -16,8 +16,8 @@ from benchmarks.support.bursts import LATENCY_MODEL, PAPER, send, timed_stack
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
 from kaveri.domain.view import Phase
-from kaveri.loadgen.columns import columns_of
 from kaveri.loadgen.driver import LoadRun
+from kaveri.loadgen.report import columns_of
 from kaveri.policy.placement import DecodePlacementPolicy
 from kaveri.workload.requests import HEAVY_OUTPUT_TOKENS, PlannedRequest, WorkloadClass, draw_lengths
 from kaveri.workload.resource_time import busy_spans, covered_s

@@ -20,8 +20,7 @@ from benchmarks.simulator.speed import SHAREGPT_ANSWER_TOKENS
 from benchmarks.support.harness import Options, Report, run
 from kaveri.kv.transports.link_speed import LinkSpeed
 from kaveri.latency.model import DecodeLatency, LatencyModel, PrefillLatency
-from kaveri.planner.hardware import read_hardware
-from kaveri.planner.model_shape import ModelShape, read_model_shape
+from kaveri.planner.catalog import ModelShape, read_hardware, read_model_shape
 from kaveri.planner.parallelism import USABLE_SHARE
 from kaveri.planner.pipeline_plan import PipelineQuestion, Scheme, pass_s, plan_pipelines
 from kaveri.planner.profiles import read_step_latencies
@@ -155,13 +154,16 @@ def _link(report: Report) -> None:
         chunk_tokens=64,
     )
     spec = ClusterSpec(
-        prefill_count=1, decode_count=1, prefill=PrefillSpec(engine=pool), decode=DecodeSpec(engine=pool)
+        prefill_count=1,
+        decode_count=1,
+        prefill=PrefillSpec(engine=pool, layer_count=layers),
+        decode=DecodeSpec(engine=pool),
     )
     request = [PlannedRequest(0, 0.0, RequestLengths(tokens, 4))]
     plain_s = float(simulate(spec, request).columns().last_s[0])
     for gbps, paper_s in TABLE_6.items():
         link = LinkSpeed(gbps * 1e9 / 8, token_bytes=round(PROMPT_KV_BYTES / tokens))
-        slowed = simulate(replace(spec, link=link, layer_count=layers), request).columns()
+        slowed = simulate(replace(spec, link=link), request).columns()
         extra_s = float(slowed.last_s[0]) - plain_s
         report.ratio(f"extra time in prompt times, {gbps} Gbps", extra_s / PROMPT_S)
         report.compare(f"table 6, {gbps} Gbps", f"{paper_s:g} s", f"{extra_s:.2f} s")

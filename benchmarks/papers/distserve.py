@@ -29,10 +29,9 @@ import numpy as np
 from benchmarks.support.harness import Options, Report, run
 from kaveri.kv.transports.link_speed import LinkSpeed
 from kaveri.latency.model import DecodeLatency, LatencyModel, PrefillLatency
+from kaveri.planner.catalog import ModelShape, read_hardware, read_model_shape
 from kaveri.planner.decode_phase import lane_pool
 from kaveri.planner.expected_load import ExpectedLoad
-from kaveri.planner.hardware import read_hardware
-from kaveri.planner.model_shape import ModelShape, read_model_shape
 from kaveri.planner.parallelism import Parallelism, kv_tokens
 from kaveri.planner.profiles import StepLatency, read_step_latencies, saturating_tokens, scaled_to_model
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
@@ -127,7 +126,7 @@ def read_lengths(data: Path, most_tokens: int) -> dict[str, list[RequestLengths]
         for one in problems
     ]
     trace = read_trace(find_file(data, "AzureLLMInferenceTrace_code.csv"), 1_000_000)
-    found = {"sharegpt": chat, "humaneval": code, "azure-code": [one.lengths for one in trace]}
+    found = {"sharegpt": chat, "humaneval": code, "azure-code": trace.lengths}
     return {
         name: [one for one in lengths if one.prompt_tokens > 0 and one.prompt_tokens + one.output_tokens <= most_tokens]
         for name, lengths in found.items()
@@ -176,13 +175,14 @@ def distserve_spec(
         prefill_count=prefill.pp,
         decode_count=decode.pp,
         prefill=PrefillSpec(
-            engine=pool(prefill), max_queue=10_000, decode_placement=DecodePlacementPolicy.LEAST_LOADED
+            engine=pool(prefill),
+            max_queue=10_000,
+            decode_placement=DecodePlacementPolicy.LEAST_LOADED,
+            layer_count=shape.layers,
         ),
         decode=DecodeSpec(engine=pool(decode)),
-        router=RouterSpec(placement_policy=PlacementPolicy.LEAST_LOADED),
+        router=RouterSpec(placement_policy=PlacementPolicy.LEAST_LOADED, lengths_known=False),
         link=LinkSpeed(A100.link_in_node, token_bytes=shape.kv_token_bytes),
-        layer_count=shape.layers,
-        lengths_known=False,
     )
 
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from benchmarks.papers.distserve import A100, APPLICATIONS, ATTAIN, Application, read_lengths
 from benchmarks.support.harness import Options, Report, run
+from kaveri.planner.catalog import read_model_shape
 from kaveri.planner.expected_load import ExpectedLoad
-from kaveri.planner.model_shape import read_model_shape
 from kaveri.planner.placement_search import PhaseOption
 from kaveri.planner.plan import best_per_gpu, plan, search
-from kaveri.planner.plan_question import PlanQuestion
+from kaveri.planner.plan_question import PlanQuestion, SimulationSettings, SloTarget
 from kaveri.workload.requests import RequestLengths
 
 ONE_MACHINE = A100.gpus_per_node + 1
@@ -57,11 +57,9 @@ def _question(application: Application, lengths: Sequence[RequestLengths], count
         hardware=A100,
         profiles=[application.family],
         gpus=ONE_MACHINE,
-        slo_ttft_s=slo.ttft_s,
-        slo_tpot_s=slo.tpot_s,
-        attain=ATTAIN,
+        target=SloTarget(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, attain=ATTAIN),
         demand=ExpectedLoad(lengths=lengths, rate_per_s=EVERY_CONFIGURATION_PER_S),
-        request_count=count,
+        simulations=SimulationSettings(request_count=count),
     )
 
 

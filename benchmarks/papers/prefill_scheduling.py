@@ -88,8 +88,7 @@ def plan(count: int, rng: random.Random) -> list[PlannedRequest]:
 
 def summed_up(run: LoadRun) -> Burst:
     blocker, *records = run.records
-    assert blocker.first_s is not None
-    ttfts_s = sorted(record.first_s - blocker.first_s for record in records if record.first_s is not None)
+    ttfts_s = sorted(record.first_s - blocker.first_s for record in records if record.arrivals_s)
     steps = 1 + sum(later - earlier > _NEW_STEP_S for earlier, later in itertools.pairwise(ttfts_s))
     prefill_s = statistics.fmean(record.server.prefill_s for record in records if record.server is not None)
     ttft_s = statistics.fmean(ttfts_s)

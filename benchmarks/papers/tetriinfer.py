@@ -28,9 +28,9 @@ from kaveri.latency.model import load_latency_model
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
-from kaveri.simulator.attempt import SimulatedRequest
 from kaveri.simulator.baseline_rule import BaselineRule
 from kaveri.simulator.baselines import BaselineSpec, simulate_baseline
+from kaveri.simulator.instance import SimulatedRequest
 from kaveri.simulator.simulate import Simulation, simulate
 from kaveri.simulator.spec import ClusterSpec, DecodeSpec, PoolSpec, PrefillSpec, RouterSpec
 from kaveri.workload.requests import PlannedRequest, RequestLengths, WorkloadClass, draw_lengths
@@ -167,7 +167,7 @@ class PredictedSimulation(Simulation):
     """Answers have predicted ranges of GRANULARITY tokens, right with the probability `accuracy`."""
 
     def __init__(self, spec: ClusterSpec, requests: Sequence[PlannedRequest], accuracy: float) -> None:
-        super().__init__(replace(spec, lengths_known=False), requests)
+        super().__init__(replace(spec, router=replace(spec.router, lengths_known=False)), requests)
         rng = random.Random(spec.seed)
         buckets = [one.lengths.output_tokens // GRANULARITY for one in requests]
         self._buckets = list(buckets)
@@ -299,10 +299,11 @@ _BASELINES = {
 
 def _tetriinfer(seed: int) -> ClusterSpec:
     """`--preset tetriinfer`, with one instance of each phase."""
-    spec = _spec(seed=seed, link=LinkSpeed(25e9, token_bytes=KV_TOKEN_BYTES), layer_count=40)
+    spec = _spec(seed=seed, link=LinkSpeed(25e9, token_bytes=KV_TOKEN_BYTES))
     pool = replace(spec.prefill.engine, total_blocks=SMALL_POOL_BLOCKS, chunk_tokens=512, max_model_len=2048)
     prefill = PrefillSpec(
         engine=pool,
+        layer_count=40,
         prefill_policy=OrderingPolicy.SJF,
         prefill_sched_batch=16,
         decode_placement=DecodePlacementPolicy.HEAVY_LIGHT,

@@ -23,9 +23,8 @@ from typing import Any
 from benchmarks.support.bursts import LATENCY_MODEL, PAPER, send, timed_stack
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
-from kaveri.loadgen.columns import columns_of
 from kaveri.loadgen.driver import LoadRun
-from kaveri.loadgen.report import Slo, summarize
+from kaveri.loadgen.report import Slo, columns_of, summarize
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
 from kaveri.workload.requests import PlannedRequest, WorkloadClass, draw_lengths, gamma_arrivals, plan_requests

@@ -27,7 +27,7 @@ from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.latency.model import LatencyModel, load_latency_model
-from kaveri.loadgen.columns import columns_of
+from kaveri.loadgen.report import columns_of
 from kaveri.simulator.report import differences
 from kaveri.simulator.simulate import Simulation
 from kaveri.simulator.spec import ClusterSpec, DecodeSpec, PoolSpec, PrefillSpec

@@ -249,10 +249,10 @@ def _workload(
     options.refuse_given("draws lengths; --trace and --prompts have theirs", workload=kind)
     options.refuse_given("bounds drawn lengths; these have their own", max_prompt=max_prompt)
     if trace is not None:
-        from kaveri.workload.traces import trace_workload
+        from kaveri.workload.traces import read_trace
 
         options.refuse_given("bounds drawn lengths; --trace has its own", max_output=max_output)
-        return trace_workload(trace, count), "--trace"
+        return read_trace(trace, count), "--trace"
     from kaveri.workload.prompts import read_prompts
 
     assert prompts is not None
@@ -301,9 +301,10 @@ def _report(bench: "_BenchRuns", phases: "Mapping[str, Phases]", *, interrupted:
     from rich.console import Console
 
     from kaveri.loadgen.provenance import provenance
-    from kaveri.loadgen.report import over_runs, row, summarize
+    from kaveri.loadgen.report import rows, summarize
     from kaveri.loadgen.show import show_report, show_warnings
     from kaveri.profiling.output import not_written
+    from kaveri.workload.summary import over_runs
 
     info, settings, search = bench.info, bench.settings, bench.goodput_search
     load, output = settings.load, settings.output
@@ -320,10 +321,7 @@ def _report(bench: "_BenchRuns", phases: "Mapping[str, Phases]", *, interrupted:
         "too_long": bench.too_long,
         "over_runs": over_runs(summaries),
         "goodput": _goodput(search, settings, len(phases), runs) if search is not None else None,
-        "runs": [
-            {**summary, "rows": [row(record) for record in run.records]}
-            for (_, run), summary in zip(bench.runs, runs, strict=True)
-        ],
+        "runs": [{**summary, "rows": list(rows(run))} for (_, run), summary in zip(bench.runs, runs, strict=True)],
     }
     if output.as_json:
         print(json.dumps(report))
@@ -380,24 +378,26 @@ class _BenchRuns:
             await run_closed(self._client, requests, send, _WARM_UP_CONCURRENCY, lambda _: self._progress.advance(bar))
 
     async def run(self, rate_per_s: float | None, name: str) -> "LoadRun":
-        from kaveri.loadgen.driver import run_load
+        from kaveri.loadgen.driver import run_closed, run_open
 
         load = self.settings.load
         requests = load.schedule.plan(self._workload, rate_per_s)
         bar = self._progress.add_task(name, total=len(requests))
-        run = await run_load(
-            self._client,
-            requests,
-            self._send(load.schedule.seed + len(self.runs)),
-            load.schedule.concurrency,
-            load.max_in_flight,
-            lambda _: self._progress.advance(bar),
-        )
+        send, concurrency = self._send(load.schedule.seed + len(self.runs)), load.schedule.concurrency
+
+        def on_end(_: object) -> None:
+            self._progress.advance(bar)
+
+        if concurrency is None:
+            run = await run_open(self._client, requests, send, load.max_in_flight, on_end)
+        else:
+            run = await run_closed(self._client, requests, send, concurrency, on_end)
         self.runs.append((rate_per_s, run))
         return run
 
     async def search_goodput(self) -> None:
         """Run at one rate after another; `goodput_search` holds the results so far."""
+        from kaveri.loadgen.report import columns_of
         from kaveri.workload.goodput import GoodputSearch, Probe
 
         settings, first_per_s = self.settings, self.settings.load.schedule.rate_per_s
@@ -410,8 +410,7 @@ class _BenchRuns:
         )
         while (rate_per_s := search.next_rate()) is not None:
             run = await self.run(rate_per_s, f"{rate_per_s:.3g} requests/s")
-            met = sum(settings.slo.met_by(record) for record in run.records)
-            search.note(Probe(rate_per_s, met / len(run.records)))
+            search.note(Probe(rate_per_s, float(settings.slo.met(columns_of(run)).mean())))
 
     def _send(self, seed: int) -> "RequestSettings":
         from kaveri.loadgen.driver import RequestSettings

@@ -16,7 +16,7 @@ from kaveri.errors import ConfigError
 from kaveri.policy.replication import ReplicationMode
 
 if TYPE_CHECKING:
-    from kaveri.planner.model_shape import ModelShape
+    from kaveri.planner.catalog import ModelShape
     from kaveri.planner.observed_workload import ObservedWorkload
     from kaveri.planner.plan import ClusterPlan
     from kaveri.planner.plan_question import PlanQuestion
@@ -107,12 +107,11 @@ def plan(
     """
     if context.invoked_subcommand is not None:
         return
+    from kaveri.planner.catalog import read_hardware, read_model_shape
     from kaveri.planner.expected_load import ExpectedLoad
-    from kaveri.planner.hardware import read_hardware
-    from kaveri.planner.model_shape import read_model_shape
     from kaveri.planner.parallelism import parse_parallelism
     from kaveri.planner.plan import plan as find_plan
-    from kaveri.planner.plan_question import PlanQuestion
+    from kaveri.planner.plan_question import InstanceLimits, PlanQuestion, SimulationSettings, SloTarget
     from kaveri.planner.profiles import model_of
     from kaveri.simulator.spec import Overheads
     from kaveri.simulator.spec_file import read_overheads
@@ -141,24 +140,23 @@ def plan(
         demand = ExpectedLoad(
             lengths=drawn, rate_per_s=rate or 0.0, burstiness=1.0 if burstiness is None else burstiness
         )
+    taken = Overheads() if overheads is None else read_overheads(overheads)
     question = PlanQuestion(
         model=shape,
         hardware=read_hardware(hardware),
         profiles=profiles,
         gpus=max(_DEFAULT_GPUS, 2 * now.cluster.gpus if now else 0) if gpus is None else gpus,
-        slo_ttft_s=slo_ttft_s,
-        slo_tpot_s=slo_tpot_s,
-        attain=attain,
+        target=SloTarget(ttft_s=slo_ttft_s, tpot_s=slo_tpot_s, attain=attain),
         demand=demand,
-        prefill_parallelism=parse_parallelism(prefill_tp_pp, "--prefill-tp-pp") if prefill_tp_pp else None,
-        decode_parallelism=parse_parallelism(decode_tp_pp, "--decode-tp-pp") if decode_tp_pp else None,
-        same_node=same_node,
+        limits=InstanceLimits(
+            prefill=parse_parallelism(prefill_tp_pp, "--prefill-tp-pp") if prefill_tp_pp else None,
+            decode=parse_parallelism(decode_tp_pp, "--decode-tp-pp") if decode_tp_pp else None,
+            same_node=same_node,
+            chunk_tokens=chunk_tokens,
+            max_batch=max_batch,
+        ),
         replication=replication,
-        chunk_tokens=chunk_tokens,
-        max_batch=max_batch,
-        request_count=requests,
-        overheads=Overheads() if overheads is None else read_overheads(overheads),
-        seed=seed,
+        simulations=SimulationSettings(request_count=requests, overheads=taken, seed=seed),
     )
     if now is None:
         _report(find_plan(question), out, as_json, too_long)
@@ -179,7 +177,7 @@ def _compare(question: "PlanQuestion", now: ObservedNow) -> "Replan":
     except ConfigError:
         for line in observed_lines(question, now.workload, now.cluster, attainment):
             typer.echo(line, err=True)
-        typer.echo(f"{verdict(attainment, question.attain)}; there is no plan to compare it with", err=True)
+        typer.echo(f"{verdict(attainment, question.target.attain)}; there is no plan to compare it with", err=True)
         raise
     return Replan(observed=now.workload, running=now.cluster, attainment=attainment, plan=found)
 

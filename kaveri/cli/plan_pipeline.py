@@ -33,8 +33,7 @@ def pipeline(
     DéjàVu's equations 1 to 7, and the steady rates of its three schemes: one pipeline, several, and one for each phase.
     """
     from kaveri.latency.model import load_latency_model
-    from kaveri.planner.hardware import read_hardware
-    from kaveri.planner.model_shape import read_model_shape
+    from kaveri.planner.catalog import read_hardware, read_model_shape
     from kaveri.planner.pipeline_plan import MICROBATCH_SIZES, PipelineQuestion, plan_pipelines
     from kaveri.planner.profiles import model_of
 
@@ -74,7 +73,7 @@ def _show(found: "PipelinePlan") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from kaveri.planner.pipeline_equations import streaming_bound
+    from kaveri.planner.pipeline_plan import streaming_bound
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False)
@@ -130,9 +129,8 @@ def read_fitting(trace: Path, longest: int) -> tuple[Workload, int]:
     """Read the requests of a trace that fit, with their times, in the order of arrival, and the number left out."""
     from kaveri.workload.traces import read_trace
 
-    entries = read_trace(trace, _ALL)
-    load = Workload(lengths=[entry.lengths for entry in entries], times_s=[entry.arrival_s for entry in entries])
+    load = read_trace(trace, _ALL)
     fitting = load.fitting(longest)
     if not fitting.lengths:
         raise ConfigError("--trace", f"no request fits into {longest} tokens")
-    return fitting, len(entries) - len(fitting.lengths)
+    return fitting, len(load.lengths) - len(fitting.lengths)

@@ -57,7 +57,7 @@ def simulate(
     from kaveri.programs import setting_sections
     from kaveri.simulator.baselines import baseline_of, simulate_baseline
     from kaveri.simulator.failures import FailureSpec, parse_death
-    from kaveri.simulator.report import SimulatedRun, differences, report_of, requests_of
+    from kaveri.simulator.report import differences, report_of, requests_of
     from kaveri.simulator.simulate import simulate as run
     from kaveri.simulator.spec import Overheads
     from kaveri.simulator.spec_file import read_overheads, read_spec
@@ -72,8 +72,9 @@ def simulate(
     wanted = None if preset is None else preset_settings(preset)
     read = read_spec(spec, setting_sections(), {} if wanted is None else wanted.sections)
     failures = FailureSpec(deaths=tuple(map(parse_death, fail or ())), mtbf_s=mtbf, repair_s=repair)
-    lengths_known = not natural_length
-    cluster = replace(read.spec, overheads=taken, lengths_known=lengths_known, layer_count=layers, failures=failures)
+    prefill = replace(read.spec.prefill, layer_count=layers)
+    router = replace(read.spec.router, lengths_known=not natural_length)
+    cluster = replace(read.spec, prefill=prefill, router=router, overheads=taken, failures=failures)
     slo, measured, too_long = Slo(slo_ttft_s, slo_tpot_s), None, 0
     if compare is not None:
         measured = _bench_file(compare)
@@ -83,11 +84,10 @@ def simulate(
     else:
         longest = min(cluster.prefill.engine.max_model_len, cluster.decode.engine.max_model_len)
         planned, too_long = _plan(workload, trace, requests, schedule, max_prompt, max_output, longest)
-    tables: list[SimulatedRun] = []
     if baseline is not None:
-        tables.append(simulate_baseline(baseline_of(cluster, baseline), planned, len(cluster.instance_ids)))
+        tables = [simulate_baseline(baseline_of(cluster, baseline), planned, len(cluster.instance_ids))]
     else:
-        tables += [run(replace(cluster, seed=seed + number), planned, concurrency) for number in range(repeats)]
+        tables = [run(replace(cluster, seed=seed + number), planned, concurrency) for number in range(repeats)]
     report = report_of(
         tables,
         slo,
@@ -96,7 +96,7 @@ def simulate(
         model=cluster.decode.engine.latency.name,
         seed=seed,
         rate_per_s=rate,
-        lengths_known=cluster.lengths_known,
+        lengths_known=not natural_length,
         too_long=too_long,
         all_rows=as_json,
     )
@@ -132,9 +132,9 @@ def _plan(
 ) -> tuple[list[PlannedRequest], int]:
     """Build the requests; return them with the number left out because they are too long."""
     if trace is not None:
-        from kaveri.workload.traces import trace_workload
+        from kaveri.workload.traces import read_trace
 
-        load = trace_workload(trace, count)
+        load = read_trace(trace, count)
     else:
         if schedule.rate_per_s is None and schedule.concurrency is None:
             raise ConfigError("--rate", "is not given; give --rate, --concurrency, --trace or --compare")

@@ -7,14 +7,17 @@ token of context, plus a time per request. kaveri/profiling measures steps and f
 
 import json
 import math
+import types
+import typing
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kaveri.errors import ConfigError
 
+RecordT = TypeVar("RecordT")
 _BUNDLED = Path(__file__).parent / "bundled"
 
 
@@ -127,41 +130,52 @@ def load_latency_model(name_or_file: str) -> LatencyModel:
         # A profile (kaveri/latency/profile.py) contains a latency model.
         if isinstance(document, dict) and "latency_model" in document:
             document = document["latency_model"]
-        return parse_latency_model(document)
+        model = record_of(document, LatencyModel)
+        check_latency_model(model)
+        return model
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("latency_model", f"{path} is no latency model: {error}") from error
 
 
-def parse_latency_model(document: object) -> LatencyModel:
-    """Parse a latency model from the result of json.loads. Raises ValueError, naming the field."""
-    values = _members("the file", document, LatencyModel)
-    for name in ("name", "source"):
-        if not isinstance(values[name], str):
-            raise ValueError(f"{name} is {values[name]!r}; it must be a text")
-    if not isinstance(values["decode"], list) or not values["decode"]:
-        raise ValueError("decode must be a list of at least one entry")
-    decode = tuple(
-        DecodeLatency(**_numbers(f"decode[{number}]", entry, DecodeLatency))
-        for number, entry in enumerate(values["decode"])
-    )
-    batches = [entry.min_batch for entry in decode]
-    if batches[0] != 1 or batches != sorted(set(batches)):
+def check_latency_model(model: LatencyModel) -> None:
+    """Raise ValueError unless the entries for decode steps cover all batches."""
+    batches = [entry.min_batch for entry in model.decode]
+    if batches[:1] != [1] or batches != sorted(set(batches)):
         raise ValueError(f"decode has min_batch {batches}; they must rise, from 1")
-    prefill = PrefillLatency(**_numbers("prefill", values["prefill"], PrefillLatency))
-    return LatencyModel(name=values["name"], source=values["source"], prefill=prefill, decode=decode)
 
 
-def _numbers(where: str, entry: object, kind: type[PrefillLatency] | type[DecodeLatency]) -> dict[str, Any]:
-    values = _members(where, entry, kind)
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise ValueError(f"{where}.{name} is {value!r}; it must be a number of at least 0")
-    return values
+def record_of(document: object, kind: type[RecordT], where: str = "the file") -> RecordT:
+    """Build a dataclass from the result of json.loads. Raises ValueError, naming the field.
+
+    Numbers must be finite and at least 0, which holds for every field of a profile.
+    """
+    assert is_dataclass(kind)
+    names = {entry.name for entry in fields(kind)}
+    if not isinstance(document, dict) or set(document) != names:
+        found = sorted(document) if isinstance(document, dict) else type(document).__name__
+        raise ValueError(f"{where} has {found}; it must have {sorted(names)}")
+    hints = typing.get_type_hints(kind)
+    within = "" if where == "the file" else f"{where}."
+    return kind(**{name: _value(f"{within}{name}", document[name], hints[name]) for name in names})
 
 
-def _members(where: str, entry: object, kind: type[Any]) -> dict[str, Any]:
-    expected = {field.name for field in fields(kind)}
-    if not isinstance(entry, dict) or set(entry) != expected:
-        found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
-        raise ValueError(f"{where} has {found}; it must have {sorted(expected)}")
-    return entry
+def _value(where: str, value: object, hint: Any) -> Any:
+    if is_dataclass(hint):
+        assert isinstance(hint, type)
+        return record_of(value, hint, where)
+    if isinstance(hint, types.GenericAlias):
+        if not isinstance(value, list):
+            raise ValueError(f"{where} is no list")
+        kinds = typing.get_args(hint)
+        if kinds[-1] is Ellipsis:
+            kinds = kinds[:1] * len(value)
+        if len(kinds) != len(value):
+            raise ValueError(f"{where} has {len(value)} entries; it must have {len(kinds)}")
+        pairs = zip(value, kinds, strict=True)
+        return tuple(_value(f"{where}[{index}]", entry, kind) for index, (entry, kind) in enumerate(pairs))
+    accepted = (int, float) if hint is float else (hint,)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
+        raise ValueError(f"{where} is {value!r:.80}; it must be a {hint.__name__}")
+    if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{where} is {value!r}; it must be at least 0")
+    return value

@@ -5,21 +5,15 @@ the latency model.
 """
 
 import json
-import math
-import types
-import typing
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
 from kaveri.errors import ConfigError
 from kaveri.latency.machine import Machine
-from kaveri.latency.model import LatencyModel, parse_latency_model
+from kaveri.latency.model import LatencyModel, check_latency_model, record_of
 
 FORMAT = "kaveri-profile"
 VERSION = 1
-
-RecordT = TypeVar("RecordT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,47 +149,10 @@ def read_profile(path: str | Path) -> Profile:
     if (version := document.pop("version", None)) != VERSION:
         raise ConfigError("profile", f"{path} has version {version!r}; this is for {VERSION}: measure again")
     try:
-        profile = _record("the file", document, Profile)
+        profile = record_of(document, Profile)
+        check_latency_model(profile.latency_model)
         if profile.chunk_tokens < 1:
             raise ValueError(f"saturation.chunk_tokens is {profile.chunk_tokens}; it must be at least 1")
     except ValueError as error:
         raise ConfigError("profile", f"{path} is no profile: {error}") from error
     return profile
-
-
-def _record(where: str, document: object, kind: type[RecordT]) -> RecordT:
-    """Build a dataclass from the result of json.loads. Raises ValueError, naming the field."""
-    assert is_dataclass(kind)
-    names = {entry.name for entry in fields(kind)}
-    if not isinstance(document, dict) or set(document) != names:
-        found = sorted(document) if isinstance(document, dict) else type(document).__name__
-        raise ValueError(f"{where} has {found}; it must have {sorted(names)}")
-    hints = typing.get_type_hints(kind)
-    within = "" if where == "the file" else f"{where}."
-    return kind(**{name: _value(f"{within}{name}", document[name], hints[name]) for name in names})
-
-
-def _value(where: str, value: object, hint: Any) -> Any:
-    """Convert a JSON value to the field's type. Numbers must be finite and at least 0, which holds for every field of a
-    profile."""
-    if hint is LatencyModel:
-        return parse_latency_model(value)
-    if is_dataclass(hint):
-        assert isinstance(hint, type)
-        return _record(where, value, hint)
-    if isinstance(hint, types.GenericAlias):
-        if not isinstance(value, list):
-            raise ValueError(f"{where} is no list")
-        kinds = typing.get_args(hint)
-        if kinds[-1] is Ellipsis:
-            kinds = kinds[:1] * len(value)
-        if len(kinds) != len(value):
-            raise ValueError(f"{where} has {len(value)} entries; it must have {len(kinds)}")
-        pairs = zip(value, kinds, strict=True)
-        return tuple(_value(f"{where}[{index}]", entry, kind) for index, (entry, kind) in enumerate(pairs))
-    accepted = (int, float) if hint is float else (hint,)
-    if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
-        raise ValueError(f"{where} is {value!r:.80}; it must be a {hint.__name__}")
-    if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{where} is {value!r}; it must be at least 0")
-    return value

@@ -1,6 +1,7 @@
 """Sends planned requests through the SDK on time, and records token arrivals. Not thread-safe."""
 
 import asyncio
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -28,12 +29,9 @@ class RequestRecord:
     due_s: float
     """Due time: the planned arrival, or in a closed loop the end of the previous request."""
     sent_s: float = 0.0
-    first_s: float | None = None
-    last_s: float | None = None
-    """Arrival time of the last tokens."""
+    arrivals_s: list[float] = field(default_factory=list)
+    """Arrival time of each chunk; a chunk has several tokens when the client is slower than the model."""
     received_tokens: int = 0
-    gaps_s: list[float] = field(default_factory=list)
-    """Times between consecutive chunks; a chunk has several tokens when the client is slower than the model."""
     error: str | None = None
     """Name of the error that ended the request; None: it was answered."""
     reason: str = ""
@@ -47,6 +45,16 @@ class RequestRecord:
         if self.prompt_tokens is None:
             return self.planned.lengths
         return RequestLengths(self.prompt_tokens, self.received_tokens)
+
+    @property
+    def first_s(self) -> float:
+        """Arrival time of the first token; NaN: none has arrived."""
+        return self.arrivals_s[0] if self.arrivals_s else math.nan
+
+    @property
+    def last_s(self) -> float:
+        """Arrival time of the last token; NaN: none has arrived."""
+        return self.arrivals_s[-1] if self.arrivals_s else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +80,6 @@ class LoadTarget(ABC):
         now_s: Callable[[], float],
     ) -> None:
         """Send a request, and record its answer or error. now_s: seconds after the start of the run."""
-
-
-async def run_load(
-    client: "AsyncClient | LoadTarget",
-    requests: Sequence[PlannedRequest],
-    send: "RequestSettings",
-    concurrency: int | None,
-    max_in_flight: int,
-    on_end: Callable[[RequestRecord], None],
-) -> LoadRun:
-    """Run a closed loop of `concurrency` requests, or an open loop if None. on_end: called for each request."""
-    if concurrency is None:
-        return await run_open(client, requests, send, max_in_flight, on_end)
-    return await run_closed(client, requests, send, concurrency, on_end)
 
 
 async def run_open(
@@ -189,12 +183,7 @@ async def _send(
         async with stream:
             async for chunk in stream:
                 if chunk.token_ids:
-                    now_s = clock.now_s()
-                    if record.last_s is None:
-                        record.first_s = now_s
-                    else:
-                        record.gaps_s.append(now_s - record.last_s)
-                    record.last_s = now_s
+                    record.arrivals_s.append(clock.now_s())
                     record.received_tokens += len(chunk.token_ids)
                 if chunk.timing is not None:
                     record.server = chunk.timing.server

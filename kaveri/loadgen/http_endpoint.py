@@ -21,8 +21,7 @@ class HttpEndpoint(LoadTarget):
     """Completions endpoint of one server: /v1/completions, or /v1/chat/completions for conversations.
 
     A chunk with text counts as one token until the final usage gives the real number, so per-token times are exact
-    where
-    the server sends a chunk per token, and means are exact otherwise.
+    where the server sends a chunk per token, and means are exact otherwise.
     """
 
     def __init__(self, url: str, api_key: str = "") -> None:
@@ -113,11 +112,7 @@ def _note(record: RequestRecord, data: str, now_s: float) -> bool:
             record.reason = str(error.get("message") if is_object else error)[:_MOST_SHOWN]
             return False
         if any(_text(choice) for choice in event.get("choices", ())):
-            if record.last_s is None:
-                record.first_s = now_s
-            else:
-                record.gaps_s.append(now_s - record.last_s)
-            record.last_s = now_s
+            record.arrivals_s.append(now_s)
             record.received_tokens += 1
         if usage := event.get("usage"):
             record.received_tokens = int(usage["completion_tokens"])

@@ -9,7 +9,7 @@ import numpy as np
 
 from kaveri.kv.transports.link_speed import LinkSpeed
 from kaveri.planner.placement_search import PhaseOption
-from kaveri.planner.plan_question import PlanQuestion
+from kaveri.planner.plan_question import SEEDS, PlanQuestion, SloTarget
 from kaveri.policy.replication import ReplicationMode
 from kaveri.simulator.failures import Death, FailureSpec
 from kaveri.simulator.simulate import simulate
@@ -17,7 +17,6 @@ from kaveri.simulator.spec import ClusterSpec, CopySpec, DecodeSpec, PrefillSpec
 from kaveri.workload.run_columns import RunColumns
 from kaveri.workload.summary import Slo
 
-SEEDS = 5
 _T_95 = 2.776
 """Student's t for a 95 % interval of the mean of SEEDS values."""
 
@@ -55,7 +54,7 @@ class PlannedCluster:
 
     def spec(self, seed: int, failures: FailureSpec) -> ClusterSpec:
         question, hardware = self.question, self.question.hardware
-        is_in_node = question.same_node or self.gpus <= hardware.gpus_per_node
+        is_in_node = question.limits.same_node or self.gpus <= hardware.gpus_per_node
         speed = hardware.link_in_node if is_in_node else hardware.link_between_nodes
         copies = CopySpec()
         if self.replicates:
@@ -64,11 +63,10 @@ class PlannedCluster:
         return ClusterSpec(
             prefill_count=self.prefill_count * self.prefill.parallelism.pp,
             decode_count=self.decode_count * self.decode.parallelism.pp,
-            prefill=PrefillSpec(engine=self.prefill.pool),
+            prefill=PrefillSpec(engine=self.prefill.pool, layer_count=question.model.layers),
             decode=DecodeSpec(engine=self.decode.pool, copies=copies),
             link=LinkSpeed(speed, token_bytes=question.model.kv_token_bytes),
-            overheads=question.overheads,
-            layer_count=question.model.layers,
+            overheads=question.simulations.overheads,
             failures=failures,
             seed=seed,
         )
@@ -79,15 +77,13 @@ class PlannedCluster:
 
     def attainment(self, died: Sequence[str] = ()) -> Attainment:
         """Simulate the cluster. died: instances that die for good when a third of the requests have arrived."""
-        question, demand, request_count = self.question, self.question.demand, self.question.request_count
-        runs = []
-        # Other draws than those that chose the configuration.
-        for seed in range(question.seed + 1, question.seed + 1 + SEEDS):
-            requests = demand.draw(request_count, demand.rate_per_s, seed)
-            at_s = requests[request_count // 3].arrival_s
+        question, runs = self.question, []
+        for seed in question.simulations.cluster_seeds:
+            requests = question.draw(seed=seed)
+            at_s = requests[question.simulations.request_count // 3].arrival_s
             deaths = tuple(Death(instance_id=name, at_s=at_s) for name in died)
             runs.append(simulate(self.spec(seed, FailureSpec(deaths=deaths, repair_s=None)), requests).columns())
-        return attainment_of(runs, question.slo, question.attain)
+        return attainment_of(runs, question.target)
 
     def lanes_of(self, role: str) -> tuple[str, ...]:
         """Return the simulated instances of which the first instance of a role consists."""
@@ -95,14 +91,14 @@ class PlannedCluster:
         return tuple(f"{role}-{lane}" for lane in range(option.parallelism.pp))
 
 
-def attainment_of(runs: Sequence[RunColumns], slo: Slo, attain: float) -> Attainment:
-    """Return the attainment of SEEDS runs of one cluster. attain: required share."""
+def attainment_of(runs: Sequence[RunColumns], target: SloTarget) -> Attainment:
+    """Return the attainment of SEEDS runs of one cluster."""
     shares, ttft, tpot, scales = [], [], [], []
     for run in runs:
-        shares.append(float(slo.met(run).mean()))
-        ttft.append(1 - float(Slo(ttft_s=slo.ttft_s).met(run).mean()))
-        tpot.append(1 - float(Slo(tpot_s=slo.tpot_s).met(run)[run.answered].mean()) if run.answered.any() else 0.0)
-        scales.append(_slo_scale(run, slo, attain))
+        shares.append(float(target.slo.met(run).mean()))
+        ttft.append(1 - float(Slo(ttft_s=target.ttft_s).met(run).mean()))
+        tpot.append(1 - float(Slo(tpot_s=target.tpot_s).met(run)[run.answered].mean()) if run.answered.any() else 0.0)
+        scales.append(_slo_scale(run, target))
     mean = statistics.fmean(shares)
     scale = statistics.fmean(scales)
     half = _T_95 * statistics.stdev(shares) / math.sqrt(SEEDS)
@@ -116,10 +112,8 @@ def attainment_of(runs: Sequence[RunColumns], slo: Slo, attain: float) -> Attain
     )
 
 
-def _slo_scale(run: RunColumns, slo: Slo, attain: float) -> float:
-    assert slo.ttft_s is not None
-    assert slo.tpot_s is not None
+def _slo_scale(run: RunColumns, target: SloTarget) -> float:
     # Answers of one token have no TPOT: fmax takes the other figure.
-    worst = np.fmax(run.ttft_s() / slo.ttft_s, run.tpot_s() / slo.tpot_s)
+    worst = np.fmax(run.ttft_s() / target.ttft_s, run.tpot_s() / target.tpot_s)
     scales = np.sort(np.where(run.answered, worst, math.inf))
-    return float(scales[math.ceil(attain * len(scales) - 1e-9) - 1])
+    return float(scales[math.ceil(target.attain * len(scales) - 1e-9) - 1])

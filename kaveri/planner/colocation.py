@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kaveri.latency.model import LatencyModel
-from kaveri.planner.cluster_check import SEEDS, Attainment, attainment_of
+from kaveri.planner.cluster_check import Attainment, attainment_of
 from kaveri.planner.parallelism import Parallelism, kv_tokens, possible_parallelisms
-from kaveri.planner.plan_question import PlanQuestion
+from kaveri.planner.plan_question import SEEDS, PlanQuestion
 from kaveri.planner.profiles import StepLatency, read_step_latencies, saturating_tokens
 from kaveri.simulator.baseline_rule import BaselineRule
 from kaveri.simulator.baselines import BaselineSpec, simulate_baseline
@@ -35,8 +35,6 @@ class ColocatedPlan:
     """Spec of one instance."""
     count: int
     attainment: Attainment
-    price_per_hour: float
-    """Total price, in US dollars."""
 
     @property
     def gpus(self) -> int:
@@ -56,12 +54,9 @@ def cheapest_colocated(question: PlanQuestion, most_gpus: int) -> ColocatedPlan 
         runs = list(_runs(question, spec, count))
         if len(runs) < SEEDS:
             continue
-        attainment = attainment_of(runs, question.slo, question.attain)
-        if attainment.low >= question.attain:
-            price = parallelism.gpus * count * hardware.price_per_hour
-            return ColocatedPlan(
-                parallelism=parallelism, step=step, spec=spec, count=count, attainment=attainment, price_per_hour=price
-            )
+        attainment = attainment_of(runs, question.target)
+        if attainment.low >= question.target.attain:
+            return ColocatedPlan(parallelism=parallelism, step=step, spec=spec, count=count, attainment=attainment)
     return None
 
 
@@ -69,36 +64,31 @@ def colocated_spec(question: PlanQuestion, step: StepLatency, total_blocks: int)
     """Return the spec of one instance, with total_blocks blocks of BLOCK_TOKENS."""
     return BaselineSpec(
         rule=BaselineRule.BESIDE,
-        latency=_with_overheads(step.latency, question.overheads),
+        latency=_with_overheads(step.latency, question.simulations.overheads),
         total_blocks=total_blocks,
         block_tokens=BLOCK_TOKENS,
-        max_batch=question.max_batch,
-        step_tokens=question.chunk_tokens or saturating_tokens(step.latency),
+        max_batch=question.limits.max_batch,
+        step_tokens=question.limits.chunk_tokens or saturating_tokens(step.latency),
     )
 
 
 def colocated_attainment(question: PlanQuestion, spec: BaselineSpec, count: int) -> Attainment:
-    runs = [_run(question, spec, count, seed) for seed in _seeds(question)]
-    return attainment_of(runs, question.slo, question.attain)
-
-
-def _seeds(question: PlanQuestion) -> range:
-    return range(question.seed + 1, question.seed + 1 + SEEDS)
+    runs = [_run(question, spec, count, seed) for seed in question.simulations.cluster_seeds]
+    return attainment_of(runs, question.target)
 
 
 def _runs(question: PlanQuestion, spec: BaselineSpec, count: int) -> Iterator[RunColumns]:
     """Run one simulation for each seed; only the first if it misses the share by far."""
-    for seed in _seeds(question):
+    for seed in question.simulations.cluster_seeds:
         run = _run(question, spec, count, seed)
         yield run
-        if float(question.slo.met(run).mean()) < question.attain - _HOPELESS:
+        if float(question.target.slo.met(run).mean()) < question.target.attain - _HOPELESS:
             return
 
 
 def _run(question: PlanQuestion, spec: BaselineSpec, count: int, seed: int) -> RunColumns:
-    requests = question.demand.draw(question.request_count, question.demand.rate_per_s, seed)
-    run = simulate_baseline(spec, requests, count).columns()
-    hops_s = _HOPS * question.overheads.hop_s
+    run = simulate_baseline(spec, question.draw(seed=seed), count).columns()
+    hops_s = _HOPS * question.simulations.overheads.hop_s
     return replace(run, first_s=run.first_s + hops_s, last_s=run.last_s + hops_s)
 
 

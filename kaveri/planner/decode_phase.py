@@ -10,11 +10,10 @@ import math
 from collections.abc import Sequence
 
 from kaveri.latency.model import DecodeLatency, LatencyModel, PrefillLatency
-from kaveri.simulator.attempt import SimulatedRequest
+from kaveri.simulator.instance import SimulatedRequest
 from kaveri.simulator.simulate import Simulation
 from kaveri.simulator.spec import ClusterSpec, DecodeSpec, PoolSpec, PrefillSpec
 from kaveri.workload.requests import PlannedRequest
-from kaveri.workload.summary import Slo
 
 
 class Verdict:
@@ -89,23 +88,14 @@ def judge_decode(
         ),
         max_queue=len(requests),
     )
-    cluster = ClusterSpec(
-        prefill_count=1, decode_count=lanes, prefill=prefill, decode=DecodeSpec(engine=pool), heartbeat_interval_s=0.1
-    )
-    return judge(Simulation(cluster, requests), requests, Slo(tpot_s=tpot_s), Verdict(len(requests), target))
-
-
-def judge(simulation: Simulation, requests: Sequence[PlannedRequest], slo: Slo, verdict: Verdict) -> Verdict:
-    """Run until the verdict is certain. Overload is detected long before the requests end: a request that has not ended
-    when its SLO of TPOT allows no more time has missed it.
-
-    The prompts must take no time: that time counts from the request's arrival.
-    """
-    table, late = simulation.table, set[int]()
+    cluster = ClusterSpec(prefill_count=1, decode_count=lanes, prefill=prefill, decode=DecodeSpec(engine=pool))
+    simulation = Simulation(cluster, requests)
+    table, late, verdict = simulation.table, set[int](), Verdict(len(requests), target)
 
     def note_end(request: SimulatedRequest) -> None:
         if request.number not in late:
-            note(slo.met_by(table.outcome(request.number)))
+            # NaN, without a second token, exceeds no limit.
+            note(not table.tpot_s(request.number) > tpot_s)
 
     def look(number: int) -> None:
         if not table.ends[number]:
@@ -118,10 +108,11 @@ def judge(simulation: Simulation, requests: Sequence[PlannedRequest], slo: Slo, 
             raise _Certain
 
     simulation.router.on_end = note_end
-    if slo.tpot_s is not None:
-        for request in requests:
-            allowed_s = slo.tpot_s * (request.lengths.output_tokens - 1)
-            simulation.timeline.at(request.arrival_s + allowed_s * _ROUNDING, look, request.number)
+    # Overload is detected long before the requests end: a request that has not ended when its SLO allows no more time
+    # has missed it. The prompts take no time, so that time counts from the arrival.
+    for request in requests:
+        allowed_s = tpot_s * (request.lengths.output_tokens - 1)
+        simulation.timeline.at(request.arrival_s + allowed_s * _ROUNDING, look, request.number)
     with contextlib.suppress(_Certain):
         simulation.run()
     return verdict

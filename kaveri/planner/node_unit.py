@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kaveri.errors import ConfigError
-from kaveri.planner.hardware import Hardware
+from kaveri.planner.catalog import Hardware
 from kaveri.planner.placement_search import PhaseOption
 
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from kaveri.errors import ConfigError
-from kaveri.planner.hardware import Hardware
-from kaveri.planner.model_shape import ModelShape
+from kaveri.planner.catalog import Hardware, ModelShape
 
 USABLE_SHARE = 0.92
 """Share of a GPU's memory for weights and KV; the rest is for activations and the runtime. DistServe's own counts

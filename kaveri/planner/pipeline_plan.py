@@ -2,7 +2,12 @@
 
 (arXiv 2403.01876, section 4.2.1 and appendix B.) Every scheme is tried with every microbatch size, and the one with the
 highest rate of requests is taken. The paper compares makespans of one trace; the makespan of few requests is mostly
-that of filling and draining the pipelines. Here requests never run out.
+that of filling and draining the pipelines. Here requests never run out. Equation 1 is section 4.2.1's; 2 to 7 are
+appendix D's. Letters are the paper's:
+
+    D  machines     L  layers           Y  seconds of a prompt in a stage of a pipeline of D machines
+    N  new tokens   m  cost of streaming the prompt's KV, at least 1        t  seconds of a token in such a stage
+    M  bytes of GPU memory of a machine   W  bytes of a layer's weights   C, K  of a layer's KV of prompt, of tokens
 """
 
 import functools
@@ -10,20 +15,12 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kaveri.errors import ConfigError
 from kaveri.latency.model import LatencyModel
-from kaveri.planner.hardware import Hardware
-from kaveri.planner.model_shape import ModelShape
+from kaveri.planner.catalog import Hardware, ModelShape
 from kaveri.planner.parallelism import USABLE_SHARE
-from kaveri.planner.pipeline_equations import (
-    apart_pays,
-    least_prompt_depth,
-    least_token_depth,
-    prompt_machines,
-    streaming_bound,
-)
 from kaveri.planner.pipeline_rate import Period, apart_period, shared_period
 from kaveri.workload.requests import RequestLengths
 
@@ -85,12 +82,12 @@ class Scheme:
     prompt_depth: int
     """Stages of the prompt pipeline; 0: one pipeline for both phases."""
     microbatch: int
-    request_s: float
+    request_s: float = math.nan
     """Seconds per request while requests never run out."""
-    low_s: float
-    high_s: float
+    low_s: float = math.nan
+    high_s: float = math.nan
     """Upper end of the 95 % interval of `request_s`."""
-    request_count: int
+    request_count: int = 0
     """Simulated requests, including warm-up and drain."""
 
     @property
@@ -146,28 +143,22 @@ class PipelinePlan:
 class _Candidate:
     """A Scheme before it is simulated."""
 
-    name: str
-    pipelines: int
-    depth: int
-    prompt_depth: int
-    microbatch: int
+    scheme: Scheme
+    """The scheme without its seconds and requests."""
     period: Callable[[Sequence[int]], Period]
     """Period of one of the pipelines, from the tokens of its microbatches."""
 
     def simulated(self, question: PipelineQuestion, count: int) -> Scheme:
         """Simulate with `count` microbatches in a pipeline."""
-        found = self.period(_drawn_tokens(question, self.microbatch, count))
-        requests = self.microbatch * self.pipelines
-        return Scheme(
-            name=self.name,
-            pipelines=self.pipelines,
-            depth=self.depth,
-            prompt_depth=self.prompt_depth,
-            microbatch=self.microbatch,
+        microbatch = self.scheme.microbatch
+        found = self.period(_drawn_tokens(question, microbatch, count))
+        requests = microbatch * self.scheme.pipelines
+        return replace(
+            self.scheme,
             request_s=found.mean_s / requests,
             low_s=found.low_s / requests,
             high_s=found.high_s / requests,
-            request_count=self.microbatch * count,
+            request_count=microbatch * count,
         )
 
 
@@ -259,7 +250,8 @@ def _baselines(question: PipelineQuestion, name: str, ways: Sequence[int]) -> li
         if _fits(question, depth, size, prompts_only=False):
             prompt_s, token_s = (seconds / depth for seconds in pass_s(question, size))
             period = functools.partial(shared_period, depth=depth, prompt_s=prompt_s, token_s=token_s)
-            found.append(_Candidate(name, pipelines, depth, 0, size, period))
+            scheme = Scheme(name=name, pipelines=pipelines, depth=depth, prompt_depth=0, microbatch=size)
+            found.append(_Candidate(scheme, period))
     return found
 
 
@@ -272,5 +264,51 @@ def _apart(question: PipelineQuestion) -> list[_Candidate]:
             prompt_s, token_s = pass_s(question, size)
             streamed_s = question.streaming * prompt_s / prompt_depth
             period = functools.partial(apart_period, prompt_s=streamed_s, token_s=token_s / depth)
-            found.append(_Candidate("DéjàVu", 1, depth, prompt_depth, size, period))
+            scheme = Scheme(name="DéjàVu", pipelines=1, depth=depth, prompt_depth=prompt_depth, microbatch=size)
+            found.append(_Candidate(scheme, period))
     return found
+
+
+# The paper's equations.
+
+
+def least_prompt_depth(layers: int, prompt_kv_bytes: float, weight_bytes: float, memory_bytes: float) -> int:
+    """Equation 2: the fewest machines whose memory holds the prompt pipeline. Sizes are those of one layer."""
+    return math.ceil(layers * (prompt_kv_bytes + weight_bytes) / memory_bytes)
+
+
+def least_token_depth(
+    layers: int, prompt_kv_bytes: float, token_kv_bytes: float, weight_bytes: float, memory_bytes: float
+) -> int:
+    """Equation 3, in whole machines: the fewest that hold the token pipeline, with as many microbatches as stages.
+
+    Raises ConfigError when the KV of one microbatch in all layers leaves no room for weights: then no depth suffices.
+    """
+    left_bytes = memory_bytes - layers * (prompt_kv_bytes + token_kv_bytes)
+    if left_bytes <= 0:
+        kv_gb = layers * (prompt_kv_bytes + token_kv_bytes) / 1e9
+        reason = f"has {kv_gb:.4g} GB of KV; a machine has {memory_bytes / 1e9:.4g} GB, and no depth helps"
+        raise ConfigError("--microbatch", reason)
+    return math.ceil(layers * weight_bytes / left_bytes)
+
+
+def prompt_machines(machines: int, prompt_s: float, token_s: float, new_tokens: float, streaming: float) -> float:
+    """Equations 1 and 7: D_p = D m Y / (m Y + N t), not rounded."""
+    return machines * streaming * prompt_s / (streaming * prompt_s + new_tokens * token_s)
+
+
+def streaming_bound(machines: int) -> float:
+    """Equation 5 holds for m below 2 - 1/D. The paper says m below 2; from this bound on its denominator is not above
+    0, and two pipelines are slower than one for any Y / t."""
+    return 2 - 1 / machines
+
+
+def apart_pays(machines: int, prompt_s: float, token_s: float, streaming: float) -> bool:
+    """Equation 5: Y / t > (D - 1) / (D (2 - m) - 1), for a division of machines without rounding.
+
+    Raises ConfigError for an m outside [1, streaming_bound()).
+    """
+    if not 1 <= streaming < streaming_bound(machines):
+        limit = f"at least 1 and below 2 - 1/D = {streaming_bound(machines):.4g}, where equation 5 holds"
+        raise ConfigError("--streaming", f"is {streaming:g}; it must be {limit}")
+    return prompt_s / token_s > (machines - 1) / (machines * (2 - streaming) - 1)

@@ -52,8 +52,6 @@ class PhaseOption:
     """Share of requests that meet the SLO on an idle instance."""
     goodput_per_s: float
     """Requests per second of one instance. 0: it meets the SLO at no rate."""
-    run_count: int
-    """Number of simulations of the search."""
 
     @property
     def per_gpu(self) -> float:
@@ -63,20 +61,20 @@ class PhaseOption:
 
 def search_prefill(question: PlanQuestion, parallelism: Parallelism, step: StepLatency) -> PhaseOption:
     """Find the goodput of one prefill instance by the SLO of TTFT alone."""
-    pool, sample = _prepare(question, parallelism, step)
+    pool, sample = phase_pool(question, parallelism, step), question.draw()
     stages, latency = parallelism.pp, step.latency
 
     def ttft_alone_s(request: PlannedRequest) -> float:
         alone = PlannedRequest(0, 0.0, request.lengths)
         return next(end_s for _, end_s in prefill_ends([alone], latency, stages, pool.chunk_tokens))
 
-    alone = _share([ttft_alone_s(request) for request in sample], question.slo_ttft_s)
+    alone = _share([ttft_alone_s(request) for request in sample], question.target.ttft_s)
 
     def holds(rate_per_s: float) -> bool:
-        requests = question.demand.draw(question.request_count, rate_per_s, question.seed)
-        verdict = Verdict(len(requests), question.attain)
+        requests = question.draw(rate_per_s)
+        verdict = Verdict(len(requests), question.target.attain)
         for request, end_s in prefill_ends(requests, latency, stages, pool.chunk_tokens):
-            verdict.note(end_s - request.arrival_s <= question.slo_ttft_s)
+            verdict.note(end_s - request.arrival_s <= question.target.ttft_s)
             if verdict.is_certain:
                 break
         return verdict.holds
@@ -85,39 +83,40 @@ def search_prefill(question: PlanQuestion, parallelism: Parallelism, step: StepL
     least_s = statistics.fmean(_least_prompt_s(step, request, pool.chunk_tokens) for request in sample)
     # From this rate on the queue grows without end: no rate above it meets any SLO for long.
     highest = stages / least_s if least_s > 0 else math.inf
-    goodput, runs = _goodput(holds, highest, highest, alone, question.attain)
-    return PhaseOption(PlannedPhase.PREFILL, parallelism, step, pool, alone, goodput, runs)
+    goodput = _goodput(holds, highest, highest, alone, question.target.attain)
+    return PhaseOption(PlannedPhase.PREFILL, parallelism, step, pool, alone, goodput)
 
 
 def search_decode(question: PlanQuestion, parallelism: Parallelism, step: StepLatency) -> PhaseOption:
     """Find the goodput of one decode instance by the SLO of TPOT alone."""
-    pool, sample = _prepare(question, parallelism, step)
+    pool, sample = phase_pool(question, parallelism, step), question.draw()
     lanes = parallelism.pp
-    alone = _share([alone_tpot_s(step.latency, request) for request in sample], question.slo_tpot_s)
+    alone = _share([alone_tpot_s(step.latency, request) for request in sample], question.target.tpot_s)
 
     def holds(rate_per_s: float) -> bool:
-        requests = question.demand.draw(question.request_count, rate_per_s, question.seed)
-        return judge_decode(requests, pool, lanes, question.slo_tpot_s, question.attain).holds
+        requests = question.draw(rate_per_s)
+        return judge_decode(requests, pool, lanes, question.target.tpot_s, question.target.attain).holds
 
     mean_output_tokens = statistics.fmean(request.lengths.output_tokens for request in sample)
     mean_prompt_tokens = statistics.fmean(request.lengths.prompt_tokens for request in sample)
-    highest = highest_rate_per_s(step.latency, lanes, question.max_batch, mean_output_tokens)
+    highest = highest_rate_per_s(step.latency, lanes, question.limits.max_batch, mean_output_tokens)
     likely = likely_rate_per_s(
-        pool, lanes, question.slo_tpot_s, question.max_batch, mean_prompt_tokens, mean_output_tokens
+        pool, lanes, question.target.tpot_s, question.limits.max_batch, mean_prompt_tokens, mean_output_tokens
     )
-    goodput, runs = _goodput(holds, likely, highest, alone, question.attain)
-    return PhaseOption(PlannedPhase.DECODE, parallelism, step, pool, alone, goodput, runs)
+    goodput = _goodput(holds, likely, highest, alone, question.target.attain)
+    return PhaseOption(PlannedPhase.DECODE, parallelism, step, pool, alone, goodput)
 
 
-def _prepare(
-    question: PlanQuestion, parallelism: Parallelism, step: StepLatency
-) -> tuple[PoolSpec, list[PlannedRequest]]:
-    chunk_tokens = question.chunk_tokens or saturating_tokens(step.latency)
-    tokens = kv_tokens(question.model, question.hardware, parallelism)
-    pool = lane_pool(
-        step.latency, tokens, parallelism.pp, chunk_tokens, question.max_batch, question.model.max_model_len
+def phase_pool(question: PlanQuestion, parallelism: Parallelism, step: StepLatency, tokens: int = 0) -> PoolSpec:
+    """Return the pool of one lane of an instance. tokens: of KV that the instance holds; 0: as many as fit."""
+    return lane_pool(
+        step.latency,
+        tokens or kv_tokens(question.model, question.hardware, parallelism),
+        parallelism.pp,
+        question.limits.chunk_tokens or saturating_tokens(step.latency),
+        question.limits.max_batch,
+        question.model.max_model_len,
     )
-    return pool, question.demand.draw(question.request_count, question.demand.rate_per_s, question.seed)
 
 
 def _share(values: Sequence[float], limit: float) -> float:
@@ -131,22 +130,19 @@ def _least_prompt_s(step: StepLatency, request: PlannedRequest, chunk_tokens: in
 
 def _goodput(
     holds: Callable[[float], bool], likely_per_s: float, highest_per_s: float, alone: float, attain: float
-) -> tuple[float, int]:
-    """Return the highest rate that holds, and the number of simulations. likely_per_s: where to begin; runs far above
-    the goodput take the longest."""
+) -> float:
+    """Return the highest rate that holds. likely_per_s: where to begin; runs far above the goodput take the longest."""
     if alone < attain:
-        return 0.0, 0
+        return 0.0
     # No instance can keep up with more.
     bound_per_s = highest_per_s * (1 + RESOLUTION)
     start_per_s = min(likely_per_s, highest_per_s)
     search = GoodputSearch(start_per_s if start_per_s < math.inf else 1.0, attain, _MAX_RUNS, RESOLUTION)
     if start_per_s == highest_per_s < math.inf:
         search.note(Probe(bound_per_s, 0.0))
-    runs = 0
     while (rate_per_s := search.next_rate()) is not None:
         if rate_per_s >= bound_per_s:
             search.note(Probe(bound_per_s, 0.0))
             continue
-        runs += 1
         search.note(Probe(rate_per_s, 1.0 if holds(rate_per_s) else 0.0))
-    return (search.held.rate_per_s if search.held is not None else 0.0), runs
+    return search.held.rate_per_s if search.held is not None else 0.0

@@ -24,11 +24,6 @@ class SimulatedCluster:
     cluster: PlannedCluster
     attainment: Attainment
 
-    @property
-    def price_per_hour(self) -> float:
-        """Price in US dollars."""
-        return self.cluster.gpus * self.cluster.question.hardware.price_per_hour
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
@@ -54,11 +49,6 @@ class ClusterPlan:
         return self.cluster.prefill.step.is_estimate or self.cluster.decode.step.is_estimate
 
     @property
-    def price_per_hour(self) -> float:
-        """Price in US dollars."""
-        return self.cluster.gpus * self.question.hardware.price_per_hour
-
-    @property
     def binds(self) -> str:
         """The SLO that more requests miss; empty: none misses any."""
         if not self.attainment.missed_ttft and not self.attainment.missed_tpot:
@@ -76,7 +66,7 @@ def plan(question: PlanQuestion) -> ClusterPlan:
     prefill_options, decode_options = search(question)
     rate = question.demand.rate_per_s
     unit: NodeUnit | None = None
-    if question.same_node:
+    if question.limits.same_node:
         unit = cheapest_unit(prefill_options, decode_options, rate, question.hardware)
         prefill, prefill_count = unit.prefill, unit.prefill_count * unit.count(rate)
         decode, decode_count = unit.decode, unit.decode_count * unit.count(rate)
@@ -91,7 +81,7 @@ def plan(question: PlanQuestion) -> ClusterPlan:
         _require_affordable(question, cluster)
         attainment = cluster.attainment()
         tried.append(SimulatedCluster(cluster=cluster, attainment=attainment))
-        if attainment.low >= question.attain:
+        if attainment.low >= question.target.attain:
             break
         # Each phase alone meets its SLO as often as required; both together do so less often.
         cluster = _larger(cluster, unit)[0 if attainment.missed_ttft >= attainment.missed_tpot else -1]
@@ -101,7 +91,7 @@ def plan(question: PlanQuestion) -> ClusterPlan:
         for larger in _larger(cluster, unit)
         if larger.gpus <= question.gpus
     ]
-    asked_apart = question.prefill_parallelism is not None or question.decode_parallelism is not None
+    asked_apart = question.limits.prefill is not None or question.limits.decode is not None
     return ClusterPlan(
         question=question,
         cluster=cluster,
@@ -130,7 +120,7 @@ def search(question: PlanQuestion) -> tuple[tuple[PhaseOption, ...], tuple[Phase
     Raises ConfigError when an SLO cannot be met by any configuration, even alone.
     """
     model, hardware = question.model, question.hardware
-    asked = question.prefill_parallelism, question.decode_parallelism
+    asked = question.limits.prefill, question.limits.decode
     for flag, one in zip(("--prefill-tp-pp", "--decode-tp-pp"), asked, strict=True):
         if one is not None:
             require_possible(model, hardware, one, question.gpus, flag)
@@ -142,9 +132,9 @@ def search(question: PlanQuestion) -> tuple[tuple[PhaseOption, ...], tuple[Phase
     degrees = sorted({one.tp for some in candidates for one in some})
     steps = read_step_latencies(question.profiles, model, hardware, degrees)
     prefill = search_each(question, candidates[0], lambda one: search_prefill(question, one, steps[one.tp]))
-    _require_possible_slo(prefill, "--slo-ttft-s", question.slo_ttft_s, question.attain)
+    _require_possible_slo(prefill, "--slo-ttft-s", question.target.ttft_s, question.target.attain)
     decode = search_each(question, candidates[1], lambda one: search_decode(question, one, steps[one.tp]))
-    _require_possible_slo(decode, "--slo-tpot-s", question.slo_tpot_s, question.attain)
+    _require_possible_slo(decode, "--slo-tpot-s", question.target.tpot_s, question.target.attain)
     return prefill, decode
 
 
@@ -179,7 +169,7 @@ def search_each(
     """
     rate, fewest, options = question.demand.rate_per_s, math.inf, []
     for one in candidates:
-        if one.gpus > fewest and not question.same_node:
+        if one.gpus > fewest and not question.limits.same_node:
             # One instance of it is larger than a cluster of others that carries the rate.
             break
         option = search_one(one)

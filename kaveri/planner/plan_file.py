@@ -10,6 +10,7 @@ from kaveri.planner.colocation import ColocatedPlan
 from kaveri.planner.parallelism import Parallelism
 from kaveri.planner.placement_search import PhaseOption
 from kaveri.planner.plan import ClusterPlan, SimulatedCluster, best_per_gpu
+from kaveri.planner.plan_question import PlanQuestion
 from kaveri.simulator.failures import FailureSpec
 
 _NO_FAILURES = FailureSpec()
@@ -48,20 +49,20 @@ def to_json(plan: ClusterPlan) -> dict[str, Any]:
         "hardware": question.hardware.name,
         "rate_per_s": question.demand.rate_per_s,
         "arrivals": "recorded" if question.demand.recorded_s else "drawn",
-        "slo": {"ttft_s": question.slo_ttft_s, "tpot_s": question.slo_tpot_s, "attain": question.attain},
+        "slo": {"ttft_s": question.target.ttft_s, "tpot_s": question.target.tpot_s, "attain": question.target.attain},
         "gpus": cluster.gpus,
-        "price_per_hour": plan.price_per_hour,
+        "price_per_hour": question.price_per_hour(cluster.gpus),
         "prefill": {"instances": cluster.prefill_count, **_option(cluster.prefill)},
         "decode": {"instances": cluster.decode_count, **_option(cluster.decode)},
         "is_estimate": plan.is_estimate,
         "attainment": asdict(plan.attainment),
         "binds": plan.binds,
-        "same_node": question.same_node,
+        "same_node": question.limits.same_node,
         "replication": question.replication.value,
         "frontier": [_point(one) for one in plan.frontier],
         "one_prefill_instance_dies": asdict(plan.without_prefill),
         "one_decode_instance_dies": asdict(plan.without_decode),
-        "colocated": None if plan.colocated is None else _colocated(plan.colocated),
+        "colocated": None if plan.colocated is None else _colocated(question, plan.colocated),
         "best_per_gpu": {
             "prefill": _parallel(best_per_gpu(plan.prefill_options).parallelism),
             "decode": _parallel(best_per_gpu(plan.decode_options).parallelism),
@@ -77,9 +78,9 @@ def summary_lines(plan: ClusterPlan) -> list[str]:
     copies = f", requests go on from copies ({question.replication})" if cluster.replicates else ""
     lines = [
         f"kaveri plan: {question.model.name} on {cluster.gpus} of {question.gpus} GPUs of {question.hardware.name},"
-        f" {plan.price_per_hour:.2f} USD an hour",
-        f"{question.demand.rate_per_s:.4g} requests/s{arrivals} within TTFT {question.slo_ttft_s:g} s and TPOT"
-        f" {question.slo_tpot_s:g} s for {question.attain:.0%} of requests",
+        f" {question.price_per_hour(cluster.gpus):.2f} USD an hour",
+        f"{question.demand.rate_per_s:.4g} requests/s{arrivals} within TTFT {question.target.ttft_s:g} s and TPOT"
+        f" {question.target.tpot_s:g} s for {question.target.attain:.0%} of requests",
     ]
     for name, option, count in (
         ("prefill", cluster.prefill, cluster.prefill_count),
@@ -101,10 +102,10 @@ def summary_lines(plan: ClusterPlan) -> list[str]:
         both = plan.colocated
         lines.append(
             f"colocate: {both.count} of both phases x ({both.parallelism}) serve it with {both.gpus}"
-            f" GPU{'' if both.gpus == 1 else 's'}, {both.price_per_hour:.2f} USD an hour:"
+            f" GPU{'' if both.gpus == 1 else 's'}, {question.price_per_hour(both.gpus):.2f} USD an hour:"
             f" {interval_text(both.attainment)}"
         )
-    if not question.overheads.are_known:
+    if not question.simulations.overheads.are_known:
         lines.append("no --overheads: the services themselves were taken to need no time")
     return lines
 
@@ -113,12 +114,12 @@ def interval_text(attainment: Attainment) -> str:
     return f"{attainment.mean:.1%} (95 % interval {attainment.low:.1%} to {attainment.high:.1%})"
 
 
-def _colocated(one: ColocatedPlan) -> dict[str, Any]:
+def _colocated(question: PlanQuestion, one: ColocatedPlan) -> dict[str, Any]:
     return {
         "instances": one.count,
         "tp_pp": _parallel(one.parallelism),
         "gpus": one.gpus,
-        "price_per_hour": one.price_per_hour,
+        "price_per_hour": question.price_per_hour(one.gpus),
         "chunk_tokens": one.spec.step_tokens,
         "is_estimate": one.step.is_estimate,
         "attainment": asdict(one.attainment),
@@ -128,7 +129,7 @@ def _colocated(one: ColocatedPlan) -> dict[str, Any]:
 def _point(one: SimulatedCluster) -> dict[str, Any]:
     return {
         "gpus": one.cluster.gpus,
-        "price_per_hour": one.price_per_hour,
+        "price_per_hour": one.cluster.question.price_per_hour(one.cluster.gpus),
         "prefill_instances": one.cluster.prefill_count,
         "decode_instances": one.cluster.decode_count,
         "attainment": asdict(one.attainment),
@@ -138,8 +139,9 @@ def _point(one: SimulatedCluster) -> dict[str, Any]:
 def _point_line(one: SimulatedCluster) -> str:
     scale = one.attainment.slo_scale
     margin = "" if scale is None else f", both SLOs could be {scale:.2f} times as long"
+    price = one.cluster.question.price_per_hour(one.cluster.gpus)
     return (
-        f"{one.price_per_hour:.2f} USD an hour, {one.cluster.prefill_count} prefill and"
+        f"{price:.2f} USD an hour, {one.cluster.prefill_count} prefill and"
         f" {one.cluster.decode_count} decode: {interval_text(one.attainment)}{margin}"
     )
 

@@ -13,9 +13,7 @@ from kaveri.errors import ConfigError
 from kaveri.latency.model import LatencyModel, bundled_latency_models, load_latency_model
 from kaveri.latency.profile import read_profile
 from kaveri.latency.saturation import find_saturation
-from kaveri.planner.bundled_table import bundled_names
-from kaveri.planner.hardware import Hardware
-from kaveri.planner.model_shape import ModelShape, read_model_shape
+from kaveri.planner.catalog import Hardware, ModelShape, bundled_models, read_model_shape
 
 _BUNDLED = re.compile(r"(?P<family>(?P<model>.+)-(?P<accelerator>[a-z]\d+))-tp(?P<tp>\d+)")
 _CHUNKS = tuple(range(128, 16_384 + 1, 128))
@@ -121,7 +119,7 @@ def _read(text: str, model: ModelShape, hardware: Hardware) -> dict[int, tuple[S
 
 def model_of(profiles: Sequence[str]) -> str:
     """Return the bundled model in the first profile's name; empty: it names none."""
-    found = [name for name in bundled_names("models") if profiles and profiles[0].startswith(f"{name}-")]
+    found = [name for name in bundled_models() if profiles and profiles[0].startswith(f"{name}-")]
     return found[0] if found else ""
 
 

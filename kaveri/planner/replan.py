@@ -39,13 +39,13 @@ class Replan:
     def advice(self) -> Advice:
         """CHANGE if too few requests provably meet the SLOs, or fewer GPUs do as well; else KEEP, so that noise does
         not move the cluster to and fro."""
-        misses = self.attainment.high < self.plan.question.attain
+        misses = self.attainment.high < self.plan.question.target.attain
         return Advice.CHANGE if misses or self.fewest_gpus < self.running.gpus else Advice.KEEP
 
     @property
     def reason(self) -> str:
         """Reason for the advice, with its figures."""
-        attain, fewest = self.plan.question.attain, self.fewest_gpus
+        attain, fewest = self.plan.question.target.attain, self.fewest_gpus
         judged = verdict(self.attainment, attain)
         enough = f"{fewest} GPU is enough" if fewest == 1 else f"{fewest} GPUs are enough"
         if self.plan.colocated is not None:
@@ -53,7 +53,7 @@ class Replan:
         if self.attainment.high < attain:
             return f"{judged}; {enough}, and {self.running.gpus} run"
         if fewest < self.running.gpus:
-            saved = (self.running.gpus - fewest) * self.plan.question.hardware.price_per_hour
+            saved = self.plan.question.price_per_hour(self.running.gpus - fewest)
             return f"{enough}, and {self.running.gpus} run: {saved:.2f} USD an hour less"
         return judged if self.attainment.low < attain else f"{judged}, and no fewer GPUs were found to"
 
@@ -88,7 +88,7 @@ def observed_lines(
         f" {observed.cut_short_count} that were cut short{cut_short},"
         f" {observed.running_count} that still run{so_far},"
         f" {observed.too_long_count} too long for {question.model.name}",
-        f"what runs: {running.counts}, {running.gpus} GPUs, {_price(question, running):.2f} USD an hour:"
+        f"what runs: {running.counts}, {running.gpus} GPUs, {question.price_per_hour(running.gpus):.2f} USD an hour:"
         f" {interval_text(attainment)}",
     ]
     if not running.is_current:
@@ -106,7 +106,7 @@ def replan_json(found: Replan) -> dict[str, Any]:
         "running": {
             **asdict(found.running),
             "gpus": found.running.gpus,
-            "price_per_hour": _price(found.plan.question, found.running),
+            "price_per_hour": found.plan.question.price_per_hour(found.running.gpus),
             "attainment": asdict(found.attainment),
         },
         "observed": {
@@ -123,7 +123,3 @@ def replan_json(found: Replan) -> dict[str, Any]:
             "too_long": observed.too_long_count,
         },
     }
-
-
-def _price(question: PlanQuestion, running: RunningCluster) -> float:
-    return running.gpus * question.hardware.price_per_hour

@@ -13,12 +13,11 @@ from kaveri.domain.view import ClusterView, Phase, ViewedInstance
 from kaveri.errors import ConfigError
 from kaveri.planner.cluster_check import Attainment, PlannedCluster
 from kaveri.planner.colocation import colocated_attainment, colocated_spec
-from kaveri.planner.decode_phase import lane_pool
 from kaveri.planner.observed_workload import FLAG
-from kaveri.planner.parallelism import Parallelism, kv_tokens, require_possible
-from kaveri.planner.placement_search import PhaseOption, PlannedPhase
+from kaveri.planner.parallelism import Parallelism, require_possible
+from kaveri.planner.placement_search import PhaseOption, PlannedPhase, phase_pool
 from kaveri.planner.plan_question import PlanQuestion
-from kaveri.planner.profiles import read_step_latencies, saturating_tokens
+from kaveri.planner.profiles import read_step_latencies
 from kaveri.policy.replication import ReplicationMode
 
 TP_FLAG = "--running-tp"
@@ -138,10 +137,8 @@ def _option(question: PlanQuestion, some: RunningInstances, phase: PlannedPhase)
     # A stage of a pipeline runs as an instance of its own (kaveri.planner.plan_file), without room for the whole model.
     require_possible(model, question.hardware, parallelism, some.tp, TP_FLAG, has_pool=some.pool_tokens > 0)
     step = read_step_latencies(question.profiles, model, question.hardware, [some.tp])[some.tp]
-    chunk_tokens = question.chunk_tokens or saturating_tokens(step.latency)
-    tokens = some.pool_tokens or kv_tokens(model, question.hardware, parallelism)
-    pool = lane_pool(step.latency, tokens, 1, chunk_tokens, question.max_batch, model.max_model_len)
-    return PhaseOption(phase, parallelism, step, pool, math.nan, math.nan, 0)
+    pool = phase_pool(question, parallelism, step, some.pool_tokens)
+    return PhaseOption(phase, parallelism, step, pool, math.nan, math.nan)
 
 
 def _colocated_attainment(question: PlanQuestion, some: RunningInstances) -> Attainment:

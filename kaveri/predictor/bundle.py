@@ -47,8 +47,7 @@ class LengthPredictor:
         """Load a predictor from a folder, or a bundled model's, and check every file's digest. Blocks for seconds.
 
         device: torch's name of the device that computes; always in float32. Raises ConfigError("predictor") for
-        missing,
-        corrupt or changed files, and when torch is not installed.
+        missing, corrupt or changed files, and when torch is not installed.
         """
         folder = Path(bundled_predictor(path) or path)
         manifest = read_manifest(folder)
@@ -82,10 +81,8 @@ class LengthPredictor:
         """Return the probability of each bucket for each prompt; each row sums to 1. Blocks.
 
         prompts: token ids of the served model; the caller limits their number. Prompts with lengths between the same
-        powers
-        of two form one batch, so padding at most doubles the work. Raises InvalidArgument for a prompt that is empty or
-        has
-        ids outside the vocabulary.
+        powers of two form one batch, so padding at most doubles the work. Raises InvalidArgument for a prompt that is
+        empty or has ids outside the vocabulary.
         """
         if not prompts:
             return []

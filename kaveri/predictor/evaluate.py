@@ -57,8 +57,7 @@ def evaluate(
     """Predict for all labels and measure the result.
 
     tokenizer: the served model, for its tokenizer; empty: the labels' model. repeats: batches timed per batch size; 0:
-    no
-    latency. advance: called with the number of prompts predicted so far and the total.
+    no latency. advance: called with the number of prompts predicted so far and the total.
 
     Above the predictor's own granularity, probabilities of neighbouring buckets are summed and the largest sum is the
     prediction. Raises ConfigError: no labels, labels of another model, or a tokenizer that does not match.

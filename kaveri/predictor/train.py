@@ -14,10 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import ConfigError
+from kaveri.models import resolve_model
 from kaveri.predictor.buckets import bucket_of
 from kaveri.predictor.bundle import (
     OWN_TOKENIZER,
@@ -27,10 +36,11 @@ from kaveri.predictor.bundle import (
     max_input_tokens,
     pad_rows,
 )
-from kaveri.predictor.classifier import SCRATCH, Classifier, classifier_from_base, classifier_from_scratch
 from kaveri.predictor.labels import Label, Split, load_tokenizer, read_labels, token_ids_of
 from kaveri.predictor.manifest import MANIFEST_FILE, Manifest, write_manifest
 
+SCRATCH = "scratch"
+"""Value of --base for a classifier without pretrained weights."""
 RECORD_FILE = "training.json"
 """Record of a training: settings, counts, accuracy per epoch. Not needed for serving."""
 _WORK_FOLDER = "training"
@@ -103,6 +113,56 @@ def train(labels_path: Path, out: Path, settings: TrainSettings, say: Callable[[
     manifest = _save(out, trainer.model, data, record)
     shutil.rmtree(work)
     say(f"validation accuracy {trainer.state.best_metric:.1%}; saved in {out}, version {manifest.version}")
+
+
+@dataclass(frozen=True)
+class Classifier:
+    model: Any
+    """A transformers *ForSequenceClassification in float32, with a padding token."""
+    own_tokenizer: Any | None
+    """The classifier's tokenizer; None if it uses the served model's token ids."""
+
+
+def classifier_from_scratch(
+    vocab_size: int, pad_token_id: int, bucket_count: int, max_tokens: int, layers: int, width: int
+) -> Classifier:
+    """Build a small random decoder over the served model's vocabulary; torch's seed determines its weights. Classifies
+    from the hidden state of the last token. width: hidden size, a multiple of 32; heads are 32 wide."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+        max_position_embeddings=max_tokens,
+        num_labels=bucket_count,
+        pad_token_id=pad_token_id,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return Classifier(LlamaForSequenceClassification(config), None)
+
+
+def classifier_from_base(base: str, served_tokenizer: Any, bucket_count: int) -> Classifier:
+    """Load a pretrained model (a path, a hub id or a bundled name) with a new head for the buckets. Raises
+    ConfigError("--base") when it cannot be loaded as a sequence classifier."""
+    source = resolve_model(base)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            source, num_labels=bucket_count, dtype=torch.float32, ignore_mismatched_sizes=True
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0].rstrip(": ")
+        raise ConfigError("--base", f"{base!r} cannot be loaded as a sequence classifier: {reason}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    if model.config.pad_token_id is None:
+        raise ConfigError("--base", f"{base!r} has neither a padding nor an end token")
+    shared = tokenizer.is_fast and tokenizer.backend_tokenizer.to_str() == served_tokenizer.backend_tokenizer.to_str()
+    return Classifier(model, None if shared else tokenizer)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 import importlib.metadata
 import statistics
-import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -69,7 +67,6 @@ def profile_runner(
     engine: ProfiledEngine,
     config: ProfileConfig,
     console: Console,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Profile:
     """Measure and fit a runner without a pool. console: for the progress. Raises ConfigError."""
     limits = StepLimits(
@@ -84,7 +81,7 @@ def profile_runner(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("steps", total=(rounds + 1) * (len(plan.prefill) + len(plan.decode)))
-        prefill, decode = measure_steps(runner, total_blocks, plan, rounds, lambda: progress.advance(bar), clock)
+        prefill, decode = measure_steps(runner, total_blocks, plan, rounds, lambda: progress.advance(bar))
     prefill_latency, prefill_error = fit_prefill(prefill)
     decode_latency, decode_error = fit_decode(decode)
     created = datetime.now(UTC).isoformat(timespec="seconds")

@@ -5,19 +5,16 @@ are grouped until a request arrives, ends, or lacks a block.
 """
 
 import math
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from kaveri.errors import ConfigError
 from kaveri.latency.model import LatencyModel
 from kaveri.simulator.baseline_rule import BaselineRule
 from kaveri.simulator.spec import ClusterSpec
+from kaveri.simulator.table import RunTable
 from kaveri.workload.requests import PlannedRequest
-from kaveri.workload.run_columns import SERVER_PHASES, RunColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,38 +66,6 @@ class _BaselineRequest:
         return self.tokens - self.computed
 
 
-class _Results:
-    """Times, gaps and preemptions of an instance's requests."""
-
-    def __init__(self, count: int) -> None:
-        self.first_s = array("d", [math.nan]) * count
-        self.last_s = array("d", [math.nan]) * count
-        self.gaps_s = array("d")
-        self.gap_counts = array("q")
-        self.preemptions = 0
-
-    def gap(self, gap_s: float, count: int) -> None:
-        """Record `count` tokens that have followed another one after gap_s."""
-        self.gaps_s.append(gap_s)
-        self.gap_counts.append(count)
-
-
-class BaselineRun:
-    """Results of a run, as kaveri.simulator.report reads them."""
-
-    def __init__(self, columns: RunColumns, preemptions: int) -> None:
-        self._columns = columns
-        self.preemptions = preemptions
-        self.attempts = [1] * len(columns.due_s)
-
-    def columns(self) -> RunColumns:
-        return self._columns
-
-    def reason(self, number: int) -> str:
-        """Return "": no request fails."""
-        return ""
-
-
 def baseline_of(cluster: ClusterSpec, rule: BaselineRule) -> BaselineSpec:
     """Return an instance with the pool and the batch of the cluster's decode instances, and the chunks of its prefill
     instances. As in vLLM 0.2, a step of whole prompts takes as many tokens as the longest request has."""
@@ -116,11 +81,7 @@ def baseline_of(cluster: ClusterSpec, rule: BaselineRule) -> BaselineSpec:
     )
 
 
-def baseline_ids(count: int) -> tuple[str, ...]:
-    return tuple(f"baseline-{number}" for number in range(count))
-
-
-def simulate_baseline(spec: BaselineSpec, requests: Sequence[PlannedRequest], count: int = 1) -> BaselineRun:
+def simulate_baseline(spec: BaselineSpec, requests: Sequence[PlannedRequest], count: int = 1) -> RunTable:
     """Distribute the requests round robin over `count` equal instances, and run until all have ended.
 
     Raises ConfigError for a request that does not fit into a pool alone.
@@ -129,46 +90,31 @@ def simulate_baseline(spec: BaselineSpec, requests: Sequence[PlannedRequest], co
         raise ConfigError("count", f"is {count}; there must be at least 1 instance")
     if not requests:
         raise ConfigError("requests", "are none; there must be at least 1")
-    instances = [_BaselineInstance(spec, requests[first::count]) for first in range(count)]
+    # No instance is lost, and none records what a request's phases took.
+    instance_ids = tuple(f"baseline-{number}" for number in range(count))
+    table = RunTable(len(requests), instance_ids, losses=())
+    for number, one in enumerate(requests):
+        table.place(number, instance_ids[number % count], instance_ids[number % count])
+        table.plan(number, one.arrival_s, one.lengths.prompt_tokens, one.lengths.output_tokens)
+    instances = [_BaselineInstance(spec, requests, range(first, len(requests), count), table) for first in range(count)]
     for instance in instances:
         instance.run()
-    first_s, last_s = np.empty(len(requests)), np.empty(len(requests))
-    for number, instance in enumerate(instances):
-        first_s[number::count], last_s[number::count] = instance.results.first_s, instance.results.last_s
-    due_s = np.array([one.arrival_s for one in requests])
-    output = np.array([one.lengths.output_tokens for one in requests])
-    placed = np.arange(len(requests)) % count
-    columns = RunColumns(
-        due_s=due_s,
-        sent_s=due_s,
-        first_s=first_s,
-        last_s=last_s,
-        prompt_tokens=np.array([one.lengths.prompt_tokens for one in requests]),
-        planned_tokens=output,
-        received_tokens=output,
-        error=np.zeros(len(requests), dtype=np.int64),
-        error_names=(),
-        server=dict.fromkeys(SERVER_PHASES, np.full(len(requests), np.nan)),
-        prefill_instance=placed,
-        decode_instance=placed,
-        instance_ids=baseline_ids(count),
-        duration_s=float(last_s.max()),
-        gaps_s=np.concatenate([np.array(one.results.gaps_s) for one in instances]),
-        gap_counts=np.concatenate([np.array(one.results.gap_counts, dtype=np.int64) for one in instances]),
-    )
-    return BaselineRun(columns, sum(one.results.preemptions for one in instances))
+    return table
 
 
 class _BaselineInstance:
-    def __init__(self, spec: BaselineSpec, requests: Sequence[PlannedRequest]) -> None:
-        for request in requests:
-            lengths = request.lengths
+    def __init__(self, spec: BaselineSpec, requests: Sequence[PlannedRequest], numbers: range, table: RunTable) -> None:
+        """numbers: of the requests that are placed here."""
+        for number in numbers:
+            lengths = requests[number].lengths
             if -(-(lengths.prompt_tokens + lengths.output_tokens) // spec.block_tokens) > spec.total_blocks:
                 tokens = f"{lengths.prompt_tokens} + {lengths.output_tokens} tokens"
                 raise ConfigError("requests", f"one has {tokens}; the pool has {spec.total_blocks} blocks")
         self._spec = spec
         self._requests = requests
-        self._arrived = 0
+        self._coming = deque(numbers)
+        """Numbers of the requests that have not arrived."""
+        self._table = table
         self._now_s = 0.0
         self._free = spec.total_blocks
         self._waiting: deque[_BaselineRequest] = deque()
@@ -176,12 +122,11 @@ class _BaselineInstance:
         """Admitted, and not computed completely."""
         self._running: list[_BaselineRequest] = []
         self._swapped: deque[_BaselineRequest] = deque()
-        self.results = _Results(len(requests))
 
     def run(self) -> None:
-        while self._has_work() or self._arrived < len(self._requests):
+        while self._has_work() or self._coming:
             if not self._has_work():
-                self._now_s = max(self._now_s, self._requests[self._arrived].arrival_s)
+                self._now_s = max(self._now_s, self._next_arrival_s())
             self._take_arrivals()
             self._step()
         assert self._free == self._spec.total_blocks, "blocks are left"
@@ -189,11 +134,14 @@ class _BaselineInstance:
     def _has_work(self) -> bool:
         return bool(self._waiting or self._running or self._prefilling or self._swapped)
 
+    def _next_arrival_s(self) -> float:
+        return self._requests[self._coming[0]].arrival_s if self._coming else math.inf
+
     def _take_arrivals(self) -> None:
-        while self._arrived < len(self._requests) and self._requests[self._arrived].arrival_s <= self._now_s:
-            lengths = self._requests[self._arrived].lengths
-            self._waiting.append(_BaselineRequest(self._arrived, lengths.prompt_tokens, lengths.output_tokens))
-            self._arrived += 1
+        while self._next_arrival_s() <= self._now_s:
+            number = self._coming.popleft()
+            lengths = self._requests[number].lengths
+            self._waiting.append(_BaselineRequest(number, lengths.prompt_tokens, lengths.output_tokens))
 
     # Forming steps.
 
@@ -279,9 +227,9 @@ class _BaselineInstance:
         one.computed = one.tokens
         one.drawn += 1
         if one.drawn == 1:
-            self.results.first_s[one.number] = self._now_s
+            self._table.times["first_s"][one.number] = self._now_s
         else:
-            self.results.gap(self._now_s - one.last_s, 1)
+            self._table.gaps(self._now_s - one.last_s, 1)
         one.last_s = self._now_s
         if one.drawn == one.output:
             self._end(one)
@@ -289,7 +237,6 @@ class _BaselineInstance:
             self._running.append(one)
 
     def _decode(self) -> None:
-        """Draw tokens until something can change."""
         spec = self._spec
         self._swap_in()
         self._grow()
@@ -304,7 +251,7 @@ class _BaselineInstance:
         context = sum(one.tokens for one in self._running)
         step_s = fit.step_s + context * fit.context_token_s + count * fit.request_s
         more_s = count * fit.context_token_s
-        arrives_s = self._requests[self._arrived].arrival_s if self._arrived < len(self._requests) else math.inf
+        arrives_s = self._next_arrival_s()
         # At least one, even if a request came while KV was moved.
         begins_s, steps, first_s = self._now_s, 0, step_s
         while not steps or (steps < most and begins_s < arrives_s):
@@ -319,10 +266,10 @@ class _BaselineInstance:
         """Record that the running requests have drawn a token in each step. rest_s: of the steps after the first."""
         first_end_s = self._now_s - rest_s
         if steps > 1:
-            self.results.gap(rest_s / (steps - 1), (steps - 1) * len(self._running))
+            self._table.gaps(rest_s / (steps - 1), (steps - 1) * len(self._running))
         ended = False
         for one in self._running:
-            self.results.gap(first_end_s - one.last_s, 1)
+            self._table.gaps(first_end_s - one.last_s, 1)
             one.last_s = self._now_s
             one.drawn += steps
             one.computed += steps
@@ -335,7 +282,8 @@ class _BaselineInstance:
                 self._end(one)
 
     def _end(self, one: _BaselineRequest) -> None:
-        self.results.last_s[one.number] = self._now_s
+        self._table.times["last_s"][one.number] = self._now_s
+        self._table.end(one.number, attempts=1, received_tokens=one.output)
         self._release(one)
 
     # Blocks.
@@ -344,7 +292,6 @@ class _BaselineInstance:
         return -(-tokens // self._spec.block_tokens)
 
     def _growth(self, steps: int) -> int:
-        """Return the blocks that the running requests need for this many more tokens each."""
         return sum(max(0, self._block_count(one.tokens + steps) - one.blocks) for one in self._running)
 
     def _take(self, one: _BaselineRequest, tokens: int) -> bool:
@@ -375,7 +322,7 @@ class _BaselineInstance:
                 self._preempt(self._running.pop())
 
     def _preempt(self, one: _BaselineRequest) -> None:
-        self.results.preemptions += 1
+        self._table.preemptions[one.number] += 1
         self._release(one)
         if self._spec.swap_token_s is None:
             one.computed = 0

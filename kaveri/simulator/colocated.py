@@ -5,8 +5,8 @@ the admission policy keeps for answers, and a computed prompt is adopted at once
 """
 
 from kaveri.policy.prompt_queue import prompt_fits
-from kaveri.simulator.attempt import SimulatedAttempt
 from kaveri.simulator.decode import DecodeSide
+from kaveri.simulator.instance import SimulatedAttempt
 from kaveri.simulator.member import SimulatedLoad
 from kaveri.simulator.prefill import SimulatedPrefill
 from kaveri.simulator.sequence import CountedSequence

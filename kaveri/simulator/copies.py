@@ -18,9 +18,8 @@ from kaveri.policy.replication import CopyRules, ReplicationMode, choose_holder,
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.policy.waits import COPY_LOOK_S, COPY_REQUESTS_MAX, HOLDER_REST_S, NO_HOLDER_S
-from kaveri.simulator.attempt import DecodingInstance, SimulatedAttempt
 from kaveri.simulator.held_copies import HeldCopies, HeldKv
-from kaveri.simulator.instance import InstanceRouter
+from kaveri.simulator.instance import InstanceRouter, SimulatedAttempt, SimulatedInstance
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.timeline import Timeline
@@ -49,7 +48,7 @@ class OwnedRequest:
 class _BlockSender:
     """Sends blocks of copies in the background, one by one, round robin over the copies."""
 
-    def __init__(self, timeline: Timeline, instance: DecodingInstance, layout: KvLayout, blocks_per_s: float) -> None:
+    def __init__(self, timeline: Timeline, instance: SimulatedInstance, layout: KvLayout, blocks_per_s: float) -> None:
         """blocks_per_s: 0: no limit."""
         self.line: deque[OwnedRequest] = deque()
         """Requests with a copy, in the order in which they send."""
@@ -175,7 +174,7 @@ class _HolderChoice:
 class OwnedCopies:
     """Copies of the requests of one incarnation of an instance."""
 
-    def __init__(self, timeline: Timeline, spec: ClusterSpec, instance: DecodingInstance, layout: KvLayout) -> None:
+    def __init__(self, timeline: Timeline, spec: ClusterSpec, instance: SimulatedInstance, layout: KvLayout) -> None:
         record, copies = instance.record, spec.decode.copies
         self._timeline = timeline
         self._rules = CopyRules(copies.replica_min_tokens)
@@ -261,7 +260,6 @@ class OwnedCopies:
         return self._rules.is_worth_a_copy(context_tokens, rest_tokens)
 
     def _ask(self, asked: tuple[OwnedRequest, ViewedInstance]) -> None:
-        """Deliver a question to its holder."""
         owned, found = asked
         number = owned.attempt.request.number
         holder = self.choice.holders.get(found.record.instance_id)
@@ -304,7 +302,7 @@ class OwnedCopies:
 class InstanceCopies:
     """Copies at and from one incarnation of an instance."""
 
-    def __init__(self, router: InstanceRouter, instance: DecodingInstance) -> None:
+    def __init__(self, router: InstanceRouter, instance: SimulatedInstance) -> None:
         layout = instance.record.layout
         assert isinstance(layout, KvLayout)
         self.record = instance.record
@@ -363,7 +361,6 @@ class InstanceCopies:
 
 
 def _blocks_per_s(spec: ClusterSpec, layout: KvLayout) -> float:
-    """Blocks that one instance copies per second. 0: no limit."""
     rates = [spec.decode.copies.blocks_per_s] if spec.decode.copies.blocks_per_s else []
     if spec.link is not None and spec.link.token_bytes:
         rates.append(spec.link.bytes_per_s / (spec.link.token_bytes * layout.block_tokens))

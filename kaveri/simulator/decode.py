@@ -13,9 +13,8 @@ from kaveri.errors import InvalidArgument, KaveriError, Unavailable
 from kaveri.policy.admission import DecodeBatch, expected_answer, member_of
 from kaveri.policy.decode_room import DecodeRoom, FreeRoom
 from kaveri.policy.growth import BatchMember
-from kaveri.simulator.attempt import SimulatedAttempt
 from kaveri.simulator.copies import InstanceCopies
-from kaveri.simulator.instance import InstanceRouter, SimulatedInstance
+from kaveri.simulator.instance import InstanceRouter, SimulatedAttempt, SimulatedInstance
 from kaveri.simulator.member import SimulatedLoad
 from kaveri.simulator.sequence import CountedSequence
 
@@ -36,7 +35,7 @@ class DecodeSide(SimulatedInstance):
         self._batch = DecodeBatch(self._spec.decode.decode_policy, self.pool.block_tokens, self.pool.max_batch)
         self.room = DecodeRoom(self.pool.total_blocks, self.pool.block_tokens, self._batch)
         self._keeps_blocks = self._batch.keeps_blocks
-        self._gaps = router.table.gaps
+        self._gaps = router.gaps
         self._decoding: dict[int, CountedSequence] = {}
         """Sequences by number: reserved, waiting for the batch, or in it."""
         self._preemptions: Counter[int] = Counter()
@@ -62,7 +61,7 @@ class DecodeSide(SimulatedInstance):
         """Take room ahead of all waiting requests. None: there is none."""
         self.touch()
         self._serial += 1
-        attempt.heavy = self._spec.thresholds.is_heavy(None, attempt.request.prompt_tokens)
+        attempt.heavy = self._spec.prefill.thresholds.is_heavy(None, attempt.request.prompt_tokens)
         try:
             needed_blocks = self.room.needed_blocks(attempt.token_count)
         except InvalidArgument:
@@ -149,7 +148,6 @@ class DecodeSide(SimulatedInstance):
         self._batch.leave(sequence.number)
 
     def _lose(self, sequence: CountedSequence) -> None:
-        """Report a request of an instance that dies."""
         attempt: SimulatedAttempt = sequence.owner
         if attempt.landed_s < 0:
             self._timeline.post(attempt.prefill.push_failed, sequence)

@@ -368,7 +368,6 @@ class CountedEngine:
         return len(joined)
 
     def _over(self, version: int) -> None:
-        """Handle the end of the run or step."""
         if version != self._version:
             return
         self._listener.before_step_ends()
@@ -398,7 +397,6 @@ class CountedEngine:
         self._listener.stepped()
 
     def _end_run(self) -> None:
-        """Apply the run with its last step."""
         run, batch = self._run, self._batch
         steps = run.steps
         first_count = self._note_first_steps() if batch.joined else 0

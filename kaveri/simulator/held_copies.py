@@ -11,7 +11,7 @@ from kaveri.errors import KaveriError, NoCapacity, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.replication import HeldCopy, copy_bytes, drop_first
 from kaveri.policy.waits import COPY_MADE_ROOM_RETRY_S, COPY_STARVED_S
-from kaveri.simulator.attempt import DecodingInstance
+from kaveri.simulator.instance import SimulatedInstance
 from kaveri.simulator.member import ALMOST_ALL
 from kaveri.simulator.spec import CopySpec
 from kaveri.simulator.timeline import Timeline
@@ -42,7 +42,7 @@ class HeldKv:
 class HeldCopies:
     """Copies held by one incarnation of an instance, at most one of each request."""
 
-    def __init__(self, timeline: Timeline, spec: CopySpec, instance: DecodingInstance, layout: KvLayout) -> None:
+    def __init__(self, timeline: Timeline, spec: CopySpec, instance: SimulatedInstance, layout: KvLayout) -> None:
         self.record = instance.record
         self._instance = instance
         self._timeline = timeline

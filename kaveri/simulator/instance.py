@@ -1,17 +1,123 @@
-"""A process of a simulated cluster: its record, engine and heartbeats. Pure."""
+"""Requests of a simulation, their attempts, and the processes that serve them. Pure."""
 
+import math
 import random
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from kaveri.domain.length import TokenRange
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import InstanceRecord, Phase
-from kaveri.errors import KaveriError, NoCapacity
+from kaveri.errors import KaveriError
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.simulator.attempt import SimulatedAttempt
+from kaveri.policy.retry import RetryState, Setback
+from kaveri.policy.room_search import PlaceSearch
 from kaveri.simulator.engine import CountedEngine, EngineListener
 from kaveri.simulator.member import BeatingMember, SimulatedLoad
+from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.spec import ClusterSpec
-from kaveri.simulator.table import RunTable
 from kaveri.simulator.timeline import Timeline
+
+_NO_SETBACK = RetryState()
+
+
+@dataclass(slots=True)
+class LossAccount:
+    """Cost of lost instances for one request, as in kaveri.client.answer.ServerTiming."""
+
+    since_s: float = math.nan
+    """Time of the last token before a loss, or of the loss if there was none; NaN: no loss is pending."""
+    resumes: int = 0
+    held_tokens: int = 0
+    recomputed_tokens: int = 0
+    stall_s: float = 0.0
+
+    def lost(self, since_s: float) -> None:
+        """Record the loss of its instance. A second loss before the next token counts with the first."""
+        if math.isnan(self.since_s):
+            self.since_s = since_s
+
+    def computes_again(self, tokens: int) -> None:
+        """Record that a prefill instance computes this many tokens again."""
+        if not math.isnan(self.since_s):
+            self.recomputed_tokens += tokens
+
+    def resumed(self, tokens: int, held_tokens: int) -> None:
+        """Record that a request of this many tokens resumes at its copy, which has the KV of `held_tokens`."""
+        self.resumes += 1
+        self.held_tokens += held_tokens
+        self.recomputed_tokens += tokens - held_tokens
+
+    def drew(self, drawn_s: float) -> None:
+        """Record the first token after a loss."""
+        if not math.isnan(self.since_s):
+            self.stall_s += drawn_s - self.since_s
+            self.since_s = math.nan
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedRequest:
+    """A request as its client and its router see it. Times are seconds of the timeline."""
+
+    number: int
+    due_s: float
+    prompt_tokens: int
+    output_tokens: int
+    length: TokenRange | None = None
+    """The answer's length as known to the cluster."""
+    generated: int = 0
+    """Tokens of the answer that the router has."""
+    last_token_s: float = math.nan
+    """Time of its last token, as far as the router had it when an instance was lost."""
+    attempt_count: int = 0
+    retry: RetryState = _NO_SETBACK
+    losses: LossAccount | None = None
+    """Cost of losses; None: no instance was lost."""
+
+
+@dataclass(slots=True)
+class KvPush:
+    """Progress of a push. KV is sent layer by layer while its step computes."""
+
+    since_s: float
+    tokens: int = 0
+    """Tokens that link_free_s covers."""
+    link_free_s: float = 0.0
+    """Time at which the link has sent their KV."""
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedAttempt:
+    """One placement of a request on a prefill instance, through to its end. Hashed by identity."""
+
+    request: SimulatedRequest
+    prefill: "SimulatedInstance"
+    key: str = field(init=False)
+    generated: int = field(init=False)
+    token_count: int = field(init=False)
+    """Tokens to compute. The policies' Prompt."""
+    is_over: bool = False
+    decode: "SimulatedInstance | None" = None
+    sequence: CountedSequence | None = None
+    """Its sequence at prefill."""
+    place_search: PlaceSearch | None = None
+    heavy: bool = False
+    arrived_s: float = -1.0
+    started_s: float = -1.0
+    first_token_s: float = -1.0
+    landed_s: float = -1.0
+    push: KvPush | None = None
+    replica: ReplicaLocation | None = None
+    """Copy from which it can be resumed after the loss of its instance."""
+    resumed_from: "SimulatedAttempt | None" = None
+    """The attempt that prefill computed, if this one was resumed from a copy."""
+
+    def __post_init__(self) -> None:
+        request = self.request
+        request.attempt_count += 1
+        self.key = f"{request.number}.{request.attempt_count}"
+        self.generated = request.generated
+        self.token_count = request.prompt_tokens + request.generated
 
 
 class InstanceRouter(Protocol):
@@ -20,17 +126,17 @@ class InstanceRouter(Protocol):
     timeline: Timeline
     spec: ClusterSpec
     seeds: random.Random
-    table: RunTable
 
+    def gaps(self, gap_s: float, count: int) -> None: ...
     def started(self, attempt: SimulatedAttempt) -> None: ...
     def drew_first(self, attempt: SimulatedAttempt, drawn_s: float) -> None: ...
     def finished(self, attempt: SimulatedAttempt, first_step_s: float = -1.0, preemptions: int = 0) -> None: ...
-    def refused(self, attempt: SimulatedAttempt, error: NoCapacity) -> None: ...
-    def unreached(self, attempt: SimulatedAttempt) -> None: ...
     def decode_lost(self, attempt: SimulatedAttempt) -> None: ...
     def not_resumed(self, attempt: SimulatedAttempt) -> None: ...
     def resume_lost(self, attempt: SimulatedAttempt) -> None: ...
-    def lost(self, attempt: SimulatedAttempt, error: KaveriError) -> None: ...
+    def lost(
+        self, attempt: SimulatedAttempt, error: KaveriError, setback: Setback = ..., retry_after_s: float = 0.0
+    ) -> None: ...
     def wake_at_broadcast(self) -> None: ...
 
 
@@ -52,9 +158,7 @@ class SimulatedInstance(EngineListener):
 
     def start(self, first_beat_s: float) -> None:
         """Send heartbeats from that time on."""
-        self.member = BeatingMember(
-            self._timeline, self.record, first_beat_s, self._spec.heartbeat_interval_s, self._load_at
-        )
+        self.member = BeatingMember(self._timeline, self.record, first_beat_s, self._load_at)
 
     def die(self) -> None:
         self.is_dead = True
@@ -72,4 +176,21 @@ class SimulatedInstance(EngineListener):
 
     def _load_at(self, time_s: float, sequence_number: int) -> SimulatedLoad:
         """Load of the heartbeat of that time and number."""
+        raise NotImplementedError
+
+    # Calls that an attempt's prefill or decode instance takes.
+
+    def accept(self, attempt: SimulatedAttempt) -> None:
+        raise NotImplementedError
+
+    def push_failed(self, reserved: CountedSequence) -> None:
+        raise NotImplementedError
+
+    def touch(self) -> None:
+        raise NotImplementedError
+
+    def reserve_resumed(self, attempt: SimulatedAttempt) -> CountedSequence | None:
+        raise NotImplementedError
+
+    def land_resumed(self, sequence: CountedSequence, held_tokens: int) -> None:
         raise NotImplementedError

@@ -5,12 +5,14 @@ before the instance changes, and when its load is read.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase
 from kaveri.simulator.timeline import Timeline
 
+HEARTBEAT_INTERVAL_S = 0.1
 ALMOST_ALL = 1 - 1e-6
 """Share of an interval after which it counts as over, for rounding."""
 
@@ -39,20 +41,10 @@ class SimulatedLoad:
     replica_total_bytes: int = 0
 
     def numbered(self, sequence_number: int) -> "SimulatedLoad":
-        return SimulatedLoad(
-            sequence_number,
-            self.waiting_requests,
-            self.running_requests,
-            self.queued_prefill_tokens,
-            self.queue_room,
-            self.free_blocks,
-            self.total_blocks,
-            self.context_tokens,
-            self.heavy_requests,
-            self.light_requests,
-            self.replica_free_bytes,
-            self.replica_total_bytes,
-        )
+        return SimulatedLoad(sequence_number, *_FIGURES(self))
+
+
+_FIGURES = attrgetter(*(entry.name for entry in fields(SimulatedLoad)[1:]))
 
 
 class BeatingMember:
@@ -63,7 +55,6 @@ class BeatingMember:
         timeline: Timeline,
         record: InstanceRecord,
         first_beat_s: float,
-        interval_s: float,
         load_at: Callable[[float, int], SimulatedLoad],
     ) -> None:
         """load_at: the load at a time, with the number of its heartbeat. Not called with a time before the instance's
@@ -71,12 +62,11 @@ class BeatingMember:
         self.record = record
         self._timeline = timeline
         self._first_beat_s = first_beat_s
-        self._interval_s = interval_s
         self._load_at = load_at
         self._beat = 0
         self._load: Any = load_at(first_beat_s, 1)
         self._former = self._load
-        self.next_beat_s = first_beat_s + interval_s
+        self.next_beat_s = first_beat_s + HEARTBEAT_INTERVAL_S
         self.last_beat_s = first_beat_s
         """Time of the last heartbeat of an instance that has died."""
 
@@ -92,12 +82,12 @@ class BeatingMember:
     @property
     def heartbeat_age_s(self) -> float:
         """Seconds since that heartbeat."""
-        beat_s = self.last_beat_s if self.next_beat_s == float("inf") else self.next_beat_s - self._interval_s
+        beat_s = self.last_beat_s if self.next_beat_s == float("inf") else self.next_beat_s - HEARTBEAT_INTERVAL_S
         return self._timeline.now_s - beat_s
 
     def stop(self) -> None:
         self.take_beats(self._timeline.now_s)
-        self.last_beat_s = self.next_beat_s - self._interval_s
+        self.last_beat_s = self.next_beat_s - HEARTBEAT_INTERVAL_S
         self.next_beat_s = float("inf")
 
     def take_beats(self, until_s: float) -> None:
@@ -105,7 +95,7 @@ class BeatingMember:
         beat_s = self.next_beat_s
         if until_s < beat_s:
             return
-        first_s, interval_s, next_beat = self._first_beat_s, self._interval_s, self._beat + 1
+        first_s, interval_s, next_beat = self._first_beat_s, HEARTBEAT_INTERVAL_S, self._beat + 1
         if until_s >= beat_s + interval_s:
             # There was more than one.
             beat = int((until_s - first_s) / interval_s)
@@ -121,7 +111,7 @@ class BeatingMember:
     def load_as_of(self, time_s: float) -> SimulatedLoad:
         """Load in the last heartbeat until then, which was at most one interval ago."""
         self.take_beats(time_s)
-        load: SimulatedLoad = self._load if self.next_beat_s - self._interval_s <= time_s else self._former
+        load: SimulatedLoad = self._load if self.next_beat_s - HEARTBEAT_INTERVAL_S <= time_s else self._former
         return load
 
 

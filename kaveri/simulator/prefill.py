@@ -10,7 +10,7 @@ from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
 from kaveri.engine.stepwise.sequence import SequencePhase
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, Unavailable
 from kaveri.policy.prompt_queue import PromptQueue
-from kaveri.policy.retry import bounded_retry_s
+from kaveri.policy.retry import Setback, bounded_retry_s
 from kaveri.policy.room_search import (
     Ask,
     Hopeless,
@@ -30,9 +30,8 @@ from kaveri.policy.waits import (
     ROOM_PATIENCE_S,
     ROOM_REST_WHEN_FAILED_S,
 )
-from kaveri.simulator.attempt import KvPush, SimulatedAttempt
 from kaveri.simulator.decode import SimulatedDecode
-from kaveri.simulator.instance import InstanceRouter, SimulatedInstance
+from kaveri.simulator.instance import InstanceRouter, KvPush, SimulatedAttempt, SimulatedInstance
 from kaveri.simulator.member import SimulatedLoad
 from kaveri.simulator.sequence import CountedSequence
 
@@ -103,19 +102,21 @@ class SimulatedPrefill(SimulatedInstance):
     def accept(self, attempt: SimulatedAttempt) -> None:
         """Queue a request, or refuse it."""
         if self.is_dead:
-            self._router.unreached(attempt)
+            error = Unavailable(f"{self.record.instance_id} cannot be reached")
+            self._router.lost(attempt, error, Setback.UNREACHED)
             return
         now_s = self._timeline.now_s
         self.member.take_beats(now_s)
         if not self._queue.room:
             reason = f"{self._queue.max_waiting} requests are queued already"
-            self._router.refused(attempt, NoCapacity("prefill", QUEUE_FULL_RETRY_S, reason))
+            full = NoCapacity("prefill", QUEUE_FULL_RETRY_S, reason)
+            self._router.lost(attempt, full, Setback.FULL, QUEUE_FULL_RETRY_S)
             return
         request, pool, tokens = attempt.request, self.pool, attempt.token_count
         attempt.arrived_s = now_s
         more = draws_more(tokens, attempt.generated, request.output_tokens, pool.max_model_len)
         attempt.place_search = place_search(tokens, pool.chunk_tokens, more, at_first_token=False)
-        attempt.heavy = self._spec.thresholds.is_heavy(request.length, request.prompt_tokens)
+        attempt.heavy = self._spec.prefill.thresholds.is_heavy(request.length, request.prompt_tokens)
         self._live.add(attempt)
         self._waiting_count += 1
         self._queue.hold(attempt)
@@ -141,7 +142,6 @@ class SimulatedPrefill(SimulatedInstance):
         self._router.lost(*lost)
 
     def _submit(self) -> None:
-        """Give the engine the prompts that it needs now."""
         while (attempt := self._queue.next()) is not None:
             self._serial += 1
             remaining = attempt.request.output_tokens - attempt.generated
@@ -190,7 +190,7 @@ class SimulatedPrefill(SimulatedInstance):
         self._queue.advance(attempt, attempt.token_count)
         attempt.first_token_s = now_s
         if attempt.generated:
-            self._router.table.gaps(now_s - attempt.request.last_token_s, 1)
+            self._router.gaps(now_s - attempt.request.last_token_s, 1)
         self._router.drew_first(attempt, now_s)
         if sequence.done:
             self._live.discard(attempt)
@@ -279,7 +279,6 @@ class SimulatedPrefill(SimulatedInstance):
         decode.reserve(question.attempt, question.waits, lambda result: self._decided(question, result))
 
     def _decided(self, question: _PendingReserve, result: CountedSequence | KaveriError) -> None:
-        """Send the decode instance's answer."""
         if isinstance(result, CountedSequence):
             question.reserved = result
         self._timeline.send(self._answered, (question, result))
@@ -329,7 +328,6 @@ class SimulatedPrefill(SimulatedInstance):
     def _fail(self, attempt: SimulatedAttempt, error: KaveriError) -> None:
         self.member.take_beats(self._timeline.now_s)
         self._live.discard(attempt)
-        attempt.is_over = True
         self._searches.pop(attempt, None)
         if attempt.sequence is not None:
             if attempt.first_token_s < 0:
@@ -353,7 +351,7 @@ class SimulatedPrefill(SimulatedInstance):
     def _push_chunk(self, attempt: SimulatedAttempt, push: KvPush) -> None:
         """Push the tokens that the ending step has computed of a prompt whose push is open."""
         assert attempt.sequence is not None
-        now_s, layers = self._timeline.now_s, self._spec.layer_count
+        now_s, layers = self._timeline.now_s, self._spec.prefill.layer_count
         computed = min(attempt.sequence.computed, attempt.token_count)
         chunk_s = self._link_s(computed - push.tokens)
         push.tokens = computed

@@ -1,35 +1,20 @@
 """A simulated run as the JSON of `kaveri bench`, and its differences from a real run."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from kaveri.errors import ConfigError
+from kaveri.simulator.table import RunTable
 from kaveri.workload.requests import PlannedRequest, RequestLengths
-from kaveri.workload.run_columns import SERVER_PHASES, RunColumns
-from kaveri.workload.summary import Slo, over_runs, summarize
+from kaveri.workload.summary import Slo, over_runs, summarize, unless_nan
 
 _COMPARED = ("ttft_s", "tpot_s", "jct_s")
 _FIGURES = ("mean", "p50", "p90")
 
 
-class SimulatedRun(Protocol):
-    """A finished run: a RunTable, or a BaselineRun."""
-
-    @property
-    def attempts(self) -> Sequence[int]:
-        """Number of attempts of each request."""
-
-    def columns(self) -> RunColumns:
-        """Input of kaveri.workload.summary."""
-
-    def reason(self, number: int) -> str:
-        """Return why the request failed."""
-
-
 def report_of(
-    tables: Sequence[SimulatedRun],
+    tables: Sequence[RunTable],
     slo: Slo,
     phases: Mapping[str, tuple[str, ...]],
     *,
@@ -59,32 +44,33 @@ def report_of(
     }
 
 
-def rows(table: SimulatedRun, all_rows: bool = True) -> Iterator[dict[str, Any]]:
+def rows(table: RunTable, all_rows: bool = True) -> Iterator[dict[str, Any]]:
     """Return each request as JSON values, with the names of `kaveri bench`."""
     run = table.columns()
     ttft_s, tpot_s, jct_s = run.ttft_s(), run.tpot_s(), run.jct_s()
+    # The name of the unknown instance, -1, comes last.
+    instance_ids = (*run.placements.instance_ids, "")
     for number in range(len(run.due_s)):
-        code = int(run.error[number])
-        if not all_rows and not code:
-            continue
+        error = str(run.errors[number]) or None
         server: dict[str, Any] | None = None
-        if not code:
-            server = {phase: float(run.server[phase][number]) for phase in SERVER_PHASES}
-            server |= {name: _number(column[number]) for name, column in run.losses.items()}
-            server["prefill_instance_id"] = _name(run.instance_ids, int(run.prefill_instance[number]))
-            server["decode_instance_id"] = _name(run.instance_ids, int(run.decode_instance[number]))
+        if error is None:
+            if not all_rows:
+                continue
+            server = {name: float(column[number]) for name, column in run.server.items()}
+            server["prefill_instance_id"] = instance_ids[run.placements.prefill[number]]
+            server["decode_instance_id"] = instance_ids[run.placements.decode[number]]
             server["attempts"] = table.attempts[number]
         yield {
             "number": number,
-            "prompt_tokens": int(run.prompt_tokens[number]),
-            "output_tokens": int(run.planned_tokens[number]),
-            "received_tokens": int(run.received_tokens[number]),
+            "prompt_tokens": int(run.tokens.prompt[number]),
+            "output_tokens": int(run.tokens.planned[number]),
+            "received_tokens": int(run.tokens.received[number]),
             "due_s": float(run.due_s[number]),
             "sent_s": float(run.sent_s[number]),
-            "ttft_s": _number(ttft_s[number]),
-            "tpot_s": _number(tpot_s[number]),
-            "jct_s": _number(jct_s[number]),
-            "error": run.error_names[code - 1] if code else None,
+            "ttft_s": unless_nan(ttft_s[number]),
+            "tpot_s": unless_nan(tpot_s[number]),
+            "jct_s": unless_nan(jct_s[number]),
+            "error": error,
             "reason": table.reason(number),
             "server": server,
         }
@@ -120,11 +106,3 @@ def differences(measured: Mapping[str, Any], simulated: Mapping[str, Any]) -> li
         entry = {"figure": "slo_attainment", "measured": real, "simulated": ours}
         found.append({**entry, "difference": (ours - real) * 100, "unit": "points"})
     return found
-
-
-def _name(names: Sequence[str], index: int) -> str:
-    return names[index] if index >= 0 else ""
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else float(value)

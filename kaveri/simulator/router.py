@@ -16,9 +16,9 @@ from kaveri.policy.replication import is_worth_a_resume
 from kaveri.policy.retry import RetryLimits, Setback, after_setback
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.policy.waits import PREFILL_LOOK_S
-from kaveri.simulator.attempt import LossAccount, SimulatedAttempt, SimulatedRequest
 from kaveri.simulator.copies import InstanceCopies
-from kaveri.simulator.member import Broadcasts
+from kaveri.simulator.instance import LossAccount, SimulatedAttempt, SimulatedRequest
+from kaveri.simulator.member import HEARTBEAT_INTERVAL_S, Broadcasts
 from kaveri.simulator.prefill import SimulatedPrefill
 from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.table import RunTable
@@ -38,7 +38,6 @@ class SimulatedRouter:
         self.spec = spec
         self.seeds = seeds
         self._rng = random.Random(seeds.random())
-        self._limits = RetryLimits(spec.router.max_attempts, spec.router.unavailable_after_s)
         self._unconfirmed: UnconfirmedWork[str] = UnconfirmedWork()
         self._turn = 0
         self._line: dict[SimulatedRequest, None] = {}
@@ -46,6 +45,7 @@ class SimulatedRouter:
         self._unserved: dict[SimulatedRequest, float] = {}
         """Requests that wait outside the line for an instance of a missing phase, with the time since when."""
         self.table = table
+        self.gaps = table.gaps
         self.view = ClusterView()
         self.prefills: dict[str, SimulatedPrefill] = {}
         self.holders: dict[str, InstanceCopies] = {}
@@ -57,13 +57,13 @@ class SimulatedRouter:
     # Calls of clients.
 
     def generate(self, request: SimulatedRequest) -> None:
-        self.table.planned(request)
+        self.table.plan(request.number, request.due_s, request.prompt_tokens, request.output_tokens)
         longest = min(self.spec.prefill.engine.max_model_len, self.spec.decode.engine.max_model_len)
         if request.prompt_tokens + request.output_tokens > longest:
             tokens = f"{request.prompt_tokens} + {request.output_tokens} tokens"
             self._fail(request, InvalidArgument("prompt", tokens, f"at most {longest} tokens together"))
             return
-        if self.spec.lengths_known:
+        if self.spec.router.lengths_known:
             request.length = TokenRange(request.output_tokens, request.output_tokens + 1)
         self.timeline.send(self._place, request)
 
@@ -101,7 +101,7 @@ class SimulatedRouter:
             request.losses.computes_again(attempt.token_count)
         self._unconfirmed.add(attempt.key, target, attempt.token_count)
         if request.attempt_count == 1:
-            request.router_s = now_s - request.due_s - self.timeline.hop_s
+            self.table.times["router_s"][request.number] = now_s - request.due_s - self.timeline.hop_s
         self.timeline.send(attempt.prefill.accept, attempt)
         return True
 
@@ -109,7 +109,7 @@ class SimulatedRouter:
         if not self._line_looks:
             self._line_looks = True
             # Each heartbeat wakes the first in line.
-            pause_s = min(PREFILL_LOOK_S, self.spec.heartbeat_interval_s / len(self.prefills))
+            pause_s = min(PREFILL_LOOK_S, HEARTBEAT_INTERVAL_S / len(self.prefills))
             self.timeline.after(pause_s, self._look_at_line)
 
     def _look_at_line(self, _: None) -> None:
@@ -136,7 +136,7 @@ class SimulatedRouter:
             self._unserved.setdefault(request, now_s)
         self._line.clear()
         for request, since_s in tuple(self._unserved.items()):
-            if now_s - since_s < self._limits.unavailable_after_s:
+            if now_s - since_s < self.spec.router.unavailable_after_s:
                 break
             del self._unserved[request]
             self._fail(request, Unavailable(f"no {phase} instance", retry_after_s=1.0))
@@ -160,7 +160,7 @@ class SimulatedRouter:
         request.generated = attempt.generated + 1
         request.last_token_s = drawn_s
         if not attempt.generated:
-            request.first_s = drawn_s + 2 * self.timeline.hop_s
+            self.table.times["first_s"][request.number] = drawn_s + 2 * self.timeline.hop_s
         if request.losses is not None:
             request.losses.drew(drawn_s)
 
@@ -171,19 +171,6 @@ class SimulatedRouter:
         attempt.request.generated = attempt.request.output_tokens
         self.table.answered(attempt, end_s + 2 * self.timeline.hop_s, first_step_s, end_s, preemptions)
         self.on_end(attempt.request)
-
-    def refused(self, attempt: SimulatedAttempt, error: NoCapacity) -> None:
-        """Handle a refusal: the prefill instance's queue is full."""
-        self._confirm(attempt)
-        attempt.is_over = True
-        self._set_back(attempt, Setback.FULL, attempt.prefill.record, error, error.retry_after_s)
-
-    def unreached(self, attempt: SimulatedAttempt) -> None:
-        """Handle an address at which there is no prefill instance now."""
-        self._confirm(attempt)
-        attempt.is_over = True
-        error = Unavailable(f"{attempt.prefill.record.instance_id} cannot be reached")
-        self._set_back(attempt, Setback.UNREACHED, attempt.prefill.record, error)
 
     def decode_lost(self, attempt: SimulatedAttempt) -> None:
         """Handle the death of the instance that decoded the request. The next attempt avoids it if it has prefilled the
@@ -206,13 +193,20 @@ class SimulatedRouter:
         attempt.is_over = True
         self._set_back(attempt, Setback.LOST, None, Unavailable("the holder of its copy has died"))
 
-    def lost(self, attempt: SimulatedAttempt, error: KaveriError) -> None:
-        """Handle the end of an attempt without an answer."""
+    def lost(
+        self,
+        attempt: SimulatedAttempt,
+        error: KaveriError,
+        setback: Setback = Setback.LOST,
+        retry_after_s: float = 0.0,
+    ) -> None:
+        """Handle the end of an attempt at its prefill instance without an answer."""
         self._confirm(attempt)
+        attempt.is_over = True
         if isinstance(error, _HOPELESS):
             self._fail(attempt.request, error)
         else:
-            self._set_back(attempt, Setback.LOST, attempt.prefill.record, error)
+            self._set_back(attempt, setback, attempt.prefill.record, error, retry_after_s)
 
     def _set_back(
         self,
@@ -223,7 +217,8 @@ class SimulatedRouter:
         retry_after_s: float = 0.0,
     ) -> None:
         request, now_s = attempt.request, self.timeline.now_s
-        after = after_setback(request.retry, self._limits, setback, at_fault, now_s, self._rng.random(), retry_after_s)
+        limits = RetryLimits(self.spec.router.max_attempts, self.spec.router.unavailable_after_s)
+        after = after_setback(request.retry, limits, setback, at_fault, now_s, self._rng.random(), retry_after_s)
         if after is None:
             self._fail(request, error)
             return

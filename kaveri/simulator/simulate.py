@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from kaveri.domain.view import BOTH_PHASES, ClusterView, InstanceRecord, Phase, Role, ViewedInstance
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.simulator.attempt import SimulatedRequest
 from kaveri.simulator.colocated import SimulatedColocated
 from kaveri.simulator.decode import DecodeSide, SimulatedDecode
-from kaveri.simulator.member import HeardMember
+from kaveri.simulator.instance import SimulatedRequest
+from kaveri.simulator.member import HEARTBEAT_INTERVAL_S, HeardMember
 from kaveri.simulator.prefill import SimulatedPrefill
 from kaveri.simulator.router import MODEL, SimulatedRouter
 from kaveri.simulator.spec import ClusterSpec
@@ -53,7 +53,7 @@ class Simulation:
         """Instances whose leases are valid."""
         for instance_id in (*spec.decode_ids, *spec.prefill_ids, *spec.colocated_ids):
             # The first heartbeats were made before the first request came.
-            self._start(instance_id, 1, -self._rng.random() * spec.heartbeat_interval_s)
+            self._start(instance_id, 1, -self._rng.random() * HEARTBEAT_INTERVAL_S)
         self._show_members()
         self._plan_deaths()
 
@@ -68,7 +68,7 @@ class Simulation:
             "",
             MODEL,
             "simulated",
-            KvLayout("simulated", spec.layer_count, pool.block_tokens, 1, 8, "float32"),
+            KvLayout("simulated", spec.prefill.layer_count, pool.block_tokens, 1, 8, "float32"),
             max_model_len=pool.max_model_len,
             phases=BOTH_PHASES if is_both else (Phase.PREFILL if is_prefill else Phase.DECODE,),
         )
@@ -142,7 +142,6 @@ class Simulation:
             self.timeline.after(failures.repair_s, self._restart, record)
 
     def _leave(self, record: InstanceRecord) -> None:
-        """Remove a dead instance whose lease has expired."""
         if self._instance(record.instance_id).member.record.incarnation == record.incarnation:
             self._present.discard(record.instance_id)
             self._show_members()

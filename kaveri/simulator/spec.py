@@ -38,6 +38,9 @@ class PrefillSpec:
     prefill_policy: OrderingPolicy = OrderingPolicy.FCFS
     prefill_sched_batch: int = DEFAULT_SCHEDULING_BATCH
     decode_placement: DecodePlacementPolicy = DecodePlacementPolicy.POWER_OF_TWO
+    thresholds: HeavyThresholds = DEFAULT_THRESHOLDS
+    layer_count: int = 2
+    """Layers of the model: KV is pushed layer by layer while a chunk is computed. The timed engine has 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,8 @@ class RouterSpec:
     max_attempts: int = 8
     unavailable_after_s: float = 120.0
     monitor_interval_s: float = 0.1
+    lengths_known: bool = True
+    """True if a request states the length of its answer, as with `kaveri bench` without --natural-length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +128,6 @@ class ClusterSpec:
     link: LinkSpeed | None = None
     """Between any two instances; None: pushes take no time."""
     overheads: Overheads = field(default_factory=Overheads)
-    thresholds: HeavyThresholds = DEFAULT_THRESHOLDS
-    heartbeat_interval_s: float = 0.1
-    layer_count: int = 2
-    """Layers of the model: KV is pushed layer by layer while a chunk is computed. The timed engine has 2."""
-    lengths_known: bool = True
-    """True if a request states the length of its answer, as with `kaveri bench` without --natural-length."""
     failures: FailureSpec = field(default_factory=FailureSpec)
     seed: int = 0
 
@@ -156,12 +155,9 @@ class ClusterSpec:
                 raise ConfigError(name, f"is {count}; there must be at least 1 instance")
         if self.colocated_count and self.prefill.engine != self.decode.engine:
             raise ConfigError("colocated", "has two engines; an instance of both phases has one")
-        for name, value in (
-            ("monitor_interval_s", self.router.monitor_interval_s),
-            ("heartbeat_interval_s", self.heartbeat_interval_s),
-        ):
-            if not 0 < value < math.inf:
-                raise ConfigError(name, f"is {value!r}; it must be a number above 0")
+        if not 0 < self.router.monitor_interval_s < math.inf:
+            reason = f"is {self.router.monitor_interval_s!r}; it must be a number above 0"
+            raise ConfigError("monitor_interval_s", reason)
         for role, pool in (("prefill", self.prefill.engine), ("decode", self.decode.engine)):
             for name in ("total_blocks", "block_tokens", "chunk_tokens", "max_batch", "max_model_len"):
                 if getattr(pool, name) < 1:
@@ -170,10 +166,9 @@ class ClusterSpec:
             if needed > pool.total_blocks:
                 reason = f"is {pool.max_model_len}, which takes {needed} blocks; the pool has {pool.total_blocks}"
                 raise ConfigError(f"{role}.max_model_len", reason)
-        if self.layer_count < 1:
-            raise ConfigError("layer_count", f"is {self.layer_count}; it must be at least 1")
         if self.link is not None and self.link.token_bytes is None:
             raise ConfigError("kv_link", "does not say how large a token is; write 200Gbps,800KiB/token")
         self.failures.require_known(self.instance_ids)
-        if self.prefill.max_queue < 1:
-            raise ConfigError("prefill.max_queue", f"is {self.prefill.max_queue}; it must be at least 1")
+        for name, count in (("layer_count", self.prefill.layer_count), ("prefill.max_queue", self.prefill.max_queue)):
+            if count < 1:
+                raise ConfigError(name, f"is {count}; it must be at least 1")

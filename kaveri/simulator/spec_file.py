@@ -5,26 +5,24 @@ that a simulation supports. The engine is the timed one, whatever `engine` says:
 `latency_model`.
 """
 
+import enum
 import math
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from kaveri.config.settings import size_bytes
-from kaveri.domain.length import RangeEnd
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.kv.transports.link_speed import parse_link_speed
 from kaveri.latency.model import load_latency_model
-from kaveri.policy.admission import AdmissionPolicy
-from kaveri.policy.ordering import OrderingPolicy
-from kaveri.policy.placement import DEFAULT_THRESHOLDS, DecodePlacementPolicy, HeavyThresholds, PlacementPolicy
-from kaveri.policy.replication import ReplicationMode
+from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
 from kaveri.simulator.spec import ClusterSpec, CopySpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec, RouterSpec
 
 ValueT = TypeVar("ValueT")
+EnumT = TypeVar("EnumT", bound=enum.Enum)
 _SECTIONS = ("up", "router", "prefill", "decode", "colocated")
 _POOL_KEYS = (
     "latency_model",
@@ -85,37 +83,21 @@ def read_spec(
         prefill = decode = both
     if up.whole("routers", 1) != 1:
         raise ConfigError(f"{path} [up] routers", f"is {up.values['routers']}; one router is simulated")
-    kv_link = prefill.text("kv_link", "")
     spec = ClusterSpec(
         prefill_count=up.whole("prefill", 0 if colocated_count else 2),
         decode_count=up.whole("decode", 0 if colocated_count else 2),
         colocated_count=colocated_count,
         prefill=PrefillSpec(
             engine=_pool(prefill),
-            max_queue=prefill.whole("max_queue", 256),
-            prefill_policy=prefill.one_of("prefill_policy", OrderingPolicy.FCFS, OrderingPolicy),
-            prefill_sched_batch=prefill.whole("prefill_sched_batch", 16),
-            decode_placement=prefill.one_of(
-                "decode_placement", DecodePlacementPolicy.POWER_OF_TWO, DecodePlacementPolicy
+            thresholds=HeavyThresholds(
+                prefill.whole("heavy_output_tokens", DEFAULT_THRESHOLDS.output_tokens),
+                prefill.whole("heavy_prompt_tokens", DEFAULT_THRESHOLDS.prompt_tokens),
             ),
+            **prefill.fields_of(PrefillSpec, (*_QUEUE_KEYS, "decode_placement")),
         ),
-        decode=DecodeSpec(
-            engine=_pool(decode),
-            decode_policy=decode.one_of("decode_policy", AdmissionPolicy.GREEDY, AdmissionPolicy),
-            decode_range_end=decode.one_of("decode_range_end", RangeEnd.LOW, RangeEnd),
-            copies=_copies(decode),
-        ),
-        router=RouterSpec(
-            placement_policy=router.one_of("placement_policy", PlacementPolicy.POWER_OF_TWO, PlacementPolicy),
-            max_attempts=router.whole("max_attempts", 8),
-            unavailable_after_s=router.number("unavailable_after_s", 120.0),
-            monitor_interval_s=router.number("monitor_interval_s", 0.1),
-        ),
-        link=prefill.read("kv_link", parse_link_speed) if kv_link else None,
-        thresholds=HeavyThresholds(
-            prefill.whole("heavy_output_tokens", DEFAULT_THRESHOLDS.output_tokens),
-            prefill.whole("heavy_prompt_tokens", DEFAULT_THRESHOLDS.prompt_tokens),
-        ),
+        decode=DecodeSpec(engine=_pool(decode), copies=_copies(decode), **decode.fields_of(DecodeSpec, _BATCH_KEYS)),
+        router=RouterSpec(**router.fields_of(RouterSpec, _KEYS["router"])),
+        link=prefill.read("kv_link", parse_link_speed) if prefill.text("kv_link", "") else None,
     )
     return ReadSpec(spec, not_simulated)
 
@@ -197,13 +179,26 @@ class _Section:
             raise self._error(key, value, "a text")
         return value
 
-    def one_of(self, key: str, default: ValueT, kind: type[ValueT]) -> ValueT:
+    def one_of(self, key: str, default: object, kind: type[EnumT]) -> EnumT:
         value = self.values.get(key, default)
         try:
-            return kind(value)  # type: ignore[call-arg]
+            return kind(value)
         except ValueError as error:
-            names = ", ".join(str(member.value) for member in kind)  # type: ignore[attr-defined]
-            raise self._error(key, value, f"one of {names}") from error
+            raise self._error(key, value, f"one of {', '.join(str(member.value) for member in kind)}") from error
+
+    def fields_of(self, kind: type, keys: Sequence[str]) -> dict[str, Any]:
+        """Return those of the keys that are given, as arguments of a spec whose fields have their names and types."""
+        types, found = get_type_hints(kind), dict[str, Any]()
+        for key in keys:
+            if key not in self.values:
+                continue
+            if types[key] is int:
+                found[key] = self.whole(key, 0)
+            elif types[key] is float:
+                found[key] = self.number(key, 0.0)
+            else:
+                found[key] = self.one_of(key, None, types[key])
+        return found
 
     def read(self, key: str, parse: Callable[[str], ValueT]) -> ValueT:
         try:
@@ -223,12 +218,10 @@ def _copies(section: _Section) -> CopySpec:
         for key, default in (("replica_memory", _REPLICA_MEMORY), ("replication_rate", 0))
     )
     return CopySpec(
-        replication=section.one_of("replication", ReplicationMode.OFF, ReplicationMode),
         replica_blocks=memory // block_bytes,
-        replica_min_tokens=section.whole("replica_min_tokens", 256),
         # At least one block is sent in each second.
         blocks_per_s=max(1.0, rate / block_bytes) if rate else 0.0,
-        orphan_grace_s=section.number("orphan_grace_s", 10.0),
+        **section.fields_of(CopySpec, ("replication", "replica_min_tokens", "orphan_grace_s")),
     )
 
 

@@ -53,14 +53,14 @@ def resource_times(run: RunColumns, phases: Mapping[str, Phases]) -> dict[Phases
 
 def busy_spans(run: RunColumns) -> dict[str, dict[str, Floats]]:
     """Busy spans of each instance's answered requests, by phase: rows of begin and end."""
-    server = run.server
+    server, placements = run.server, run.placements
     known = run.answered & ~np.isnan(server["prefill_s"]) & ~np.isnan(run.last_s)
     prefill_s = server["prefill_queue_s"] + server["prefill_s"]
     decode_s = server["decode_queue_s"] + server["decode_s"]
-    decode_at = np.where(run.decode_instance >= 0, run.decode_instance, run.prefill_instance)
+    decode_at = np.where(placements.decode >= 0, placements.decode, placements.prefill)
     spans: dict[str, dict[str, Floats]] = {}
     for phase, mask, at, ends_s, taken_s in (
-        (PREFILL, known, run.prefill_instance, run.first_s, prefill_s),
+        (PREFILL, known, placements.prefill, run.first_s, prefill_s),
         (DECODE, known & (decode_s > 0), decode_at, run.last_s, decode_s),
     ):
         numbers = np.nonzero(mask)[0]
@@ -68,7 +68,7 @@ def busy_spans(run: RunColumns) -> dict[str, dict[str, Floats]]:
         pairs = np.column_stack((ends_s[numbers] - taken_s[numbers], ends_s[numbers]))
         instances, starts = np.unique(at[numbers], return_index=True)
         for instance, rows in zip(instances.tolist(), np.split(pairs, starts[1:]), strict=False):
-            spans.setdefault(run.instance_ids[instance], {})[phase] = rows
+            spans.setdefault(placements.instance_ids[instance], {})[phase] = rows
     return spans
 
 

@@ -1,12 +1,10 @@
 """Outcome of a run as columns, one entry per request: input of the summaries of real and simulated runs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
-from kaveri.workload.latencies import jct, tpot, ttft
 
 Floats = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
@@ -18,12 +16,32 @@ SERVER_LOSSES = ("resumes", "held_tokens", "recomputed_tokens", "stall_s")
 """Costs of lost instances per request; names as above."""
 
 
-def _no_gaps() -> Floats:
-    return np.empty(0)
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Tokens of each request."""
+
+    prompt: Whole
+    planned: Whole
+    """Requested answer length."""
+    received: Whole
 
 
-def _no_losses() -> Mapping[str, Floats]:
-    return {}
+@dataclass(frozen=True, slots=True)
+class Placements:
+    """Instances that served each request, as indices into `instance_ids`; -1: unknown."""
+
+    prefill: Whole
+    decode: Whole
+    instance_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGaps:
+    """Gaps between tokens of one answer, in any order."""
+
+    seconds: Floats
+    counts: Whole
+    """Multiplicity of each entry of `seconds`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,48 +55,38 @@ class RunColumns:
     """Time of the first received token."""
     last_s: Floats
     """Time of the last received token."""
-    prompt_tokens: Whole
-    planned_tokens: Whole
-    """Requested answer length."""
-    received_tokens: Whole
-    error: Whole
-    """Index into error_names, plus 1. 0: answered."""
-    error_names: tuple[str, ...]
+    tokens: TokenCounts
+    errors: npt.NDArray[np.str_]
+    """Name of the error that ended each request; empty: answered."""
     server: Mapping[str, Floats]
-    """Seconds by name in SERVER_PHASES; NaN if the cluster did not report it."""
-    prefill_instance: Whole
-    """Index into instance_ids; -1: unknown."""
-    decode_instance: Whole
-    instance_ids: tuple[str, ...]
+    """Values by name in SERVER_PHASES, and in SERVER_LOSSES if instances can be lost; NaN if the cluster did not report
+    it."""
+    placements: Placements
+    gaps: TokenGaps
     duration_s: float
     """Seconds from the first request's time to the end of the last."""
-    losses: Mapping[str, Floats] = field(default_factory=_no_losses)
-    """Values by name in SERVER_LOSSES; NaN if the cluster did not report it. Empty: instances are never lost."""
-    gaps_s: Floats = field(default_factory=_no_gaps)
-    """Gaps between tokens of one answer, in any order."""
-    gap_counts: Whole | None = None
-    """Multiplicity of each entry of gaps_s. None: 1."""
-    loop_delays_s: Floats = field(default_factory=_no_gaps)
-    """Delays of the client that sent the requests."""
 
     @property
     def answered(self) -> npt.NDArray[np.bool_]:
         """Mask of the requests that ended without an error."""
-        answered: npt.NDArray[np.bool_] = self.error == 0
+        answered: npt.NDArray[np.bool_] = self.errors == ""
         return answered
 
     @property
     def output_tokens(self) -> Whole:
         """Answer length: tokens received, or tokens planned if it was not answered."""
-        return np.where(self.answered, self.received_tokens, self.planned_tokens)
+        return np.where(self.answered, self.tokens.received, self.tokens.planned)
 
     def ttft_s(self) -> Floats:
-        return ttft(self.due_s, self.first_s)
+        """Time to first token, from when the request was due, so a client's delay is included."""
+        return self.first_s - self.due_s
 
     def tpot_s(self) -> Floats:
-        """See kaveri.workload.latencies; NaN without a second token."""
-        several = np.where(self.received_tokens >= 2, self.received_tokens, np.nan)
-        return tpot(self.first_s, self.last_s, several)
+        """Time per output token after the first; NaN without a second token."""
+        several = np.where(self.tokens.received >= 2, self.tokens.received, np.nan)
+        tpot_s: Floats = (self.last_s - self.first_s) / (several - 1)
+        return tpot_s
 
     def jct_s(self) -> Floats:
-        return jct(self.due_s, self.last_s)
+        """Job completion time, from when the request was due to its last token."""
+        return self.last_s - self.due_s

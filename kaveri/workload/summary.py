@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kaveri.workload.latencies import Outcome, tpot_s, ttft_s
 from kaveri.workload.requests import HEAVY_OUTPUT_TOKENS, HEAVY_PROMPT_TOKENS, WorkloadClass
 from kaveri.workload.resource_time import Phases, resource_times
-from kaveri.workload.run_columns import SERVER_PHASES, Floats, RunColumns, Whole
+from kaveri.workload.run_columns import SERVER_LOSSES, SERVER_PHASES, Floats, RunColumns, Whole
 
 LATE_S = 0.02
 """The client missed its schedule if 1 % of requests were sent later than this, or its loop was delayed by more."""
@@ -30,17 +29,9 @@ class Slo:
     def is_set(self) -> bool:
         return self.ttft_s is not None or self.tpot_s is not None
 
-    def met_by(self, record: Outcome) -> bool:
-        """Return True if the request met all limits; False if it failed. One without a second token has no TPOT and
-        meets that limit."""
-        if record.error is not None:
-            return False
-        ttft, tpot = ttft_s(record), tpot_s(record)
-        ttft_met = self.ttft_s is None or (ttft is not None and ttft <= self.ttft_s)
-        return ttft_met and (self.tpot_s is None or tpot is None or tpot <= self.tpot_s)
-
     def met(self, run: RunColumns) -> npt.NDArray[np.bool_]:
-        """Mask of the requests that met all limits; see met_by()."""
+        """Mask of the requests that met all limits; False for failed ones. A request without a second token has no TPOT
+        and meets that limit."""
         met = run.answered
         if self.ttft_s is not None:
             met &= run.ttft_s() <= self.ttft_s
@@ -50,27 +41,29 @@ class Slo:
         return met
 
 
-def summarize(run: RunColumns, slo: Slo, phases: Mapping[str, Phases] | None = None) -> dict[str, Any]:
+def summarize(
+    run: RunColumns, slo: Slo, phases: Mapping[str, Phases] | None = None, loop_delays_s: Sequence[float] = ()
+) -> dict[str, Any]:
     """Summarize one run as JSON values. Latencies are those of answered requests; SLO attainment counts all requests.
 
     phases: phases that each instance serves, by its id; with them the summary has the instances' time by phase.
+    loop_delays_s: delays of the client that sent the requests.
     """
     answered = run.answered
     met_count = int(slo.met(run).sum())
     late = spread(run.sent_s - run.due_s)
-    delay = spread(run.loop_delays_s)
-    failed = run.error[~answered]
+    delay = spread(loop_delays_s)
     return {
         "requests": len(run.due_s),
         "answered": int(answered.sum()),
-        "errors": dict(Counter(run.error_names[code - 1] for code in failed.tolist())),
+        "errors": dict(Counter(run.errors[~answered].tolist())),
         "duration_s": run.duration_s,
         "offered_per_s": offered_per_s(run.sent_s),
         "requests_per_s": int(answered.sum()) / run.duration_s,
-        "output_tokens_per_s": int(run.received_tokens.sum()) / run.duration_s,
+        "output_tokens_per_s": int(run.tokens.received.sum()) / run.duration_s,
         "ttft_s": spread(run.ttft_s()[answered]),
         "tpot_s": spread(run.tpot_s()[answered]),
-        "itl_s": spread(run.gaps_s, run.gap_counts),
+        "itl_s": spread(run.gaps.seconds, run.gaps.counts),
         "jct_s": spread(run.jct_s()[answered]),
         "slo_attainment": met_count / len(run.due_s) if slo.is_set else None,
         "goodput_requests_per_s": met_count / run.duration_s if slo.is_set else None,
@@ -119,28 +112,29 @@ def spread(values: Sequence[float] | Floats, counts: Whole | None = None) -> dic
     if not len(order):
         return None
     ordered = array[order]
-    if counts is None:
-        count, total = len(ordered), math.fsum(ordered.tolist())
-        ranks = {percent: math.ceil(percent / 100 * count) - 1 for percent in (50, 90, 99)}
-    else:
-        weights = counts[order]
-        until = np.cumsum(weights)
-        count, total = int(until[-1]), math.fsum((ordered * weights).tolist())
-        ranks = {percent: int(np.searchsorted(until, math.ceil(percent / 100 * count))) for percent in (50, 90, 99)}
+    weights = np.ones(len(order), dtype=np.int64) if counts is None else counts[order]
+    until = np.cumsum(weights)
+    count, total = int(until[-1]), math.fsum((ordered * weights).tolist())
+    ranks = {percent: int(np.searchsorted(until, math.ceil(percent / 100 * count))) for percent in (50, 90, 99)}
     percentiles = {f"p{percent}": float(ordered[rank]) for percent, rank in ranks.items()}
     return {"mean": total / count, **percentiles, "max": float(ordered[-1])}
 
 
+def unless_nan(value: float) -> float | None:
+    """Convert a figure to a JSON value."""
+    return None if math.isnan(value) else float(value)
+
+
 def _losses(run: RunColumns) -> dict[str, Any]:
     """Costs of lost instances for the answered requests."""
-    found = {name: column[run.answered] for name, column in run.losses.items()}
+    found = {name: run.server[name][run.answered] for name in SERVER_LOSSES if name in run.server}
     totals = {name: int(np.nansum(column)) for name, column in found.items() if name != "stall_s"}
     stalls_s = found.get("stall_s", np.empty(0))
     return {"requests": int((stalls_s > 0).sum()), **totals, "stall_s": spread(stalls_s[stalls_s > 0])}
 
 
 def _classes(run: RunColumns) -> dict[str, int]:
-    heavy_prompt = run.prompt_tokens > HEAVY_PROMPT_TOKENS
+    heavy_prompt = run.tokens.prompt > HEAVY_PROMPT_TOKENS
     heavy_output = run.output_tokens > HEAVY_OUTPUT_TOKENS
     codes, firsts, counts = np.unique(heavy_prompt * 2 + heavy_output, return_index=True, return_counts=True)
     names = (WorkloadClass.LPLD, WorkloadClass.LPHD, WorkloadClass.HPLD, WorkloadClass.HPHD)

@@ -4,7 +4,6 @@ import csv
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -16,23 +15,8 @@ from kaveri.workload.requests import RequestLengths, Workload
 _AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
-@dataclass(frozen=True, slots=True)
-class TraceEntry:
-    """One request of a trace."""
-
-    arrival_s: float
-    """Seconds after the first request."""
-    lengths: RequestLengths
-
-
-def trace_workload(path: Path, count: int) -> Workload:
-    """Return the lengths and times of a trace's first `count` requests; see read_trace."""
-    entries = read_trace(path, count)
-    return Workload(lengths=[entry.lengths for entry in entries], times_s=[entry.arrival_s for entry in entries])
-
-
-def read_trace(path: Path, count: int) -> list[TraceEntry]:
-    """Return the first `count` requests of a trace, in order of arrival.
+def read_trace(path: Path, count: int) -> Workload:
+    """Return the lengths and times of a trace's first `count` requests, in order of arrival, the first at 0.
 
     Formats, detected by the first line: the CSV of the Azure LLM inference traces of 2023, and Mooncake's JSON lines
     (timestamp in milliseconds, input_length, output_length). Raises ConfigError with the line and the reason.
@@ -49,7 +33,7 @@ def read_trace(path: Path, count: int) -> list[TraceEntry]:
         raise ConfigError("--trace", f"{path} has no requests")
     taken.sort(key=lambda row: row[0])
     start_s = taken[0][0]
-    return [TraceEntry(time_s - start_s, lengths) for time_s, lengths in taken]
+    return Workload(lengths=[lengths for _, lengths in taken], times_s=[time_s - start_s for time_s, _ in taken])
 
 
 def _azure_rows(file: TextIO, path: Path) -> Iterator[tuple[float, RequestLengths]]:

@@ -68,7 +68,8 @@ class PredictionBatcher:
         self._max_queue = max_queue
         self._metrics = metrics
         self._waiting: dict[_WaitingPrompt, None] = {}
-        self._computing = 0
+        self.computing_count = 0
+        """Number of prompts in the current batch."""
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -79,17 +80,11 @@ class PredictionBatcher:
         """Number of prompts waiting for their batch."""
         return len(self._waiting)
 
-    @property
-    def computing_count(self) -> int:
-        """Number of prompts in the current batch."""
-        return self._computing
-
     async def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the probability of each bucket for each prompt, in the order of `prompts`.
 
         Raises NoCapacity when not all prompts fit the queue, Unavailable when the predictor failed. On cancellation,
-        prompts
-        that still wait are dropped.
+        prompts that still wait are dropped.
         """
         if len(self._waiting) + len(prompts) > self._max_queue:
             self._metrics.prompts.labels("refused").inc(len(prompts))
@@ -140,7 +135,7 @@ class PredictionBatcher:
         for entry in batch:
             self._metrics.queue_seconds.observe(started_s - entry.arrived_s)
         self._metrics.batch_prompts.observe(len(batch))
-        self._computing = len(batch)
+        self.computing_count = len(batch)
         try:
             rows = await self._worker.call(self._model.predict, [entry.token_ids for entry in batch])
             check_rows(rows, len(batch), self._model.bucket_count)
@@ -150,7 +145,7 @@ class PredictionBatcher:
             _fail(batch, Unavailable(f"the predictor failed: {error!r:.200}"))
             return
         finally:
-            self._computing = 0
+            self.computing_count = 0
         ended_s = time.monotonic()
         self._metrics.batch_seconds.observe(ended_s - started_s)
         for entry, row in zip(batch, rows, strict=True):
@@ -173,8 +168,7 @@ def choose_batch(prompt_tokens: Sequence[int], batch_prompts: int, long_prompt_t
     """Choose the waiting prompts to compute next, as indices in ascending order. Pure.
 
     prompt_tokens: the prompts' lengths in order of arrival. The first prompt is always taken, so none starves: alone
-    when
-    it is long, else with the next short ones.
+    when it is long, else with the next short ones.
     """
     if not prompt_tokens:
         return []

@@ -10,7 +10,7 @@ from kaveri.latency.model import DecodeLatency, LatencyModel, PrefillLatency
 from kaveri.policy.replication import ReplicationMode
 from kaveri.simulator.failures import Death, FailureSpec
 from kaveri.simulator.simulate import Simulation
-from kaveri.simulator.spec import ClusterSpec, CopySpec, DecodeSpec, PoolSpec, PrefillSpec
+from kaveri.simulator.spec import ClusterSpec, CopySpec, DecodeSpec, PoolSpec, PrefillSpec, RouterSpec
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.workload.requests import PlannedRequest, RequestLengths
 from tests.simulation.cluster.directed import cluster, request, story
@@ -82,19 +82,19 @@ def of_simulator(mode: ReplicationMode, killed: str) -> GoneOn:
         prefill=PrefillSpec(engine=pool),
         decode=DecodeSpec(engine=pool, copies=copies),
         failures=FailureSpec(deaths=(Death(instance_id=killed, at_s=DIES_S),), repair_s=None),
-        lengths_known=False,
+        router=RouterSpec(lengths_known=False),
     )
     lengths = RequestLengths(PROMPT_TOKENS, ANSWER_TOKENS)
     simulation = Simulation(spec, [PlannedRequest(number, at_s, lengths) for number, at_s in enumerate(ARRIVALS_S)])
     run = simulation.run().columns()
     simulation.check_conservation()
-    resumed = run.losses["resumes"] > 0
+    resumed = run.server["resumes"] > 0
     attempts = sum(simulation.table.attempts)
     return GoneOn(
-        frozenset(run.instance_ids[index] for index in run.decode_instance[resumed]),
+        frozenset(run.placements.instance_ids[index] for index in run.placements.decode[resumed]),
         int(resumed.sum()),
-        int(run.losses["recomputed_tokens"].max()),
-        attempts - int(run.losses["resumes"].sum()),
+        int(run.server["recomputed_tokens"].max()),
+        attempts - int(run.server["resumes"].sum()),
     )
 
 

@@ -22,33 +22,27 @@ def knee(chunk: int) -> float:
     return 10.0 * min(chunk, 384)
 
 
-def test_the_smallest_chunk_on_the_plateau_is_found() -> None:
-    found = find_saturation(curve(knee))
-    assert (found.chunk_tokens, found.reached) == (384, True)
-    assert found.best_tokens_per_s == pytest.approx(3840)
+@pytest.mark.parametrize(
+    ("throughput", "chunk_tokens", "reached"),
+    [
+        (knee, 384, True),
+        # chunk / (chunk + 20) of the limit: 95 % of the best, which 2048 tokens have, is first met by 384.
+        (lambda chunk: chunk / (chunk + 20), 384, True),
+        # Long chunks are slower again: the best is 0.833 of the limit at 192 tokens; 96 have 0.796.
+        (lambda chunk: chunk / (20 + chunk + chunk * chunk / 2000), 96, True),
+        (lambda chunk: 3.0 * chunk, 2048, False),
+    ],
+)
+def test_the_smallest_chunk_near_the_best_is_found(
+    throughput: Callable[[int], float], chunk_tokens: int, reached: bool
+) -> None:
+    found = find_saturation(curve(throughput))
+    assert (found.chunk_tokens, found.reached) == (chunk_tokens, reached)
 
 
 def test_a_smaller_share_takes_a_smaller_chunk() -> None:
     assert find_saturation(curve(knee), share=0.6).chunk_tokens == 256
     assert find_saturation(curve(knee), share=1.0).chunk_tokens == 384
-
-
-def test_with_a_constant_per_step_it_is_where_the_constant_is_small_enough() -> None:
-    # chunk / (chunk + 20) of the limit: 1536 tokens have 98.7 % of it, 95 % of the best is first met by 384.
-    found = find_saturation(curve(lambda chunk: chunk / (chunk + 20)))
-    assert found.chunk_tokens == 384
-    assert 256 / 276 < 0.95 * 2048 / 2068 <= 384 / 404
-
-
-def test_long_chunks_that_are_slower_again_do_not_count() -> None:
-    found = find_saturation(curve(lambda chunk: chunk / (20 + chunk + chunk * chunk / 2000)))
-    # The best is 0.833 of the limit at 192 tokens; 96 have 0.796.
-    assert (found.chunk_tokens, found.reached) == (96, True)
-
-
-def test_a_curve_that_still_rises_is_said_to() -> None:
-    found = find_saturation(curve(lambda chunk: 3.0 * chunk))
-    assert (found.chunk_tokens, found.reached) == (2048, False)
 
 
 @pytest.mark.parametrize("seed", range(20))

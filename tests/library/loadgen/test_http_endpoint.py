@@ -74,7 +74,7 @@ async def test_an_answer_is_recorded_with_the_servers_own_count_of_tokens() -> N
         record = await _ask(script)
     assert (record.error, record.received_tokens, record.prompt_tokens) == (None, 3, 4)
     assert 0 <= record.sent_s <= record.first_s <= record.last_s
-    assert len(record.gaps_s) == 1
+    assert len(record.arrivals_s) == 2
     (body,) = script.bodies
     assert (body["model"], body["max_tokens"], body["stream"], body["ignore_eos"]) == ("tiny", 3, True, True)
     assert len(body["prompt"]) == 4

@@ -2,26 +2,27 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kaveri.loadgen.driver import LoadRun, RequestRecord
-from kaveri.loadgen.report import Slo, jct_s, over_runs, row, spread, summarize, tpot_s, ttft_s
+from kaveri.loadgen.report import Slo, columns_of, rows, summarize
 from kaveri.workload.requests import PlannedRequest, RequestLengths
+from kaveri.workload.summary import over_runs, spread
 
 
 def record(
     number: int,
     due_s: float,
-    first_s: float | None,
-    last_s: float | None,
+    first_s: float,
+    last_s: float,
     tokens: int,
     sent_late_s: float = 0.0,
     error: str | None = None,
 ) -> RequestRecord:
     planned = PlannedRequest(number, due_s, RequestLengths(10, max(1, tokens)))
-    return RequestRecord(
-        planned, due_s, due_s + sent_late_s, first_s, last_s, tokens, [0.1] * max(0, tokens - 1), error
-    )
+    arrivals_s = np.linspace(first_s, last_s, tokens).tolist()
+    return RequestRecord(planned, due_s, due_s + sent_late_s, arrivals_s, tokens, error)
 
 
 RECORDS = (
@@ -29,7 +30,7 @@ RECORDS = (
     record(1, 1.0, 2.0, 3.0, 11),  # TTFT 1.0, TPOT 0.1
     record(2, 1.0, 1.2, 3.2, 11),  # TTFT 0.2, TPOT 0.2
     record(3, 2.0, 2.1, 2.1, 1),  # TTFT 0.1, no TPOT
-    record(4, 2.0, None, None, 0, error="NoCapacity"),
+    record(4, 2.0, 0.0, 0.0, 0, error="NoCapacity"),
 )
 
 
@@ -39,6 +40,7 @@ def test_latencies_are_of_the_answered_and_count_from_the_moment_a_request_was_d
     assert report["ttft_s"]["mean"] == pytest.approx((0.2 + 1.0 + 0.2 + 0.1) / 4)
     assert report["tpot_s"]["max"] == pytest.approx(0.2)
     assert report["jct_s"]["p50"] == pytest.approx(1.2)
+    assert (report["itl_s"]["p50"], report["itl_s"]["max"]) == pytest.approx((0.1, 0.2))
     assert report["output_tokens_per_s"] == pytest.approx(34 / 4.0)
     assert report["requests_per_s"] == 1.0
     assert report["slo_attainment"] is None
@@ -89,10 +91,9 @@ def test_figures_of_several_runs_have_a_median_a_least_and_a_greatest_value() ->
 
 def test_a_client_that_sends_late_hides_nothing_of_the_wait() -> None:
     late = record(0, 1.0, 4.0, 6.0, 11, sent_late_s=2.0)
-    assert ttft_s(late) == pytest.approx(3.0)
-    assert jct_s(late) == pytest.approx(5.0)
-    assert tpot_s(late) == pytest.approx(0.2)
-    assert Slo(ttft_s=3.0).met_by(late)
-    assert not Slo(ttft_s=2.9).met_by(late)
-    assert row(late)["ttft_s"] == pytest.approx(3.0)
-    assert (row(late)["due_s"], row(late)["sent_s"]) == (1.0, 3.0)
+    run = LoadRun((late,), 6.0, ())
+    assert Slo(ttft_s=3.0).met(columns_of(run)).all()
+    assert not Slo(ttft_s=2.9).met(columns_of(run)).any()
+    (row,) = rows(run)
+    assert (row["due_s"], row["sent_s"]) == (1.0, 3.0)
+    assert [row[name] for name in ("ttft_s", "jct_s", "tpot_s")] == pytest.approx([3.0, 5.0, 0.2])

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kaveri.client.answer import ServerTiming
 from kaveri.domain.view import Phase
-from kaveri.loadgen.columns import columns_of
 from kaveri.loadgen.driver import LoadRun, RequestRecord
+from kaveri.loadgen.report import columns_of
 from kaveri.workload.requests import PlannedRequest, RequestLengths
 from kaveri.workload.resource_time import Phases, ResourceTime, covered_s, resource_times
 
@@ -39,7 +39,7 @@ def answered(
         e2e_s=0.0,
     )
     planned = PlannedRequest(0, 0.0, RequestLengths(10, 10))
-    return RequestRecord(planned, 0.0, 0.0, first_s, last_s, 10, error=error, server=server)
+    return RequestRecord(planned, 0.0, 0.0, [first_s, last_s], 10, error=error, server=server)
 
 
 PREFILL, DECODE = (Phase.PREFILL,), (Phase.DECODE,)

@@ -1,5 +1,5 @@
 """Closed forms that the planner's results are compared with: DéjàVu's (arXiv 2403.01876, appendix D and table 6;
-letters as in kaveri.planner.pipeline_equations), and the M/D/1 queue of DistServe's section 3.1 (arXiv 2401.09670):
+letters as in kaveri.planner.pipeline_plan), and the M/D/1 queue of DistServe's section 3.1 (arXiv 2401.09670):
 average TTFT for prompts of one length, Poisson arrivals, first come first served, and one prompt in a step."""
 
 

@@ -7,16 +7,16 @@ import pytest
 
 from kaveri.errors import ConfigError
 from kaveri.latency.model import load_latency_model
-from kaveri.planner.hardware import read_hardware
-from kaveri.planner.model_shape import read_model_shape
-from kaveri.planner.pipeline_equations import (
+from kaveri.planner.catalog import read_hardware, read_model_shape
+from kaveri.planner.pipeline_plan import (
+    PipelineQuestion,
     apart_pays,
     least_prompt_depth,
     least_token_depth,
+    plan_pipelines,
     prompt_machines,
     streaming_bound,
 )
-from kaveri.planner.pipeline_plan import PipelineQuestion, plan_pipelines
 from kaveri.planner.pipeline_rate import apart_period, shared_ends, shared_period
 from kaveri.workload.requests import RequestLengths
 from tests.library.planner.paper_equations import (

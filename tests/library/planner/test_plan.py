@@ -1,7 +1,6 @@
 """`kaveri plan`: what fits, what is searched, what the plan promises, and what is refused."""
 
 import dataclasses
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -12,17 +11,16 @@ import pytest
 
 from kaveri.errors import ConfigError
 from kaveri.latency.model import load_latency_model
+from kaveri.planner.catalog import read_hardware, read_model_shape
 from kaveri.planner.colocation import cheapest_colocated
 from kaveri.planner.decode_phase import NO_TIME, Verdict, judge_decode, lane_pool
 from kaveri.planner.expected_load import ExpectedLoad, parse_lengths
-from kaveri.planner.hardware import read_hardware
-from kaveri.planner.model_shape import read_model_shape
 from kaveri.planner.node_unit import cheapest_unit
 from kaveri.planner.parallelism import Parallelism, kv_tokens, parse_parallelism, possible_parallelisms
 from kaveri.planner.placement_search import PhaseOption
 from kaveri.planner.plan import ClusterPlan, SimulatedCluster, best_per_gpu, frontier, plan, search_each
 from kaveri.planner.plan_file import summary_lines, to_json, to_toml
-from kaveri.planner.plan_question import PlanQuestion
+from kaveri.planner.plan_question import InstanceLimits, PlanQuestion, SimulationSettings, SloTarget
 from kaveri.planner.prefill_phase import prefill_ends
 from kaveri.planner.profiles import read_step_latencies, scaled_to_degree, scaled_to_model
 from kaveri.policy.replication import ReplicationMode
@@ -41,20 +39,26 @@ TP2 = load_latency_model("opt-13b-a100-tp2")
 
 
 def question_of(**changes: Any) -> PlanQuestion:
+    """changes: of a question's fields, and of those of its parts."""
     values: dict[str, Any] = {
         "model": OPT_13B,
         "hardware": A100,
         "profiles": ["opt-13b-a100"],
         "gpus": 8,
-        "slo_ttft_s": 0.25,
-        "slo_tpot_s": 0.1,
+        "ttft_s": 0.25,
+        "tpot_s": 0.1,
         "attain": 0.9,
         "demand": ExpectedLoad(lengths=[RequestLengths(300, 200), RequestLengths(600, 150)], rate_per_s=2.0),
-        "prefill_parallelism": Parallelism(2, 1),
-        "decode_parallelism": Parallelism(1, 1),
+        "prefill": Parallelism(2, 1),
+        "decode": Parallelism(1, 1),
         "request_count": 120,
     }
-    return PlanQuestion(**{**values, **changes})
+    values |= changes
+    parts = {"target": SloTarget, "limits": InstanceLimits, "simulations": SimulationSettings}
+    for name, kind in parts.items():
+        given = [entry.name for entry in dataclasses.fields(kind) if entry.name in values]
+        values[name] = kind(**{field: values.pop(field) for field in given})
+    return PlanQuestion(**values)
 
 
 @pytest.fixture(scope="module")
@@ -196,14 +200,11 @@ def test_the_plan_serves_the_rate_within_its_slos(found: ClusterPlan) -> None:
     assert not found.is_estimate
 
 
-def test_the_same_question_has_the_same_answer(found: ClusterPlan) -> None:
-    assert json.dumps(to_json(plan(question_of()))) == json.dumps(to_json(found))
-
-
 def test_the_file_of_a_plan_is_the_cluster_that_was_planned(found: ClusterPlan, tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(to_toml(found, {}))
-    spec = dataclasses.replace(read_spec(path, setting_sections()).spec, layer_count=OPT_13B.layers)
+    spec = read_spec(path, setting_sections()).spec
+    spec = dataclasses.replace(spec, prefill=dataclasses.replace(spec.prefill, layer_count=OPT_13B.layers))
     planned = found.cluster.spec(0, spec.failures)
     assert dataclasses.replace(spec, link=None) == dataclasses.replace(planned, link=None)
     assert spec.link is not None
@@ -223,9 +224,9 @@ def test_of_equal_options_the_one_of_fewest_gpus_is_taken(found: ClusterPlan) ->
 
 
 def test_the_frontier_begins_with_the_cheapest_and_rises(found: ClusterPlan) -> None:
-    prices = [one.price_per_hour for one in found.frontier]
+    gpus = [one.cluster.gpus for one in found.frontier]
     lows = [one.attainment.low for one in found.frontier]
-    assert prices == sorted(set(prices))
+    assert gpus == sorted(set(gpus))
     assert lows == sorted(set(lows))
     cheap = SimulatedCluster(cluster=found.cluster, attainment=found.attainment)
     dear = dataclasses.replace(found.cluster, decode_count=found.cluster.decode_count + 1)
@@ -293,7 +294,7 @@ def test_no_instance_is_tried_that_is_larger_than_a_cluster_that_carries_the_rat
 
 
 def test_colocate_is_the_answer_where_instances_of_both_phases_need_fewer_gpus() -> None:
-    small = {"prefill_parallelism": None, "decode_parallelism": None, "gpus": 2, "slo_ttft_s": 1.0}
+    small = {"prefill": None, "decode": None, "gpus": 2, "ttft_s": 1.0}
     loose = plan(question_of(**small))
     assert loose.colocated is not None
     assert loose.colocated.gpus == 1 < loose.cluster.gpus
@@ -304,20 +305,17 @@ def test_colocate_is_the_answer_where_instances_of_both_phases_need_fewer_gpus()
 
 def test_instances_of_both_phases_are_no_answer_where_prompts_hold_answers_up_for_too_long() -> None:
     demand = ExpectedLoad(lengths=[RequestLengths(1500, 100)], rate_per_s=0.3)
-    loose = question_of(demand=demand, slo_ttft_s=1.0, request_count=100)
-    assert cheapest_colocated(loose, 1) is not None
-    assert cheapest_colocated(dataclasses.replace(loose, slo_tpot_s=0.0215), 1) is None
-    assert cheapest_colocated(loose, 0) is None, "no GPU, no instance"
-    slow = dataclasses.replace(loose, overheads=Overheads(decode_step_s=0.1))
-    assert cheapest_colocated(slow, 1) is None, "what a step takes beyond the model counts"
-    far = dataclasses.replace(loose, overheads=Overheads(hop_s=0.25))
-    assert cheapest_colocated(far, 1) is None, "four messages take the whole SLO of the first token"
+    loose: dict[str, Any] = {"demand": demand, "ttft_s": 1.0, "request_count": 100}
+    assert cheapest_colocated(question_of(**loose), 1) is not None
+    assert cheapest_colocated(question_of(**loose), 0) is None, "no GPU, no instance"
+    for dear in ({"tpot_s": 0.0215}, {"overheads": Overheads(decode_step_s=0.1)}, {"overheads": Overheads(hop_s=0.25)}):
+        assert cheapest_colocated(question_of(**loose, **dear), 1) is None, "steps and messages take too long"
 
 
 def test_copies_make_the_death_of_a_decode_instance_cost_less_and_are_in_the_plans_file(tmp_path: Path) -> None:
     # Half the answers are under way when it dies. The TPOT of one that is computed again is missed.
     demand = ExpectedLoad(lengths=[RequestLengths(1500, 200)], rate_per_s=4.0)
-    changes: dict[str, Any] = {"demand": demand, "slo_tpot_s": 0.03, "slo_ttft_s": 2.0, "gpus": 8, "request_count": 60}
+    changes: dict[str, Any] = {"demand": demand, "tpot_s": 0.03, "ttft_s": 2.0, "gpus": 8, "request_count": 60}
     without, copied = (
         plan(question_of(**changes, replication=mode)) for mode in (ReplicationMode.OFF, ReplicationMode.RING)
     )
@@ -338,9 +336,9 @@ def test_phases_that_were_asked_for_apart_stay_apart(found: ClusterPlan) -> None
 
 def test_an_slo_that_no_number_of_gpus_meets_is_named() -> None:
     with pytest.raises(ConfigError, match=r"slo-ttft-s.*0\.001.*at any rate.*at most 0% of requests.*90% must"):
-        plan(question_of(slo_ttft_s=0.001))
+        plan(question_of(ttft_s=0.001))
     with pytest.raises(ConfigError, match=r"slo-tpot-s.*0\.001.*nothing else to do"):
-        plan(question_of(slo_tpot_s=0.001))
+        plan(question_of(tpot_s=0.001))
 
 
 def test_too_few_gpus_are_refused_with_what_is_needed() -> None:
@@ -351,25 +349,25 @@ def test_too_few_gpus_are_refused_with_what_is_needed() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"slo_ttft_s": 0.0}, "--slo-ttft-s: is 0; it must be a number of seconds above 0"),
-        ({"slo_tpot_s": math.nan}, "--slo-tpot-s: is nan"),
+        ({"ttft_s": 0.0}, "--slo-ttft-s: is 0; it must be a number of seconds above 0"),
+        ({"tpot_s": math.nan}, "--slo-tpot-s: is nan"),
         ({"attain": 1.0}, "--attain: is 1; it must be a share above 0 and below 1"),
         ({"gpus": 1}, "--gpus: is 1; prefill and decode need at least 1 each"),
         (
             {"demand": ExpectedLoad(lengths=[RequestLengths(2000, 100)], rate_per_s=1.0)},
             "2100 tokens; opt-13b takes at most 2048",
         ),
-        ({"prefill_parallelism": Parallelism(3, 1)}, "--prefill-tp-pp: is 3,1: TP must divide the 40 heads"),
-        ({"decode_parallelism": Parallelism(1, 3)}, "--decode-tp-pp: is 1,3: PP must divide the 40 layers"),
+        ({"prefill": Parallelism(3, 1)}, "--prefill-tp-pp: is 3,1: TP must divide the 40 heads"),
+        ({"decode": Parallelism(1, 3)}, "--decode-tp-pp: is 1,3: PP must divide the 40 layers"),
         ({"profiles": ["nothing"]}, "--profile: is 'nothing', which is no file and none of: opt-13b-a100"),
         ({"profiles": []}, "--profile: is not given"),
         ({"hardware": read_hardware("h100-80g")}, "measured on a100; --hardware h100-80g is H100"),
-        ({"hardware": read_hardware("v100-16g"), "decode_parallelism": Parallelism(1, 1)}, "no room for the weights"),
+        ({"hardware": read_hardware("v100-16g"), "decode": Parallelism(1, 1)}, "no room for the weights"),
     ],
 )
 def test_a_bad_question_is_refused_with_value_and_limit(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan(question_of(**{"prefill_parallelism": None, "decode_parallelism": None, **changes}))
+        plan(question_of(**{"prefill": None, "decode": None, **changes}))
     assert message in str(caught.value)
 
 

@@ -60,7 +60,7 @@ def test_an_instance_carries_less_of_what_comes_in_bursts() -> None:
 
     def goodput_per_s(recorded_s: Sequence[float]) -> float:
         load = ExpectedLoad(lengths=[RequestLengths(900, 8)] * 200, rate_per_s=1.0, recorded_s=recorded_s)
-        question = question_of(demand=load, slo_ttft_s=0.6, request_count=60, max_batch=64, chunk_tokens=512)
+        question = question_of(demand=load, ttft_s=0.6, request_count=60, max_batch=64, chunk_tokens=512)
         return search_prefill(question, Parallelism(1, 1), step).goodput_per_s
 
     in_bursts = goodput_per_s([number // 20 * 20 + number % 20 * 0.02 for number in range(200)])

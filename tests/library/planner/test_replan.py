@@ -19,9 +19,8 @@ from kaveri.domain.view import (
 )
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.planner.catalog import read_hardware, read_model_shape
 from kaveri.planner.expected_load import ExpectedLoad
-from kaveri.planner.hardware import read_hardware
-from kaveri.planner.model_shape import read_model_shape
 from kaveri.planner.observed_workload import (
     LEAST_COUNT,
     MOST_BURSTINESS,
@@ -63,7 +62,7 @@ def sample_of(**changes: Any) -> RouterSample:
 
 
 def question_of(**changes: Any) -> PlanQuestion:
-    return test_plan.question_of(**{"prefill_parallelism": Parallelism(1, 1), **changes})
+    return test_plan.question_of(**{"prefill": Parallelism(1, 1), **changes})
 
 
 def instances_of(count: int, tp: int = 1) -> RunningInstances:
@@ -288,7 +287,7 @@ def test_a_cluster_that_runs_as_planned_is_judged_as_the_plan_and_kept(
 
 
 def test_instances_of_both_phases_are_judged_as_the_plan_judges_them(observed: ObservedWorkload) -> None:
-    question = question_of(prefill_parallelism=None, decode_parallelism=None, gpus=2, slo_ttft_s=1.0)
+    question = question_of(prefill=None, decode=None, gpus=2, ttft_s=1.0)
     both = compared(plan(question), observed, RunningCluster(colocated=instances_of(1)))
     assert both.plan.colocated is not None
     assert both.attainment == both.plan.colocated.attainment
@@ -324,5 +323,5 @@ def test_a_cluster_is_changed_when_it_is_shown_to_miss_and_kept_when_it_is_not_s
 
 
 def test_a_cluster_that_is_too_small_is_shown_to_miss() -> None:
-    question = question_of(demand=ExpectedLoad(lengths=[LENGTHS], rate_per_s=12.0), slo_tpot_s=0.04)
+    question = question_of(demand=ExpectedLoad(lengths=[LENGTHS], rate_per_s=12.0), tpot_s=0.04)
     assert running_attainment(question, apart(1, 1)).high < 0.9

@@ -11,11 +11,10 @@ pytest.importorskip("torch")
 
 import torch
 
-from kaveri.domain.length import TokenRange
 from kaveri.errors import ConfigError, InvalidArgument
 from kaveri.predictor.bundle import LengthPredictor, cut_prompt, max_input_tokens
-from kaveri.predictor.classifier import classifier_from_scratch
 from kaveri.predictor.manifest import MANIFEST_FILE, Manifest, read_manifest, write_manifest
+from kaveri.predictor.train import classifier_from_scratch
 
 MANIFEST = Manifest(
     model="served",
@@ -120,14 +119,6 @@ def test_the_version_changes_with_weights_and_with_buckets(made: Path, tmp_path:
     assert read_manifest(save(tmp_path / "weights", MANIFEST, seed=1)).version != version
     other = Manifest(**{**vars(MANIFEST), "granularity": 101})
     assert read_manifest(save(tmp_path / "buckets", other)).version != version
-
-
-def test_what_it_says_of_itself(made: Path) -> None:
-    predictor = LengthPredictor.load(str(made))
-    assert (predictor.model, predictor.vocab_size, predictor.max_prompt_tokens) == ("served", 50, 8)
-    assert (predictor.granularity, predictor.bucket_count) == (100, 4)
-    assert predictor.range_of(0) == TokenRange(0, 100)
-    assert predictor.range_of(3) == TokenRange(300, 643)
 
 
 def test_a_batch_says_the_same_as_each_prompt_alone(made: Path) -> None:

@@ -110,11 +110,15 @@ def labels_in(path: Path) -> dict[str, int]:
     return {line["prompt"]: line["output_tokens"] for line in map(json.loads, path.read_text().splitlines())}
 
 
-def test_every_prompt_gets_its_label(service: AnsweringDouble, target: str, tmp_path: Path) -> None:
+def test_every_prompt_gets_its_label_once_with_no_more_in_flight_than_asked_for(
+    service: AnsweringDouble, target: str, tmp_path: Path
+) -> None:
     prompts = ["a" * length for length in range(1, 21)]
-    ended, out = label_all(tmp_path, target, prompts)
+    ended, out = label_all(tmp_path, target, [*prompts, "a"], "--concurrency", 3)
     assert ended.returncode == 0, ended.stderr
-    assert "20 labelled, 0 labelled before, 0 refused" in ended.stderr
+    assert "20 labelled, 1 labelled before, 0 refused" in ended.stderr
+    assert service.most_running == 3
+    assert service.asked() == dict.fromkeys(prompts, 1)
     assert labels_in(out) == {prompt: len(prompt) for prompt in prompts}
     first = json.loads(out.read_text().splitlines()[0])
     assert {name: first[name] for name in ("model", "vocab_size", "prompt_tokens", "finish_reason")} == {
@@ -163,12 +167,6 @@ def test_ctrl_c_keeps_the_labels_and_cancels_the_rest(service: AnsweringDouble, 
     wait_until(lambda: len(service.cancelled) == 1, "the request in flight is cancelled")
 
 
-def test_no_more_prompts_are_in_flight_than_asked_for(service: AnsweringDouble, target: str, tmp_path: Path) -> None:
-    ended, _ = label_all(tmp_path, target, ["a" * length for length in range(1, 21)], "--concurrency", 3)
-    assert ended.returncode == 0, ended.stderr
-    assert service.most_running == 3
-
-
 def test_a_refused_prompt_is_named_and_a_busy_cluster_waited_for(
     service: AnsweringDouble, target: str, tmp_path: Path
 ) -> None:
@@ -179,19 +177,16 @@ def test_a_refused_prompt_is_named_and_a_busy_cluster_waited_for(
     assert labels_in(out) == {"a": 1, "ccc": 3}
 
 
-def test_a_prompt_that_stands_twice_is_asked_once(service: AnsweringDouble, target: str, tmp_path: Path) -> None:
-    ended, _ = label_all(tmp_path, target, ["a", "bb", "a"])
-    assert ended.returncode == 0, ended.stderr
-    assert service.asked() == {"a": 1, "bb": 1}
-
-
-def test_labels_of_another_model_are_not_added_to(target: str, tmp_path: Path) -> None:
+def test_labels_of_another_model_are_not_added_to_and_the_model_has_to_be_served(target: str, tmp_path: Path) -> None:
     ended, out = label_all(tmp_path, target, ["a"])
     assert ended.returncode == 0
     out.write_text(out.read_text().replace("alphabet", "other"))
     ended, _ = label_all(tmp_path, target, ["a"])
     assert ended.returncode == 2
     assert "holds labels of model 'other', not of 'alphabet'" in ended.stderr
+    ended, _ = label_all(tmp_path, target, ["a"], "--model", "other")
+    assert ended.returncode == 2
+    assert "'other' is not served" in ended.stderr
 
 
 def test_a_malformed_file_costs_no_request(service: AnsweringDouble, target: str, tmp_path: Path) -> None:
@@ -209,9 +204,3 @@ def test_a_cluster_that_is_not_there_is_an_error_in_one_line(tmp_path: Path) -> 
     assert ended.returncode == 1
     assert "127.0.0.1:1" in ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-def test_the_model_has_to_be_served(target: str, tmp_path: Path) -> None:
-    ended, _ = label_all(tmp_path, target, ["a"], "--model", "other")
-    assert ended.returncode == 2
-    assert "'other' is not served" in ended.stderr

@@ -50,21 +50,20 @@ def test_every_request_draws_its_tokens_and_all_blocks_come_free(
     run = done.columns()
     assert (run.first_s >= run.due_s).all()
     assert (run.last_s >= run.first_s).all()
-    assert run.gap_counts is not None
-    assert run.gap_counts.sum() == (run.planned_tokens - 1).sum()
+    assert run.gaps.counts.sum() == (run.tokens.planned - 1).sum()
     # The gaps of an answer follow one another without a hole: all of them together are all the answers' times.
     together_s = (run.last_s - run.first_s).sum()
-    assert np.dot(run.gaps_s, run.gap_counts) == pytest.approx(together_s, rel=1e-9)
+    assert np.dot(run.gaps.seconds, run.gaps.counts) == pytest.approx(together_s, rel=1e-9)
     # Whole batches take blocks to their end.
-    assert (done.preemptions > 0) == (total_blocks == 400 and rule is not BaselineRule.WHOLE_BATCH)
+    assert (sum(done.preemptions) > 0) == (total_blocks == 400 and rule is not BaselineRule.WHOLE_BATCH)
 
 
 def test_prefill_first_stops_answers_for_a_prompt() -> None:
     run = simulate_baseline(spec_of(BaselineRule.PREFILL_FIRST), asked((0.0, 16, 100), (0.5, 2000, 2))).columns()
     prompt_s = LATENCY.step_s([(0, 2000)])
-    assert run.gaps_s.max() > prompt_s
+    assert run.gaps.seconds.max() > prompt_s
     beside = simulate_baseline(spec_of(BaselineRule.BESIDE, step_tokens=256), asked((0.0, 16, 100), (0.5, 2000, 2)))
-    assert beside.columns().gaps_s.max() < prompt_s / 2
+    assert beside.columns().gaps.seconds.max() < prompt_s / 2
     assert beside.columns().ttft_s()[1] > run.ttft_s()[1]
 
 

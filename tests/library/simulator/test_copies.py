@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kaveri.domain.view import ViewedInstance
-from kaveri.errors import ConfigError
 from kaveri.kv.transports.link_speed import parse_link_speed
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.replication import ReplicationMode, choose_holder, drop_first, is_worth_a_resume
@@ -21,7 +20,7 @@ from kaveri.workload.summary import Slo, summarize
 from services.decode import holder, replicator
 from services.router import holders
 from tests.library.simulator.test_failures import dying
-from tests.library.simulator.test_simulate import LATENCY, colocated_of, poisson, run_whole, spec_of
+from tests.library.simulator.test_simulate import LATENCY, colocated_of, decoder_of, poisson, run_whole, spec_of
 
 LONE = [PlannedRequest(0, 0.0, RequestLengths(400, 100))]
 PREFILL_S = LATENCY.step_s([(0, 400)])
@@ -39,17 +38,13 @@ def with_deaths(spec: ClusterSpec, *names: str, at_s: float = DIES_S, repair_s: 
     return replace(spec, failures=dying(*deaths, repair_s=repair_s))
 
 
-def decoder_of(run: RunColumns, number: int = 0) -> str:
-    return run.instance_ids[int(run.decode_instance[number])]
-
-
 def owner_of_lone(spec: ClusterSpec) -> str:
     return decoder_of(run_whole(spec, LONE).table.columns())
 
 
 def losses(run: RunColumns, number: int = 0) -> tuple[int, int, int]:
     resumes, held, recomputed = (
-        int(run.losses[name][number]) for name in ("resumes", "held_tokens", "recomputed_tokens")
+        int(run.server[name][number]) for name in ("resumes", "held_tokens", "recomputed_tokens")
     )
     return resumes, held, recomputed
 
@@ -71,7 +66,7 @@ def test_a_request_goes_on_at_its_holder_and_only_the_block_under_way_is_compute
     chunk_s = LATENCY.step_s([(432, 10)])
     rest_s = sum(LATENCY.step_s([(442 + drawn, 1)]) for drawn in range(57))
     assert run.jct_s()[0] == pytest.approx(DIES_S + chunk_s + rest_s)
-    assert run.losses["stall_s"][0] == pytest.approx(STEPS_S[41] / 2 + chunk_s)
+    assert run.server["stall_s"][0] == pytest.approx(STEPS_S[41] / 2 + chunk_s)
     (prefill_s,) = run.server["prefill_s"]
     assert prefill_s == pytest.approx(PREFILL_S), "that of the prompt, which is not computed again"
 
@@ -80,7 +75,7 @@ def test_a_request_goes_on_at_its_holder_and_only_the_block_under_way_is_compute
 def test_without_copies_the_same_request_is_computed_again(kind: Any) -> None:
     run = run_whole(with_deaths(kind(), owner_of_lone(kind())), LONE).table.columns()
     assert losses(run) == (0, 0, 442)
-    assert run.losses["stall_s"][0] > LATENCY.step_s([(0, 442)])
+    assert run.server["stall_s"][0] > LATENCY.step_s([(0, 442)])
 
 
 @KINDS
@@ -109,18 +104,18 @@ def test_whatever_dies_every_request_ends_once_and_all_memory_comes_free(kind: A
     )
     # run_whole() looks at requests, tokens, blocks and the memory for copies.
     run = run_whole(spec, poisson(60, 10.0, seed)).table.columns()
-    assert run.losses["recomputed_tokens"].sum() > 0
-    assert (run.losses["stall_s"] >= 0).all()
+    assert run.server["recomputed_tokens"].sum() > 0
+    assert (run.server["stall_s"] >= 0).all()
 
 
 def test_most_of_a_killed_instance_goes_on_from_copies_and_lacks_at_most_two_blocks_each() -> None:
     requests = [PlannedRequest(number, 0.0, RequestLengths(400, 300)) for number in range(24)]
     spec = copied(spec_of(decode_count=3), ReplicationMode.SPREAD)
     run = run_whole(with_deaths(spec, "decode-1", at_s=2.5, repair_s=None), requests).table.columns()
-    resumed = run.losses["resumes"] > 0
+    resumed = run.server["resumes"] > 0
     assert resumed.sum() >= 4
-    assert (run.losses["recomputed_tokens"][resumed] <= 32).all()
-    assert not run.losses["recomputed_tokens"][~resumed].any(), "nothing was computed from the start"
+    assert (run.server["recomputed_tokens"][resumed] <= 32).all()
+    assert not run.server["recomputed_tokens"][~resumed].any(), "nothing was computed from the start"
     assert {decoder_of(run, number) for number in resumed.nonzero()[0]} == {"decode-0", "decode-2"}
 
 
@@ -246,23 +241,4 @@ def test_the_summary_of_a_run_counts_what_losses_have_cost() -> None:
         "held_tokens": 432,
         "recomputed_tokens": 10,
     }
-    assert found["stall_s"]["max"] == pytest.approx(float(run.losses["stall_s"][0]))
-
-
-def test_a_cluster_without_copies_has_nothing_of_them() -> None:
-    simulation = run_whole(spec_of(), LONE)
-    assert not simulation.router.holders
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"replica_blocks": 0}, "replica_blocks: is 0; it must be a number of at least 1"),
-        ({"replica_min_tokens": 0}, "replica_min_tokens: is 0"),
-        ({"blocks_per_s": float("nan")}, "blocks_per_s: is nan"),
-        ({"orphan_grace_s": -1.0}, "orphan_grace_s: is -1.0"),
-    ],
-)
-def test_copies_that_cannot_be_are_refused(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        CopySpec(**given)
+    assert found["stall_s"]["max"] == pytest.approx(float(run.server["stall_s"][0]))

@@ -11,7 +11,7 @@ from kaveri.simulator.failures import Death, FailureSpec, parse_death
 from kaveri.simulator.simulate import simulate
 from kaveri.simulator.spec import Overheads
 from kaveri.workload.requests import PlannedRequest, RequestLengths
-from tests.library.simulator.test_simulate import LATENCY, colocated_of, poisson, run_whole, spec_of
+from tests.library.simulator.test_simulate import LATENCY, colocated_of, decoder_of, poisson, run_whole, spec_of
 
 
 def dying(*deaths: Death, repair_s: float | None = 2.0, mtbf_s: float | None = None) -> FailureSpec:
@@ -46,9 +46,9 @@ REST_S = sum(LATENCY.step_s([(431 + drawn, 1)]) for drawn in range(68))
 
 def test_what_decoded_on_an_instance_of_both_phases_goes_on_elsewhere_with_the_tokens_that_it_has() -> None:
     alone = run_whole(colocated_of(), ONE).table.columns()
-    used = alone.instance_ids[int(alone.decode_instance[0])]
+    used = decoder_of(alone)
     run = run_whole(colocated_of(failures=dying(Death(instance_id=used, at_s=DIES_S))), ONE).table.columns()
-    assert run.instance_ids[int(run.decode_instance[0])] != used
+    assert decoder_of(run) != used
     assert run.ttft_s()[0] == alone.ttft_s()[0], "the first token was there already"
     # The other instance computes the tokens that are there with the prompt, draws one more, and the others.
     assert DIES_S + AGAIN_S + REST_S <= run.jct_s()[0] < DIES_S + AGAIN_S + REST_S + 0.5
@@ -83,11 +83,11 @@ def test_a_push_to_an_instance_that_dies_goes_to_another_and_the_prompt_is_not_c
     link = parse_link_speed("1Gbps,1ms,1MiB/token")
     request = [PlannedRequest(0, 0.0, RequestLengths(500, 5))]
     whole = run_whole(spec_of(link=link), request).table.columns()
-    used = whole.instance_ids[int(whole.decode_instance[0])]
+    used = decoder_of(whole)
     at_s = float(whole.ttft_s()[0]) + 0.2
     run = run_whole(spec_of(link=link, failures=dying(Death(instance_id=used, at_s=at_s))), request).table
     columns = run.columns()
-    assert columns.instance_ids[int(columns.decode_instance[0])] != used
+    assert decoder_of(columns) != used
     assert run.attempts[0] == 1
     assert columns.ttft_s()[0] == whole.ttft_s()[0]
 
@@ -97,7 +97,7 @@ def test_without_any_decode_instance_requests_fail_and_say_so() -> None:
     table = simulate(spec_of(failures=dying(*deaths, repair_s=None)), poisson(3, 1.0))
     run = table.columns()
     assert not run.answered.any()
-    assert set(run.error_names) == {"Unavailable"}
+    assert set(run.errors) == {"Unavailable"}
     assert all(ends == 1 for ends in table.ends)
 
 
@@ -116,21 +116,3 @@ def test_a_death_that_cannot_be_read_is_refused(text: str, named: str) -> None:
     assert parse_death("decode-1@30.5s") == Death(instance_id="decode-1", at_s=30.5)
     with pytest.raises(ConfigError, match=named):
         parse_death(text)
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"mtbf_s": 0.0}, "mtbf: is 0.0"),
-        ({"mtbf_s": float("nan")}, "mtbf: is nan"),
-        ({"repair_s": -1.0}, "repair: is -1.0"),
-    ],
-)
-def test_times_between_failures_must_be_positive(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        FailureSpec(**given)
-
-
-def test_the_death_of_an_unknown_instance_is_refused() -> None:
-    with pytest.raises(ConfigError, match="names 'decode-7'; there are prefill-0"):
-        spec_of(failures=dying(Death(instance_id="decode-7", at_s=1.0)))

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -20,9 +21,10 @@ from kaveri.policy.room_search import RoomSearch
 from kaveri.simulator import colocated, prefill, router
 from kaveri.simulator.baseline_rule import BaselineRule
 from kaveri.simulator.baselines import baseline_of, simulate_baseline
+from kaveri.simulator.failures import Death, FailureSpec
 from kaveri.simulator.report import report_of, requests_of, rows
 from kaveri.simulator.simulate import Simulation, simulate
-from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec, RouterSpec
+from kaveri.simulator.spec import ClusterSpec, CopySpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec, RouterSpec
 from kaveri.simulator.table import RunTable
 from kaveri.workload.requests import (
     PlannedRequest,
@@ -32,6 +34,7 @@ from kaveri.workload.requests import (
     gamma_arrivals,
     plan_requests,
 )
+from kaveri.workload.run_columns import RunColumns
 from kaveri.workload.summary import Slo
 from services.instance import service
 from services.prefill import decode_placer
@@ -61,15 +64,17 @@ def run_whole(spec: ClusterSpec, requests: list[PlannedRequest], concurrency: in
     run = simulation.run().columns()
     simulation.check_conservation()
     assert run.answered.all()
-    assert (run.received_tokens == run.planned_tokens).all(), "tokens drawn are not those asked for"
+    assert (run.tokens.received == run.tokens.planned).all(), "tokens drawn are not those asked for"
     assert (run.first_s >= run.due_s).all()
     assert (run.last_s >= run.first_s).all()
-    drawn_after_another = int(run.planned_tokens.sum()) - len(requests)
-    assert run.gap_counts is not None
-    assert run.gaps_s is not None
-    assert np.isfinite(run.gaps_s).all()
-    assert int(run.gap_counts.sum()) == drawn_after_another
+    drawn_after_another = int(run.tokens.planned.sum()) - len(requests)
+    assert np.isfinite(run.gaps.seconds).all()
+    assert int(run.gaps.counts.sum()) == drawn_after_another
     return simulation
+
+
+def decoder_of(run: RunColumns, number: int = 0) -> str:
+    return run.placements.instance_ids[int(run.placements.decode[number])]
 
 
 def colocated_of(total_blocks: int = 9000, **changes: Any) -> ClusterSpec:
@@ -99,17 +104,16 @@ def test_every_request_ends_once_and_every_block_comes_free(seed: int, is_both: 
             decode_placement=rng.choice(list(DecodePlacementPolicy)),
         ),
         decode=DecodeSpec(engine=pool, decode_policy=rng.choice(list(AdmissionPolicy))),
-        router=RouterSpec(placement_policy=rng.choice(list(PlacementPolicy))),
+        router=RouterSpec(placement_policy=rng.choice(list(PlacementPolicy)), lengths_known=rng.random() < 0.7),
         link=parse_link_speed("10Gbps,50us,800KiB/token") if rng.random() < 0.5 else None,
         overheads=Overheads(hop_s=0.002, decode_step_s=0.001) if rng.random() < 0.5 else Overheads(),
-        lengths_known=rng.random() < 0.7,
         seed=seed,
     )
     run = run_whole(spec, poisson(80, rng.choice((3.0, 40.0)), seed)).table.columns()
     if is_both:
         # An instance decodes what it computes.
-        with_more = run.planned_tokens > 1
-        assert (run.decode_instance == run.prefill_instance)[with_more].all()
+        with_more = run.tokens.planned > 1
+        assert (run.placements.decode == run.placements.prefill)[with_more].all()
         assert (run.server["kv_tail_s"] == 0).all()
 
 
@@ -197,7 +201,7 @@ def test_a_request_that_lost_its_blocks_gets_those_of_one_that_lands_later() -> 
         prefill=PrefillSpec(engine=pool, max_queue=3, prefill_policy=OrderingPolicy.SJF),
         decode=DecodeSpec(engine=pool, decode_policy=AdmissionPolicy.RESERVE_DYNAMIC),
         link=parse_link_speed("10Gbps,50us,800KiB/token"),
-        lengths_known=False,
+        router=RouterSpec(lengths_known=False),
         seed=32,
     )
     run_whole(spec, poisson(80, 40.0, 32))
@@ -215,7 +219,8 @@ def test_a_lone_request_takes_what_the_latency_model_says() -> None:
 def test_a_push_that_is_slower_than_prefill_delays_the_second_token_only() -> None:
     link = parse_link_speed("1Gbps,1ms,1MiB/token")
     request = [PlannedRequest(0, 0.0, RequestLengths(500, 2))]
-    run = run_whole(spec_of(link=link, layer_count=40), request).table.columns()
+    spec = spec_of(link=link)
+    run = run_whole(replace(spec, prefill=replace(spec.prefill, layer_count=40)), request).table.columns()
     prefill_s, link_s = LATENCY.step_s([(0, 500)]), 500 * 2**20 * 8 / 1e9
     assert run.ttft_s()[0] == pytest.approx(prefill_s)
     # The first layer's KV can be sent when that layer is computed.
@@ -241,7 +246,7 @@ def test_services_and_simulator_call_the_same_functions(monkeypatch: pytest.Monk
 
     def places(spec: ClusterSpec) -> tuple[set[int], set[int]]:
         run = simulate(spec, requests).columns()
-        return set(run.prefill_instance.tolist()), set(run.decode_instance.tolist())
+        return set(run.placements.prefill.tolist()), set(run.placements.decode.tolist())
 
     before = places(spec_of())
     assert [len(found) for found in before] == [2, 2]
@@ -273,10 +278,14 @@ def test_the_requests_of_a_measured_run_are_simulated_at_their_times() -> None:
     [
         ({"prefill_count": 0}, "prefill", "is 0; there must be at least 1"),
         ({"decode_count": 0}, "decode", "is 0"),
-        ({"heartbeat_interval_s": 0.0}, "heartbeat_interval_s", "above 0"),
-        ({"heartbeat_interval_s": float("nan")}, "heartbeat_interval_s", "nan"),
+        ({"router": RouterSpec(monitor_interval_s=float("nan"))}, "monitor_interval_s", "nan"),
         ({"link": parse_link_speed("1Gbps")}, "kv_link", "how large a token is"),
-        ({"layer_count": 0}, "layer_count", "at least 1"),
+        (
+            {"failures": FailureSpec(deaths=(Death(instance_id="decode-7", at_s=1.0),))},
+            "fail",
+            "names 'decode-7'; there are prefill-0",
+        ),
+        ({"prefill": PrefillSpec(engine=PoolSpec(latency=LATENCY), layer_count=0)}, "layer_count", "at least 1"),
         ({"colocated_count": 1}, "prefill", "is 2; beside instances of both phases there are no others"),
         (
             {**NO_OTHERS, "decode": DecodeSpec(engine=PoolSpec(latency=LATENCY, max_batch=3))},
@@ -297,9 +306,22 @@ def test_what_cannot_be_is_refused_with_its_name_and_limit(changes: dict[str, An
     assert reason in error.value.reason
 
 
-def test_overheads_must_be_seconds() -> None:
-    with pytest.raises(ConfigError, match="hop_s"):
-        Overheads(hop_s=-1.0)
+@pytest.mark.parametrize(
+    ("kind", "given", "named"),
+    [
+        (CopySpec, {"replica_blocks": 0}, "replica_blocks: is 0; it must be a number of at least 1"),
+        (CopySpec, {"replica_min_tokens": 0}, "replica_min_tokens: is 0"),
+        (CopySpec, {"blocks_per_s": math.nan}, "blocks_per_s: is nan"),
+        (CopySpec, {"orphan_grace_s": -1.0}, "orphan_grace_s: is -1.0"),
+        (FailureSpec, {"mtbf_s": 0.0}, "mtbf: is 0.0"),
+        (FailureSpec, {"mtbf_s": math.nan}, "mtbf: is nan"),
+        (FailureSpec, {"repair_s": -1.0}, "repair: is -1.0"),
+        (Overheads, {"hop_s": -1.0}, "hop_s"),
+    ],
+)
+def test_parts_of_a_spec_refuse_what_cannot_be(kind: Any, given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        kind(**given)
 
 
 def test_requests_must_come_in_order_and_there_must_be_one() -> None:

@@ -134,23 +134,18 @@ async def test_a_full_queue_refuses_a_call_as_a_whole(batcher: PredictionBatcher
         lambda count: [[0.2] * 5] * (count - 1),
         lambda count: [[0.2] * 4] * count,
         lambda count: [[float("nan")] * 5] * count,
+        lambda count: [[1 / 0]],
     ],
-    ids=["too few", "of too few buckets", "no numbers"],
+    ids=["too few", "of too few buckets", "no numbers", "an error"],
 )
-async def test_a_model_that_answers_nonsense_has_failed(batcher: PredictionBatcher, model: Any, rows: Any) -> None:
+async def test_a_model_that_fails_or_answers_nonsense_fails_its_batch_only(
+    batcher: PredictionBatcher, model: Any, rows: Any
+) -> None:
     model.rows = rows
-    with pytest.raises(Unavailable, match="failed"):
+    with pytest.raises(Unavailable, match="the predictor failed: "):
         await batcher.predict([[1], [2]])
     model.rows = None
     assert bucket_of((await batcher.predict([[1]]))[0]) == 1
-
-
-async def test_a_batch_that_fails_takes_no_other_with_it(batcher: PredictionBatcher, model: Any) -> None:
-    model.fails = True
-    with pytest.raises(Unavailable, match="broken on purpose"):
-        await batcher.predict([[1], [2]])
-    model.fails = False
-    assert bucket_of((await batcher.predict([[3]]))[0]) == 3
 
 
 async def test_who_waits_when_it_stops_is_told(model: Any, worker: WorkerThread) -> None:

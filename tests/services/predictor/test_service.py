@@ -146,8 +146,8 @@ async def test_draining_it_answers_what_it_has_refuses_what_comes_and_leaves(
 async def test_a_model_that_fails_is_unavailable_and_the_service_goes_on(
     predictor: RunningPredictor, model: LastTokenModel
 ) -> None:
-    model.fails = True
+    model.rows = lambda _: [[1 / 0]]
     assert isinstance(await refusal(predictor.ask([1], [2])), Unavailable)
     assert predictor.metric("kaveri_predictor_prompts_total", outcome="failed") == 2
-    model.fails = False
+    model.rows = None
     assert (await predictor.ask([3])).predictions[0].bucket == 3
