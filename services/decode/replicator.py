@@ -285,7 +285,8 @@ class Replicator:
             case copying.EndAsMoved(replica):
                 self._metrics.moves.inc()
                 self._moved_count += 1
-                _log(owned.request, replica.holder_id).info("request_let_go", tokens=replica.token_count)
+                log = _log(owned.request, replica.holder_id)
+                log.info("request_let_go", tokens=replica.token_count)
                 self._instance.move(owned.request, replica)
             case copying.AwaitResumed(holder):
                 self._let_go_count += 1
@@ -352,7 +353,8 @@ class Replicator:
         self._metrics.opens.labels("refused" if isinstance(error, NoCapacity) else "failed").inc()
         rest_s = bounded_retry_s(error.retry_after_s) if isinstance(error, NoCapacity) else HOLDER_REST_S
         self._rest(holder, rest_s)
-        _log(request, holder.instance_id).info("replica_refused", error=str(error))
+        log = _log(request, holder.instance_id)
+        log.info("replica_refused", error=str(error))
         if isinstance(error, DeadlineExceeded | Unavailable):
             # The room may have been reserved nevertheless.
             self._tasks.create_task(self._close(request, holder))
@@ -375,7 +377,8 @@ class Replicator:
         request, holder = owned.request, owned.copy.holder
         self._metrics.losses.inc()
         self._rest(holder, HOLDER_REST_S)
-        _log(request, holder.instance_id).info("replica_lost", tokens=owned.copy.token_count, reason=reason)
+        log = _log(request, holder.instance_id)
+        log.info("replica_lost", tokens=owned.copy.token_count, reason=reason)
         self._take(key, copying.CopyLost(self._pause_s()))
 
     async def _update(self, owned: _Owned, holder: Holder) -> None:
