@@ -1,4 +1,4 @@
-"""Interdependent times of the serving path, in seconds; tests/library/test_timeouts.py asserts their order."""
+"""Interdependent times of the serving path, in seconds; check_order() asserts their order."""
 
 TICK_S = 0.05
 """Interval at which silent peers are looked for."""
@@ -8,8 +8,8 @@ BEAT_AFTER_S = 0.15
 """Silence after which a peer is sent a beat, and the interval between beats."""
 SUSPECT_AFTER_S = 0.5
 """Silence after which a peer is suspected, and its waiting calls fail over."""
-MOST_PATIENCE = 5.0
-"""Upper bound of the silence that a late peer is allowed, in multiples of the usual one."""
+MOST_PATIENCE_S = 2.5
+"""Upper bound of the silence that a late peer is allowed, unless every peer is allowed more."""
 SUSPECT_UNHEARD_AFTER_S = 1.2
 """SUSPECT_AFTER_S for a peer that has answered no beat yet: it may be far away, or still connecting."""
 REOPEN_GRACE_S = 0.25
@@ -34,3 +34,14 @@ LEADER_LEASE_S = 2.0
 """Lease of the router that broadcasts the view."""
 BROADCAST_LOST_AFTER_S = 3.0
 """Time without a broadcast after which instances follow heartbeats themselves."""
+
+
+def check_order() -> None:
+    """Assert the order in which the protocols rely on these times."""
+    assert TICK_S < BEAT_S < SUSPECT_AFTER_S, "a stream that beats is not suspected"
+    assert BEAT_AFTER_S < SUSPECT_AFTER_S < SUSPECT_UNHEARD_AFTER_S, "a peer is asked before it is suspected"
+    assert REOPEN_GRACE_S < CONNECT_GRACE_S, "a silent instance is given up before one that is not connected yet"
+    assert ATTACH_SOON_S < CALL_TIMEOUT_S, "a replica is resumed before its owner's call is over"
+    assert CALL_TIMEOUT_S < STRAGGLER_S < ATTEMPT_REMEMBERED_S, "no call of a former attempt is taken for a new one's"
+    assert MOST_PATIENCE_S + REOPEN_GRACE_S < COMPLETE_COPY_S, "a copy outlives its owner's detection"
+    assert LEADER_LEASE_S < BROADCAST_LOST_AFTER_S, "another router broadcasts before instances stop waiting for it"

@@ -2,7 +2,7 @@
 
 from typing import Generic, TypeVar
 
-from kaveri.timeouts import MOST_PATIENCE, TICK_S
+from kaveri.timeouts import MOST_PATIENCE_S, TICK_S
 
 _LONGEST_TICK_S = 2 * TICK_S
 _PATIENCE = 1.5
@@ -21,6 +21,7 @@ class SilenceWatch(Generic[PeerT]):
     def __init__(self, after_s: float, now_s: float) -> None:
         """after_s: seconds of silence after which a peer is suspected, unless it was late before."""
         self.after_s = after_s
+        self._most_s = max(after_s, MOST_PATIENCE_S)
         self.elapsed_s = 0.0
         """Time in which this process ran and ticked: messages that wait unread while it stands still are no silence."""
         self._ticked_at_s = now_s
@@ -40,9 +41,9 @@ class SilenceWatch(Generic[PeerT]):
         last_s = self._found_s.pop(peer, self._heard_s.get(peer, now_s))
         self._heard_s[peer] = now_s
         late_s = now_s - last_s
-        if late_s < MOST_PATIENCE * self.after_s and _PATIENCE * late_s > self.after_s:
+        if late_s < self._most_s and _PATIENCE * late_s > self.after_s:
             allowed_s, _ = self._patience.get(peer, (self.after_s, 0.0))
-            silence_s = min(max(_PATIENCE * late_s, allowed_s), MOST_PATIENCE * self.after_s)
+            silence_s = min(max(_PATIENCE * late_s, allowed_s), self._most_s)
             self._patience[peer] = silence_s, now_s + _PATIENT_FOR_S
 
     def forget(self, peer: PeerT) -> None:
@@ -71,6 +72,6 @@ class SilenceWatch(Generic[PeerT]):
             if until_s <= elapsed_s:
                 del self._patience[peer]
         for peer, heard_s in tuple(self._found_s.items()):
-            if elapsed_s - heard_s > MOST_PATIENCE * self.after_s:
+            if elapsed_s - heard_s > self._most_s:
                 del self._found_s[peer]
         return silent

@@ -20,6 +20,7 @@ from kaveri.rpc.server import RpcServer
 from kaveri.security.callers import Callers
 from kaveri.security.posture import open_ports
 from kaveri.telemetry.logs import get_logger
+from kaveri.timeouts import check_order
 from kaveri.v1.cluster_pb2_grpc import add_DrainServiceServicer_to_server
 
 BROKEN_STATUS = 1
@@ -109,6 +110,7 @@ class ServiceHost:
         """service_names: full names of the gRPC services; register adds their servicers. store: already connected.
         server: replaces the gRPC server with these services and DrainService. public: an additional server. operators:
         only callers with an admin key may drain the process; None: everyone that the port admits."""
+        check_order()
         self.record = record
         """Its address is set once `started`."""
         self.state = InstanceState.READY

@@ -51,7 +51,7 @@ def test_a_peer_that_is_late_now_and_then_is_given_more_time_for_a_while() -> No
         assert ticks(watch, now_s, now_s + late_s) == [], late_s
         now_s += late_s
         watch.heard("busy")
-    assert ticks(watch, now_s, now_s + 2.65) == ["busy"], "never more than five times as much"
+    assert ticks(watch, now_s, now_s + 2.65) == ["busy"], "never more than 2.5 s"
 
 
 def test_a_peer_that_has_been_in_time_for_a_while_is_found_as_soon_as_ever() -> None:
