@@ -1,5 +1,3 @@
-"""Every argument of the SDK: wrong types and values are refused by name before anything is sent."""
-
 import array
 import copy
 import decimal

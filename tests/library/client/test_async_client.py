@@ -1,5 +1,3 @@
-"""AsyncClient against a real gRPC server: answers, cancellation, deadlines, errors."""
-
 import asyncio
 import gc
 import socket

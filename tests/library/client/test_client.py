@@ -1,5 +1,3 @@
-"""Client, the facade without async: same answers, cancellation, threads, forks, and no thread left behind."""
-
 import asyncio
 import gc
 import os

@@ -1,5 +1,3 @@
-"""How a client's requests end: behind an error, with the client, and when their channel is closed under them."""
-
 import asyncio
 import threading
 from typing import Any

@@ -1,5 +1,3 @@
-"""Growth that is kept up to date through any life of a batch equals growth computed from all members."""
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -10,7 +8,7 @@ from tests.library.policy import reference_admission
 
 
 class BatchLives(RuleBasedStateMachine):
-    """A batch whose requests join, draw tokens, lose their blocks and leave."""
+    """State machine: requests join, sample tokens, lose their blocks and leave; compares with a recomputation."""
 
     @initialize(block_tokens=st.sampled_from([1, 2, 4, 16]))
     def begin(self, block_tokens: int) -> None:

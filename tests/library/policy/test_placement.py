@@ -1,5 +1,3 @@
-"""Placement policies: who is chosen, who never is, and what counts between heartbeats."""
-
 import random
 from dataclasses import replace
 from typing import Any
@@ -350,7 +348,6 @@ def test_the_largest_prompt_is_what_the_largest_pool_holds_with_one_token_more()
     others = decode("d1", 9, model="other"), decode("d2", 9, layout=OTHER_LAYOUT)
     assert largest(decode("d0", 3), *others) == 3 * tokens - 1
     assert largest(decode("d0", 3), decode("c0", 9, BOTH_PHASES)) == 3 * tokens - 1, "it takes no pushes"
-    # Without a layout nothing is pushed.
     assert largest_prompt(view_of(decode("d0", 3), decode("c0", 9, BOTH_PHASES)), MODEL) == 9 * tokens - 1
 
 

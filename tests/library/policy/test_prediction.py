@@ -1,5 +1,3 @@
-"""Which predictor to ask, when not to, how long to wait, and what an answer is worth."""
-
 import random
 
 from hypothesis import given

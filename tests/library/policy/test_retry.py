@@ -1,5 +1,3 @@
-"""Retry: what ends a request, how long instances rest, and that another one is asked meanwhile."""
-
 import math
 import random
 from dataclasses import replace

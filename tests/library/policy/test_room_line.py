@@ -1,5 +1,3 @@
-"""The line of requests that wait for room on a decode instance."""
-
 from collections import Counter
 
 from hypothesis import given
@@ -25,7 +23,7 @@ def next_to_ask(room: DecodeRoom, blocks: int, attainable_blocks: int = POOL) ->
 
 
 class LineMachine:
-    """A pool of blocks with a line in front of it; counts who was overtaken how often."""
+    """State machine: a block pool and its queue of requests; counts how often each is overtaken."""
 
     def __init__(self, max_overtakes: int) -> None:
         self.line = line(max_overtakes=max_overtakes)
@@ -68,7 +66,6 @@ class LineMachine:
         self._leave(request_id)
 
     def end(self, request_id: str) -> None:
-        """It gives up, or gives its room back."""
         if request_id in self.asked:
             self.asked.remove(request_id)
         self._leave(request_id)

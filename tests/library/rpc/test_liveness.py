@@ -1,13 +1,9 @@
-"""Which peers are noticed when they hang. The beats are the test's own."""
-
 import asyncio
 
 from kaveri.rpc.liveness import Liveness
 
 
 class HeldCall:
-    """A call that a caller waits for."""
-
     target = "peer"
     leaves_unheard = True
 
@@ -31,7 +27,7 @@ async def test_a_peer_that_hangs_after_its_first_message_and_before_it_has_answe
 
 
 async def test_a_peer_that_answers_slowly_is_not_suspected_once_it_has_answered_a_beat() -> None:
-    """One that is far away. It is watched by gRPC's keep-alive."""
+    """A distant peer, for example. gRPC's keep-alive watches it."""
     answered = asyncio.Event()
 
     async def one_slow_answer(target: str) -> None:

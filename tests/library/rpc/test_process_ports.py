@@ -1,5 +1,3 @@
-"""The ports of a service process: what they ask for, and which of them are open."""
-
 import http.client
 import shutil
 import signal
@@ -102,7 +100,7 @@ def _until_answered(port: int, tls: TlsFiles) -> None:
 
 
 def _get(port: int, path: str, tls: TlsFiles | None = None) -> int:
-    """The status. tls: None: plain HTTP."""
+    """Return the HTTP status. tls: None: plain HTTP."""
     if tls is None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
     else:

@@ -1,5 +1,3 @@
-"""RpcServer on loopback: health, reflection, addresses that cannot be bound, limits, and garbage."""
-
 import asyncio
 import os
 import time

@@ -1,5 +1,3 @@
-"""Mutual TLS on gRPC: who is refused, and how renewed certificates are taken up."""
-
 import asyncio
 import contextlib
 import os
@@ -60,7 +58,6 @@ async def _serving(files: TlsFiles) -> AsyncIterator[str]:
 
 
 async def _ask(address: str, tls: RpcTls | None) -> None:
-    """Raises what the server, or the handshake, answers with."""
     async with open_channel(address, tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
@@ -144,7 +141,6 @@ async def test_certificates_of_a_new_authority_are_taken_up_by_ports_and_channel
         stub = channels.stub(health_pb2_grpc.HealthStub, address)
         await stub.Check(health_pb2.HealthCheckRequest(), timeout=WITHIN_S)
         _replace(files, renewed)
-        # A connection that is open goes on; new ones use what the files say now.
         await stub.Check(health_pb2.HealthCheckRequest(), timeout=WITHIN_S)
         assert channels.stub(health_pb2_grpc.HealthStub, address) is stub
         with pytest.raises(Unavailable):
