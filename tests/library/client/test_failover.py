@@ -68,7 +68,7 @@ class Pair(list[RouterDouble]):
     async def serve(
         self, request_id: str | None = None, *, beats: bool = False
     ) -> tuple[asyncio.Task[Completion], RouterDouble, RouterDouble]:
-        """Send a request. When its answer pauses, or with `beats` when the client has sent one, return the answer, its
+        """Send a request; once its answer pauses (with `beats`: once the client has sent some), return the answer, its
         router and the other one."""
         asking = self.ask(request_id)
         if beats:
@@ -366,7 +366,7 @@ async def test_a_client_without_a_deadline_tries_ever_more_slowly_and_gets_throu
         for service in services:
             service.pause_at = None
         check_whole(await answer, sum(len(service.requests) for service in services) - 1)
-    # Each router rests for 0.025 s at least, then for twice as long each time, up to half a second at least.
+    # Each router's backoff is at least 0.025 s and doubles up to at least 0.5 s.
     assert count <= 2 * (6 + elapsed_s / 0.5)
     assert {left_s for service in services for left_s in service.deadlines_s} == {None}
 

@@ -124,7 +124,7 @@ class ScriptedCall(RouterCall[inference_pb2.GenerateResponse]):
         return next(self._responses, None)
 
     def cancel(self) -> None:
-        """What has come already can still be read."""
+        """Responses that have arrived can still be read."""
 
 
 class ScriptedRouters(Routers):

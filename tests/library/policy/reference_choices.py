@@ -1,5 +1,4 @@
-"""Simple placement and counts of unconfirmed work, whose cost grows with the cluster; the real ones must give the same
-results."""
+"""Simple placement and counts of unconfirmed work, as references for the real ones, which scale better."""
 
 import itertools
 from collections import Counter

@@ -91,7 +91,7 @@ def test_with_exact_predictions_static_never_runs_short_of_blocks(
         return -(-token_count // BLOCK_TOKENS)
 
     waiting, running = [BatchMember(*request) for request in requests], list[BatchMember]()
-    # Room for any single one to end beside all others' prompts: the empty batch takes the first whatever it wants.
+    # Room for any one to end next to the prompts of all others: an empty batch always takes the first.
     free_blocks = spare_blocks + max(blocks(context + left) - blocks(context + 1) for context, left in requests)
     while waiting or running:
         admitted = DecodeSnapshot(waiting, running, free_blocks).admitted(STATIC)

@@ -140,7 +140,7 @@ def test_blocks_of_requests_whose_end_is_not_known_yet_go_to_no_new_request() ->
     assert room.next_to_ask(ended_in_the_engine, 0.0) is None
     assert room.load(ended_in_the_engine, 3, 0.0).free_blocks == 0
     room.batch.leave(1)
-    # Seven are kept for the answer that runs next.
+    # Seven blocks are reserved for the request that runs next.
     assert room.next_to_ask(ended_in_the_engine, 0.0) is None
     room.leave_line("new")
     room.join("small", 3, 1)

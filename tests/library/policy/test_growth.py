@@ -38,7 +38,7 @@ class BatchLives(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def some_draw(self, data: st.DataObject) -> None:
-        # Requests that have left, too: the engine may report them in the same step.
+        # Include requests that have left: the engine may report them in the same step.
         self._draw(set(data.draw(st.lists(st.integers(1, self.numbers + 1), max_size=8))))
 
     @rule(data=st.data())
@@ -84,7 +84,7 @@ def test_a_request_that_is_preempted_for_one_step_ends_once() -> None:
     batch.preempt(1)
     for _ in range(3):
         batch.step({1, 2})
-    # Its end is known to be outlived: of the two, only the other one still wants blocks until its end.
+    # This one has outlived its prediction: only the other still needs blocks until its end.
     batch.remove(1)
     alone = BatchGrowth(block_tokens=1)
     alone.add(2, BatchMember(context_tokens=8, remaining_tokens=6))

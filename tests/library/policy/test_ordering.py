@@ -30,7 +30,7 @@ def test_prompts_go_by_arrival_or_by_length_and_then_by_arrival(waiting: list[Wa
 
 
 class PromptQueueMachine:
-    """Arrivals, computations and cancellations in any order; records the order of computation."""
+    """State machine: arrivals, computations and cancellations of prompts; records the order of computation."""
 
     def __init__(self, policy: OrderingPolicy, scheduling_batch: int) -> None:
         self.queue: PromptQueue[WaitingPrompt] = PromptQueue(policy, 1, 1000, scheduling_batch)

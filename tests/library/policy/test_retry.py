@@ -20,7 +20,7 @@ from kaveri.policy.retry import (
 LIMITS = RetryLimits(max_attempts=3, unavailable_after_s=10.0)
 
 SETBACKS = tuple(setback for setback in Setback if setback is not Setback.REFUSED)
-"""Those of prefill instances. A holder that refuses is not asked again."""
+"""Failures of prefill instances."""
 
 
 def record(number: int = 0, incarnation: int = 1) -> InstanceRecord:

@@ -7,7 +7,7 @@ from kaveri.policy.admission import AdmissionPolicy, DecodeBatch
 from kaveri.policy.decode_room import DecodeRoom, FreeRoom
 
 POOL = 10
-"""Blocks, of one token each."""
+"""KV blocks in the pool, of one token each."""
 
 
 def line(**limits: int) -> DecodeRoom:
@@ -28,7 +28,7 @@ class LineMachine:
     def __init__(self, max_overtakes: int) -> None:
         self.line = line(max_overtakes=max_overtakes)
         self.waiting: dict[str, int] = {}
-        """Needed blocks, in the order in which the requests came."""
+        """Needed blocks by request id, in order of arrival."""
         self.asked: list[str] = []
         self.holds: dict[str, int] = {}
         self.overtaken: Counter[str] = Counter()

@@ -14,7 +14,7 @@ SERVICE_NAME = "kaveri.v1.FeedService"
 
 
 class EchoService(feed_pb2_grpc.FeedServiceServicer):
-    """Abort returns at once, or does what `on_abort` says; Follow stays open until it is cancelled."""
+    """Test double: Abort returns at once or runs `on_abort`; Follow stays open until it is cancelled."""
 
     def __init__(self) -> None:
         self.on_abort: Callable[[Any], Awaitable[None]] | None = None

@@ -42,7 +42,7 @@ async def test_a_peer_that_answers_slowly_is_not_suspected_once_it_has_answered_
     other = HeldCall()
     other.target = "another peer"
     liveness.begin(other)
-    # It was never heard, and is found later than the first one would be.
+    # It has never sent anything, so it is suspected later than the first one would be.
     await asyncio.wait_for(other.suspected.wait(), 30)
     assert not call.suspected.is_set()
     liveness.close()
@@ -57,7 +57,7 @@ async def test_a_call_with_nowhere_else_to_go_waits_on_while_others_of_its_peer_
     liveness.begin(other)
     await asyncio.wait_for(other.suspected.wait(), 30)
     assert not alone.suspected.is_set()
-    # A call that comes later is noticed as well, though the first one still waits.
+    # A later call is failed too, while the first one still waits.
     later = HeldCall()
     liveness.begin(later)
     await asyncio.wait_for(later.suspected.wait(), 30)

@@ -85,7 +85,7 @@ async def test_a_caller_of_another_authority_or_with_an_expired_certificate_is_r
     authority: Authority, files: TlsFiles, tmp_path: Path
 ) -> None:
     (others := tmp_path / "others").mkdir()
-    # It trusts the server, so that only the server can refuse it.
+    # The caller trusts the server, so only the server can refuse.
     foreign = replace(Authority(others, "others").certify("foreign"), authority=files.authority, name=files.name)
     async with _serving(files) as address:
         for refused in (foreign, authority.certify("expired", days=-1)):
@@ -131,7 +131,7 @@ async def test_certificates_of_a_new_authority_are_taken_up_by_ports_and_channel
     (others := tmp_path / "others").mkdir()
     renewed = Authority(others, "others").certify("renewed")
     former = authority.certify("former")
-    # Its own: the authority's file is replaced, too.
+    # With its own authority: its file is replaced too.
     shutil.copy(former.authority, former.authority + ".former")
     former = replace(former, authority=former.authority + ".former")
     ours = RpcTls(files)

@@ -134,7 +134,7 @@ async def test_connection_that_does_not_read_its_answer_is_closed_after_a_while(
     monkeypatch.setattr(metrics, "RESPONSE_TIMEOUT_S", 0.2)
     wide = Gauge("tests_wide", "Wide.", ["label"], registry=port.registry)
     for number in range(40_000):
-        # More than two sockets hold.
+        # More than the buffers of two sockets hold.
         wide.labels(label="x" * 200 + str(number)).set(1)
     with socket.create_connection(("127.0.0.1", port.number)) as slow:
         slow.setblocking(False)
