@@ -30,7 +30,7 @@ _IDLE_S = 30.0
 
 
 class DirectRead:
-    """Read of one answer at its decode instance. Its responses may repeat what the client already has."""
+    """Read of one answer from its decode instance, past the router. May repeat what the client has."""
 
     def __init__(self, key: tuple[str, int], wake: Callable[[], None]) -> None:
         """key: request id and session number. wake: called on every change."""
@@ -78,7 +78,7 @@ class _Instance:
         self.idle_since_s = time.monotonic()
 
     def drop(self, read: DirectRead) -> None:
-        """Stop reading an answer; ignore its later responses. Idempotent."""
+        """Stop reading an answer from this instance; ignore its later responses. Idempotent."""
         if self.reads.get(read.key) is read:
             del self.reads[read.key]
             if not self.reads:

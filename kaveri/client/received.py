@@ -85,7 +85,7 @@ class Received:
         return response
 
     def to_proto(self) -> inference_pb2.Received:
-        """Encode for the next router that takes over the request."""
+        """Encode the received part, for the next router that takes over the request."""
         return inference_pb2.Received(
             token_ids=self.token_ids, characters=self.characters, max_tokens=self.max_tokens, owner=self.owner
         )

@@ -110,7 +110,7 @@ class Sessions:
                 return None
 
     def close(self) -> None:
-        """Cancel the request everywhere unless it has ended. Idempotent."""
+        """Cancel the request in the whole cluster unless it has ended. Idempotent."""
         self._closing.set()
         self._calls[-1].cancel()
         if self._sources is not None:
@@ -120,7 +120,7 @@ class Sessions:
             self._cancellation.task.cancel()
 
     def note_cancelled(self) -> None:
-        """Cancel later sessions as well: the caller has cancelled the request by its id."""
+        """Cancel all later calls of this request: the caller has cancelled it by its id."""
         self._cancellation.is_asked = True
 
     def cancel_when_known(self) -> None:
@@ -129,7 +129,8 @@ class Sessions:
             self._cancellation.task = asyncio.create_task(self._cancel(), name="kaveri-client cancel")
 
     def _attach_again(self) -> None:
-        """Begin the next session at the same router, which sends all tokens, after a direct read failed."""
+        """Begin the next session (Generate call) at the same router, after a direct read at a decode instance
+        failed."""
         if self._closing.is_set():
             return
         # Each session counts its own attempts, so a request that breaks instances must not begin many sessions.
@@ -139,7 +140,8 @@ class Sessions:
         self._begin_session(self._calls[-1].target)
 
     async def _go_on(self, failure: RouterFailed) -> None:
-        """Begin the next session, at another router if possible. Raises the failure's error if there is none."""
+        """Begin the next session (Generate call), at another router if possible. Raises the failure's error if none is
+        left."""
         call = self._calls[-1]
         self._routers.targets.failed(call.target, time.monotonic())
         if self._request.session == _MAX_SESSION or (self.received.token_ids and not self.received.max_tokens):
@@ -157,7 +159,7 @@ class Sessions:
             self._begin_session(target)
 
     def _begin_session(self, target: str) -> None:
-        """Send the request again, with the received part. Later responses of earlier sessions are dropped."""
+        """Send the request again, with the received part of its answer; drop later responses of earlier calls."""
         if self._sources is not None:
             self._sources.end_session()
         self._request.session += 1
@@ -199,7 +201,7 @@ class Sessions:
             self._sources.begin(response.tokens_at, self._request)
 
     def _cancel_left(self, but: int = 0) -> None:
-        """Cancel the calls of earlier sessions, except the latest `but` of them."""
+        """Cancel the calls to routers of earlier sessions, except the latest `but` of them."""
         while len(self._calls) > but + 1:
             self._calls.pop(0).cancel()
 

@@ -54,7 +54,7 @@ class AnswerSources:
                 await self._wait()
 
     def begin(self, at: inference_pb2.TokensAt, request: inference_pb2.GenerateRequest) -> None:
-        """Start to read the rest of the answer at the decode instance `at`. request: with its session and secret."""
+        """Start to read the rest of the answer at decode instance `at`. request: with its session and secret."""
         self._leave()
         self._repeats = True
         asked = decode_pb2.ReadAnswerRequest(

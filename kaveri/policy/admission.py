@@ -62,8 +62,8 @@ def admitted_count(
 
 
 def kept_blocks(policy: AnyAdmission, batch: BatchGrowth) -> int:
-    """Return the free KV blocks to reserve for the predicted growth of `batch`; new requests may not take them. batch:
-    running requests, or the one to run first if none runs. 0 under greedy, a plug-in, or without predictions."""
+    """Return the free KV blocks to reserve for the predicted growth of `batch`: running requests, or the one to run
+    first if none runs. 0 under greedy or a plug-in, and if all lengths are unknown and none is preempted."""
     match policy:
         case AdmissionPolicy.RESERVE_STATIC:
             return batch.until_all_end()
@@ -107,7 +107,7 @@ class DecodeBatch:
         return len(self._ready)
 
     def expect(self, number: int, member: BatchMember, now_s: float) -> None:
-        """Add a request whose KV blocks were requested or reserved, and whose KV has yet to arrive."""
+        """Add a request whose KV blocks were requested or reserved, and whose KV is still to arrive."""
         self._expected[number] = (member, now_s)
 
     def land(self, number: int, *, first: bool = False) -> None:
@@ -141,13 +141,13 @@ class DecodeBatch:
             self._running.run(steps, resting)
 
     def leave(self, number: int) -> None:
-        """Remove a request that ended, or whose KV blocks were refused. Idempotent."""
+        """Remove a request that ended, or to which KV blocks were refused. Idempotent."""
         self._expected.pop(number, None)
         self._ready.pop(number, None)
         self._running.remove(number)
 
     def admissible(self, free_blocks: int) -> tuple[int, ...]:
-        """Return the numbers of the ready requests to admit now, in order of arrival of their KV."""
+        """Return the numbers of the ready requests to add to the running batch now, in order of arrival of their KV."""
         seats = self._max_batch - len(self._running)
         count = admitted_count(self._policy, self._running, self._ready.values(), seats, free_blocks)
         return tuple(self._ready)[:count]

@@ -15,8 +15,8 @@ class ByteBudget:
     """Limit on the bytes of request data held in a process. Not thread-safe."""
 
     def __init__(self, role: str, most_bytes: int, changed: Callable[[int], object] = lambda held_bytes: None) -> None:
-        """role: the process's role, named in errors. most_bytes: the limit (--max-bodies-bytes). changed: called with
-        the total of held bytes after each change."""
+        """role: the process's role, named in errors. most_bytes: max bytes of all requests (--max-bodies-bytes).
+        changed: called with the total of held bytes after each change."""
         self._role = role
         self._most_bytes = most_bytes
         self._changed = changed
@@ -72,5 +72,5 @@ class HeldBytes:
     size_bytes: int = 0
 
     def add(self, size_bytes: int) -> None:
-        """Count more bytes. Raises NoCapacity if others hold too much now, InvalidArgument if they can never fit."""
+        """Count more bytes. Raises NoCapacity if others hold too much, InvalidArgument if they can never fit."""
         self.budget.take(size_bytes, self)

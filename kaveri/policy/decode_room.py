@@ -1,5 +1,4 @@
-"""Decides which waiting requests get KV blocks of a decode instance, and reports free blocks. Pure: no clock, no
-I/O."""
+"""Decides which waiting requests get KV blocks of a decode instance. Pure: no clock, no I/O."""
 
 import itertools
 from dataclasses import dataclass
@@ -85,7 +84,7 @@ class DecodeRoom:
 
     @property
     def waiting_count(self) -> int:
-        """Number of requests in the queue. Thread-safe to read."""
+        """Number of requests that wait for KV blocks. Thread-safe to read."""
         return len(self._places)
 
     def needed_blocks(self, token_count: int) -> int:
@@ -98,7 +97,7 @@ class DecodeRoom:
         return needed_blocks
 
     def join(self, request_id: str, needed_blocks: int, token_count: int, former: Place | None = None) -> None:
-        """Append a request to the queue, or reinsert it at `former`, an entry that leave_line() returned."""
+        """Append a request to the queue for KV blocks, or reinsert it at `former`, which leave_line() returned."""
         assert request_id not in self._places, request_id
         self._token_count += token_count
         if not self._places or (self._fewest_blocks is not None and needed_blocks < self._fewest_blocks):
@@ -111,7 +110,7 @@ class DecodeRoom:
         self._places = dict(sorted(self._places.items(), key=lambda item: item[1].number))
 
     def leave_line(self, request_id: str) -> Place | None:
-        """Remove a request that got its blocks or no longer needs them. Return its queue entry. Idempotent."""
+        """Remove a request that got its KV blocks or no longer needs them; return its queue entry. Idempotent."""
         place = self._places.pop(request_id, None)
         if place is not None:
             self._token_count -= place.token_count
@@ -120,18 +119,18 @@ class DecodeRoom:
         return place
 
     def is_over_limit(self) -> bool:
-        """Return True if the queue exceeds its limits: the last request to join must be refused."""
+        """Return True if too many requests or tokens wait for KV blocks: the last to join must be refused."""
         if len(self._places) < 2:
             return False
         return len(self._places) > self._max_waiting or self._token_count > self._max_waiting_tokens
 
     def is_open(self, room: FreeRoom) -> bool:
-        """Return True unless the first queued request was overtaken too often, so that no other may get blocks."""
+        """Return True unless the first queued request was overtaken so often that no other may get KV blocks."""
         first = self._first(self._attainable_blocks(room))
         return first is None or first[1].overtakes < self._max_overtakes
 
     def next_to_ask(self, room: FreeRoom, now_s: float) -> str | None:
-        """Return the id of the first queued request that may get free blocks now and fits; None if there is none."""
+        """Return the id of the first queued request that fits into free KV blocks and may get them now, or None."""
         room_blocks = self._open_blocks(room, now_s)
         if self._fewest_blocks is None:
             self._fewest_blocks = min((place.needed_blocks for place in self._places.values()), default=0)
@@ -146,7 +145,7 @@ class DecodeRoom:
         return None
 
     def asked(self, request_id: str) -> None:
-        """Record that the engine was asked for a request's blocks: the request overtakes those before it."""
+        """Record that the engine was asked for a request's KV blocks: it overtakes the requests queued before it."""
         place = self._places[request_id]
         place.asked = True
         if place is next(iter(self._places.values())):
@@ -157,18 +156,18 @@ class DecodeRoom:
             other.overtakes += 1
 
     def refused(self, request_id: str) -> None:
-        """Record that the engine refused the blocks: the request stays queued, and has overtaken no other."""
+        """Record that the engine refused KV blocks: the request stays queued, and has overtaken no other."""
         place = self._places[request_id]
         for other in place.overtaken:
             other.overtakes -= 1
         place.asked, place.overtaken = False, ()
 
     def has_ahead_of_line(self, needed_blocks: int, room: FreeRoom, now_s: float) -> bool:
-        """Return True if enough blocks are free for a request that bypasses the queue."""
+        """Return True if enough KV blocks are free for a request that bypasses the queue."""
         return needed_blocks <= self._open_blocks(room, now_s)
 
     def refusal(self, room: FreeRoom, now_s: float) -> NoCapacity:
-        """Return the NoCapacity error, with its reason, for a request that cannot get blocks now."""
+        """Return the NoCapacity error, with its reason, for a request that cannot get KV blocks now."""
         kept = self.batch.kept_blocks(now_s)
         reason = f"{kept} free KV blocks are kept for other requests" if kept else ""
         if not self.is_open(room):
@@ -176,7 +175,7 @@ class DecodeRoom:
         return NoCapacity("decode", RETRY_AFTER_S, reason)
 
     def shown_blocks(self, room: FreeRoom, now_s: float) -> int:
-        """Return the free blocks to report in the heartbeat: those that a new request can get."""
+        """Return the free KV blocks to report in the heartbeat: those that a new request can get."""
         return max(0, self._open_blocks(room, now_s)) if self.is_open(room) else 0
 
     def load(self, room: FreeRoom, request_count: int, now_s: float) -> InstanceLoad:
@@ -201,7 +200,7 @@ class DecodeRoom:
         return self._total_blocks - room.quarantined_blocks
 
     def _first(self, attainable_blocks: int) -> tuple[str, Place] | None:
-        """The first queued request that could get blocks, given `attainable_blocks`; None if there is none."""
+        """The first queued request that could get KV blocks, given `attainable_blocks`; None if there is none."""
         if not self._places:
             return None
         for request_id, place in self._places.items():

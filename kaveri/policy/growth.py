@@ -22,7 +22,7 @@ class BatchMember(NamedTuple):
 
 @dataclass(slots=True)
 class _Holder:
-    """Member that holds its blocks. Values are relative to the steps so far, so a step changes none."""
+    """Batch member that holds its KV blocks. Values are relative to the steps so far, so a step changes none."""
 
     offset_tokens: int
     """The member's context tokens, minus the steps so far."""
@@ -55,7 +55,7 @@ class BatchGrowth:
         return len(self._holders) + len(self._preempted)
 
     def add(self, number: int, member: BatchMember) -> None:
-        """Add a member under an unused number."""
+        """Add a request to the batch, under an unused number."""
         if not member.holds_blocks:
             self._preempted[number] = member
             return
@@ -72,18 +72,18 @@ class BatchGrowth:
                 heapq.heapify(self._ends)
 
     def remove(self, number: int) -> None:
-        """Remove a member; no-op if unknown."""
+        """Remove a request from the batch; no-op if unknown."""
         if self._preempted.pop(number, None) is None and number in self._holders:
             self._take(number)
 
     def preempt(self, number: int) -> None:
-        """Record that a member has lost its KV blocks; no-op if unknown."""
+        """Record that a request has lost its KV blocks; no-op if unknown."""
         if number in self._holders:
             self._preempted[number] = self._take(number)._replace(holds_blocks=False)
 
     def step(self, drawn: AbstractSet[int]) -> None:
-        """Record one decode step: members numbered in `drawn` sampled one token each, the others none. A preempted
-        member in `drawn` holds its blocks again. Unknown numbers are ignored."""
+        """Record one decode step: the requests numbered in `drawn` sampled one token each, the others none. A preempted
+        request in `drawn` holds its blocks again. Unknown numbers are ignored."""
         resumed: dict[int, BatchMember] = {}
         still: dict[int, BatchMember] = {}
         if drawn != self._holders.keys():
@@ -101,8 +101,8 @@ class BatchGrowth:
             self.add(number, member)
 
     def run(self, steps: int, resting: Collection[int] = ()) -> None:
-        """Record `steps` decode steps in which all members except those numbered in `resting` sample a token. Every
-        preempted member must be in `resting`."""
+        """Record `steps` decode steps in which all requests except those numbered in `resting` sample a token. Every
+        preempted request must be in `resting`."""
         still = {number: self._take(number) for number in resting if number in self._holders}
         size, last_step = self._block_tokens, self._steps + steps
         while self._steps < last_step:
@@ -119,15 +119,16 @@ class BatchGrowth:
             self.add(number, still[number])
 
     def until_all_end(self) -> int:
-        """Return the additional blocks needed until every member has ended as predicted. A member with an unknown end
-        counts its next token only."""
+        """Return the KV blocks still needed until every request of the batch has ended as predicted. One without
+        prediction counts its next token only."""
         preempted = self._preempted.values()
         return self._wanted_to_end + sum(
             self._blocks(member.context_tokens + max(1, member.remaining_tokens)) for member in preempted
         )
 
     def until_first_ends(self) -> int:
-        """Return the additional blocks needed until the first predicted end, or the next token if none is known."""
+        """Return the KV blocks that the batch still needs until its first predicted end, or next token if none is
+        known."""
         steps = self._steps_to_first_end()
         total = sum(self._blocks(member.context_tokens + steps) for member in self._preempted.values())
         size, shift = self._block_tokens, self._steps

@@ -30,7 +30,7 @@ class Prompt(Protocol):
 
     @property
     def token_count(self) -> int:
-        """Number of tokens to compute."""
+        """Number of tokens to compute in prefill."""
 
 
 AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)

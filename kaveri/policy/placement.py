@@ -33,8 +33,8 @@ Takes = Callable[[ViewedInstance], bool]
 
 @dataclass(slots=True)
 class Candidates:
-    """Instances of `ready` that accept a request, according to `takes`. Those with ids in `avoid` count only if there
-    are no others.
+    """Instances of `ready` that accept a request, according to `takes`. Those with ids in `avoid` are candidates only
+    if there are no others.
 
     Random draws are uniform over the candidates, by rejection sampling from all ready instances.
     """
@@ -44,19 +44,19 @@ class Candidates:
     avoid: Collection[str] = ()
 
     def all(self) -> list[ViewedInstance]:
-        """Return every candidate, in the order of `ready`."""
+        """Return all instances that accept the request; those in `avoid` only if there are no others."""
         taking = [instance for instance in self.ready if self.takes(instance)]
         if not self.avoid:
             return taking
         return [instance for instance in taking if instance.record.instance_id not in self.avoid] or taking
 
     def first(self) -> ViewedInstance | None:
-        """Return the first candidate in the order of `ready`; None if there is none."""
+        """Return the first instance that accepts the request; None if there is none."""
         found = next(filter(self._is_preferred, self.ready), None)
         return found or next(iter(self.all()), None)
 
     def in_turn(self, turn: int) -> ViewedInstance | None:
-        """Return a candidate round-robin; None if there is none. turn: number of this choice."""
+        """Return an accepting instance, round-robin; None if there is none. turn: number of this choice."""
         if not self.ready:
             return None
         found = self.ready[turn % len(self.ready)]
@@ -66,7 +66,7 @@ class Candidates:
         return candidates[turn % len(candidates)] if candidates else None
 
     def any(self, rng: random.Random) -> ViewedInstance | None:
-        """Return a random candidate; None if there is none."""
+        """Return a random instance that accepts the request; None if there is none."""
         for _ in range(_draws(len(self.ready))):
             found = self.ready[int(rng.random() * len(self.ready))]
             if self._is_preferred(found):
@@ -75,8 +75,8 @@ class Candidates:
         return rng.choice(candidates) if candidates else None
 
     def better_of_two(self, load: Load, rng: random.Random, wanted: Takes | None = None) -> ViewedInstance | None:
-        """Return the less loaded of two random candidates, or the only one; None if there is none. wanted: stricter
-        condition than `takes`; if any candidate meets it, both are drawn from those that do."""
+        """Return the less loaded of two random instances that accept the request; None if none does. wanted: stricter
+        condition than `takes`; if any instance meets it, both are drawn from those that do."""
         ready, avoid, fits = self.ready, self.avoid, wanted or self.takes
         first: ViewedInstance | None = None
         count, draw = len(ready), rng.random
@@ -134,7 +134,7 @@ cluster. If it fails, power of two choices decides."""
 
 @dataclass(frozen=True, slots=True)
 class HeavyThresholds:
-    """Limits, in tokens, above which a request is heavy (costly to decode) (TetriInfer, section 5.1)."""
+    """Limits, in tokens, above which a request is heavy: costly to decode (TetriInfer, section 5.1)."""
 
     output_tokens: int = 128
     prompt_tokens: int = 512

@@ -70,8 +70,8 @@ class PromptOrder(ABC):
 
     @abstractmethod
     def order(self, token_counts: Sequence[int]) -> Sequence[int]:
-        """Return every index of `token_counts` once, in the order of computation. token_counts: lengths of the prompts,
-        in order of arrival."""
+        """Return every index of `token_counts` (lengths of prompts, in order of arrival) once, in order of
+        computation."""
 
 
 class BatchAdmission(ABC):
@@ -102,7 +102,7 @@ class _BadAnswer(Exception):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Guarded(Generic[PluginT]):
-    """Wraps a plug-in so that its failures never reach the caller."""
+    """Wraps a plug-in policy: reports its exceptions and invalid answers, and never raises them."""
 
     plugin: PluginT
     report: Callable[[str], None]
@@ -126,7 +126,7 @@ def chosen_by(
     unconfirmed: UnconfirmedWork[KeyT],
     question: Callable[[PluginT, Sequence[Option]], object],
 ) -> ViewedInstance | None:
-    """Return the instance that a placement plug-in chose; None if there are none or its answer is invalid."""
+    """Return the instance that a placement plug-in chose; None if `instances` is empty or its answer invalid."""
     if not instances:
         return None
     options = tuple(
@@ -144,7 +144,7 @@ def chosen_by(
 
 
 def order_by(policy: Guarded[PromptOrder], token_counts: Sequence[int]) -> Sequence[int] | None:
-    """Return the indexes of `token_counts` in the plug-in's order; None if it is not a permutation."""
+    """Return the indexes of `token_counts` in the plug-in's order; None if that is no permutation."""
 
     def check(answer: object) -> Sequence[int]:
         indexes = list(answer) if isinstance(answer, Sequence) else []

@@ -71,13 +71,13 @@ class PredictorHealth:
         self._resting_until_s = -1.0
 
     def reborn(self, incarnation: int) -> None:
-        """Record the predictor's incarnation (number of its process run). A new one clears the backoff."""
+        """Record the length predictor's incarnation (number of its process run). A new one clears the backoff."""
         if incarnation != self._incarnation:
             self._incarnation = incarnation
             self._failures = self._rests = 0
 
     def may_be_asked(self, now_s: float) -> bool:
-        """Return False during a backoff; after one, True for one prompt at a time until it succeeds."""
+        """Return False during a backoff; after one, allow one prediction at a time until one succeeds."""
         return not self._rests or (now_s >= self._resting_until_s and not self.outstanding_prompts)
 
     def left(self) -> bool:
@@ -94,9 +94,11 @@ class PredictorHealth:
         return news
 
     def failed(self, asked_s: float, now_s: float, slip: bool) -> bool:
-        """Record a failure and back off, twice as long each time. A few consecutive slips are tolerated.
+        """Record a failure and back off, twice as long each time. Return True if this changed the predictor to not
+        working.
 
-        asked_s: when the prompt was sent. slip: the result of is_slip(). Return True if this changed it to not working.
+        asked_s: when the prompt was sent. slip: True for a failure that healthy predictors have; a few in a row are
+        tolerated.
         """
         if asked_s < self._failed_at_s:
             return False  # sent before the last failure, so it is the same failure
@@ -117,8 +119,8 @@ def answer_within_s(mode: PredictionMode, budget_s: float) -> float:
 
 
 def is_slip(mode: PredictionMode, error: KaveriError) -> bool:
-    """Return True if a healthy predictor may fail like this: it is busy or full, or rejects the prompt. A timeout
-    counts only in sequential mode; the timeout of parallel mode is generous."""
+    """Return True if a healthy length predictor may fail like this: it is busy or full, or rejects the prompt. A
+    timeout counts only in sequential mode; the timeout of parallel mode is generous."""
     if isinstance(error, DeadlineExceeded):
         return mode.comes_first
     return isinstance(error, InvalidArgument | NoCapacity)

@@ -51,18 +51,18 @@ class PromptQueue(Generic[AnyPrompt]):
 
     @property
     def room(self) -> int:
-        """Number of prompts that fit before the queue is full."""
+        """Number of further prompts that fit into the queue."""
         room = self.max_waiting - len(self._held) - len(self._raw) - len(self._scheduled)
         return room if room > 0 else 0
 
     def hold(self, prompt: AnyPrompt) -> None:
-        """Add a prompt that must not be computed yet. There must be room."""
+        """Add a prompt that must not be computed before release(). There must be room."""
         assert self.room, "the queue is full"
         self._held.add(prompt)
         self._waiting_tokens += prompt.token_count
 
     def release(self, prompt: AnyPrompt) -> None:
-        """Move a held prompt to the end of the waiting ones."""
+        """Allow the computation of a held prompt: append it to the waiting ones."""
         self._held.remove(prompt)
         self._raw[prompt] = None
 
@@ -97,7 +97,7 @@ class PromptQueue(Generic[AnyPrompt]):
             del computing[prompt]
 
     def remove(self, prompt: AnyPrompt) -> None:
-        """Remove a prompt in any state. The engine is not informed."""
+        """Remove a prompt in any state, without informing the engine."""
         if prompt in self.computing:
             self._computing_tokens -= self.computing.pop(prompt)
             return

@@ -173,7 +173,7 @@ class _Holders:
     ids: tuple[str, ...]
 
     def partner_of(self, instance_id: str) -> tuple[ViewedInstance, ...]:
-        """The other instance of its pair, if any. The last of an odd number is paired with the one before it."""
+        """The other instance of the pair, or none. The last of an odd number is paired with the one before it."""
         place = bisect.bisect_left(self.ids, instance_id)
         if place == len(self.ids) or self.ids[place] != instance_id:
             return ()

@@ -67,7 +67,7 @@ class RetryState:
     _rests: Mapping[str, _Rest] = field(default_factory=dict)
 
     def resting(self, view: ClusterView, now_s: float) -> dict[str, float]:
-        """Return the ids of the instances in `view` to avoid now, with the time at which each backoff ends."""
+        """Return the ids of the instances in `view` that the request must avoid now, with the end of each backoff."""
         return {
             instance_id: rest.until_s
             for instance_id, rest in self._rests.items()

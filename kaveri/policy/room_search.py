@@ -31,9 +31,9 @@ class PlaceSearch(enum.Enum):
 
 
 def place_search(token_count: int, chunk_tokens: int, draws_more: bool, at_first_token: bool) -> PlaceSearch:
-    """Return when to search a decode instance for a prompt. token_count, chunk_tokens: tokens to compute, in total and
-    per chunk. draws_more: True if decode has tokens to sample. at_first_token: True if no KV will be pushed, so an
-    earlier search gains nothing."""
+    """Return when to search a decode instance for a prompt in prefill. token_count, chunk_tokens: tokens to compute, in
+    total and per chunk. draws_more: True if decode has tokens to sample. at_first_token: True if no KV will be pushed,
+    so an earlier search gains nothing."""
     if at_first_token or not draws_more:
         return PlaceSearch.AFTER_FIRST_TOKEN
     # A prompt of one chunk has no second chunk to overlap the push with. With its place found during its computation,
@@ -150,7 +150,7 @@ class RoomSearch(Generic[KeyT]):
         return self._why_none(seeker, view)
 
     def forget(self, key: KeyT, instance_id: str) -> None:
-        """Stop counting the blocks of a request's Ask at an instance as taken. Idempotent."""
+        """Stop counting the KV blocks of a request's Ask at an instance as taken. Idempotent."""
         self._unconfirmed.remove(key, instance_id)
 
     def retain(self, view: ClusterView) -> None:
@@ -158,11 +158,11 @@ class RoomSearch(Generic[KeyT]):
         self._unconfirmed.retain(view)
 
     def rest(self, instance_id: str, until_s: float) -> None:
-        """Ask the instance for nothing before `until_s`."""
+        """Avoid the instance until `until_s`, on the clock of look()."""
         self._resting_until_s[instance_id] = until_s
 
     def next_rest_ends_s(self) -> float | None:
-        """Return the time when the next backoff of an instance ends; None if there is none."""
+        """Return the time when the next backoff of an instance (see rest()) ends; None if there is none."""
         return min(self._resting_until_s.values(), default=None)
 
     def _ask(self, seeker: Seeker[KeyT], target: ViewedInstance, shows_room: bool) -> Ask:

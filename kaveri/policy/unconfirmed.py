@@ -63,7 +63,8 @@ class UnconfirmedWork(Generic[KeyT]):
         self._sent: dict[str, _Sent[KeyT]] = {}
 
     def add(self, key: KeyT, target: ViewedInstance, amount: int, heavy: bool = False) -> None:
-        """Count a request as sent to `target`, in its current view; replaces one of the same key there."""
+        """Count a request of `amount` (tokens, KV blocks or bytes) as sent to `target`. Replaces one with the same key
+        there."""
         record = target.record
         self.remove(key, record.instance_id)
         sent = self._sent.get(record.instance_id)
@@ -78,7 +79,7 @@ class UnconfirmedWork(Generic[KeyT]):
         _count(sent.sums, 1, piece)
 
     def remove(self, key: KeyT, instance_id: str) -> None:
-        """Stop counting a request that the instance started or refused, or that was dropped. Idempotent."""
+        """Stop counting a request that the instance has started or refused, or that was dropped. Idempotent."""
         sent = self._sent.get(instance_id)
         if sent is None:
             return
@@ -98,11 +99,11 @@ class UnconfirmedWork(Generic[KeyT]):
             self._sent = {name: sent for name, sent in self._sent.items() if name in view.instances}
 
     def __len__(self) -> int:
-        """Number of requests that count, including any not yet found confirmed."""
         return sum(sent.sums.count for sent in self._sent.values())
 
     def at(self, instance: ViewedInstance) -> Unconfirmed:
-        """Return the totals for an instance. Read them at once: they change with the next call."""
+        """Return the totals of an instance's unconfirmed requests. Read them at once: they change with the next
+        call."""
         if not self._sent:
             return NOTHING
         instance_id = instance.record.instance_id

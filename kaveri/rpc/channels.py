@@ -73,7 +73,7 @@ class Channels:
             peer.call_count -= 1
 
     async def retain(self, addresses: Collection[str]) -> None:
-        """Close the channels to all other addresses, except those used in calling(); this cancels their calls."""
+        """Close all channels but those to `addresses` and those in use by calling(); cancels their calls."""
         await self._close([name for name, peer in self._peers.items() if name not in addresses and not peer.call_count])
 
     async def close(self) -> None:

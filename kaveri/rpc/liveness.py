@@ -27,7 +27,7 @@ class WaitingCall(Protocol):
 
     @property
     def can_fail_over(self) -> bool:
-        """True if another peer can serve the call. Otherwise it is never suspected, and keeps waiting."""
+        """True if another peer can serve the call. Otherwise the call waits on, however long its peer is silent."""
 
     def suspect(self, after_s: float) -> None:
         """Fail the call, since its peer has sent nothing for `after_s` seconds."""
@@ -55,7 +55,7 @@ class Liveness:
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     def begin(self, call: WaitingCall) -> None:
-        """Record that the call waits for a message of its peer, and watch the peer."""
+        """Record that the call waits for a message, and watch its peer."""
         self._waiting.setdefault(call.target, {})[call] = None
         if call.target in self._prompt:
             self._watch.begin(call.target)
@@ -73,7 +73,7 @@ class Liveness:
             waiting.pop(call, None)
 
     def heard(self, target: str) -> None:
-        """Record a message from the peer at the address `target`."""
+        """Record a message from the peer at address `target`."""
         self.heard_s[target] = time.monotonic()
         if target not in self._answered:
             for call in self._waiting.get(target, ()):

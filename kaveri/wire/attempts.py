@@ -69,7 +69,7 @@ def ownership_from_proto(message: _NamesOwner) -> Ownership:
 
 
 def ownership_fields(request_id: str, ownership: Ownership) -> dict[str, Any]:
-    """Return the message fields that identify a request and its owner, as keyword arguments."""
+    """Return the message fields of a request's id and owner (session, attempt, router), as keyword arguments."""
     owner, router_id, secret = ownership
     return {
         "request_id": request_id,
@@ -81,7 +81,7 @@ def ownership_fields(request_id: str, ownership: Ownership) -> dict[str, Any]:
 
 
 def ownership_to_proto(request_id: str, ownership: Ownership) -> decode_pb2.AttemptId:
-    """Encode a request's id and owner."""
+    """Encode a request's id and owner (session, attempt, router)."""
     return decode_pb2.AttemptId(**ownership_fields(request_id, ownership))
 
 
@@ -102,7 +102,7 @@ def wrong_secret() -> InvalidArgument:
 
 
 def attachment_from_proto(message: feed_pb2.AttachRequest) -> Attachment:
-    """Decode a router's request to take over a running request. Raises InvalidArgument, naming the field."""
+    """Decode a router's message that takes over a running request. Raises InvalidArgument, naming the field."""
     ownership = check_ownership(message)
     if message.generated_count >= len(message.token_ids):
         raise InvalidArgument("generated_count", message.generated_count, "less than the number of token_ids")

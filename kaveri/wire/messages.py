@@ -84,8 +84,8 @@ def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
 
 
 def params_from_proto(message: sampling_pb2.SamplingParams, kind: type[ParamsT]) -> ParamsT:
-    """Decode sampling parameters. kind: SamplingParams for those of a client, where unset ones become None;
-    ResolvedParams for those of a router, where all are set. Raises InvalidArgument."""
+    """Decode sampling parameters. kind: SamplingParams for a client's, where unset ones become None; ResolvedParams for
+    a router's, where all are set. Raises InvalidArgument."""
     # Check before copying: a message has room for millions of them.
     check_stop_counts(len(message.stop), len(message.stop_token_ids))
     return kind(
@@ -224,7 +224,7 @@ def record_to_proto(record: InstanceRecord) -> cluster_pb2.InstanceRecord:
 
 
 def record_from_proto(message: cluster_pb2.InstanceRecord) -> InstanceRecord:
-    """Decode an instance's registration. Raises InvalidArgument, and KeyError for an unknown role or phase."""
+    """Decode an instance's registration. Raises InvalidArgument; KeyError for an unknown role or phase."""
     return InstanceRecord(
         **same_fields(message, _RECORD_FIELDS)
         | {"lease_ttl_s": require_seconds("record.lease_ttl_s", message.lease_ttl_s)},
@@ -266,8 +266,8 @@ def status_to_proto(status: ViewedInstance) -> cluster_pb2.InstanceStatus:
 
 
 def status_from_proto(message: cluster_pb2.InstanceStatus, known: InstanceRecord | None = None) -> InstanceStatus:
-    """Decode an instance's registration and load. known: its registration, if already decoded. Raises InvalidArgument,
-    and KeyError for an unknown role, phase or state."""
+    """Decode an instance's registration and load. known: its registration, if already decoded. Raises InvalidArgument;
+    KeyError for an unknown role, phase or state."""
     age_s = require_seconds("heartbeat_age_s", message.heartbeat_age_s, least_s=-DAY_S, most_s=_OLDEST_HEARTBEAT_S)
     return InstanceStatus(known or record_from_proto(message.record), load_from_proto(message.load), age_s)
 
