@@ -129,8 +129,7 @@ class Sessions:
             self._cancellation.task = asyncio.create_task(self._cancel(), name="kaveri-client cancel")
 
     def _attach_again(self) -> None:
-        """Begin the next session (Generate call) at the same router, after a direct read at a decode instance
-        failed."""
+        """Begin the next session (Generate call) at the same router, since reading directly failed."""
         if self._closing.is_set():
             return
         # Each session counts its own attempts, so a request that breaks instances must not begin many sessions.
@@ -140,7 +139,7 @@ class Sessions:
         self._begin_session(self._calls[-1].target)
 
     async def _go_on(self, failure: RouterFailed) -> None:
-        """Begin the next session (Generate call), at another router if possible. Raises the failure's error if none is
+        """Begin the next session (Generate call), preferably at another router. Raises failure.error if none is
         left."""
         call = self._calls[-1]
         self._routers.targets.failed(call.target, time.monotonic())

@@ -127,8 +127,7 @@ class BatchGrowth:
         )
 
     def until_first_ends(self) -> int:
-        """Return the KV blocks that the batch still needs until its first predicted end, or next token if none is
-        known."""
+        """Return the KV blocks that the batch needs until its first predicted end; the next token if none is known."""
         steps = self._steps_to_first_end()
         total = sum(self._blocks(member.context_tokens + steps) for member in self._preempted.values())
         size, shift = self._block_tokens, self._steps

@@ -75,8 +75,8 @@ class Candidates:
         return rng.choice(candidates) if candidates else None
 
     def better_of_two(self, load: Load, rng: random.Random, wanted: Takes | None = None) -> ViewedInstance | None:
-        """Return the less loaded of two random instances that accept the request; None if none does. wanted: stricter
-        condition than `takes`; if any instance meets it, both are drawn from those that do."""
+        """Return the less loaded of two random accepting instances; None if there is none. wanted: stricter condition
+        than `takes`; if any instance meets it, both are drawn from those that do."""
         ready, avoid, fits = self.ready, self.avoid, wanted or self.takes
         first: ViewedInstance | None = None
         count, draw = len(ready), rng.random

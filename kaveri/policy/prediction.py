@@ -95,11 +95,8 @@ class PredictorHealth:
 
     def failed(self, asked_s: float, now_s: float, slip: bool) -> bool:
         """Record a failure and back off, twice as long each time. Return True if this changed the predictor to not
-        working.
-
-        asked_s: when the prompt was sent. slip: True for a failure that healthy predictors have; a few in a row are
-        tolerated.
-        """
+        working. asked_s: when the prompt was sent. slip: True for a failure that healthy predictors have; a few in a
+        row are tolerated."""
         if asked_s < self._failed_at_s:
             return False  # sent before the last failure, so it is the same failure
         self._failed_at_s = now_s

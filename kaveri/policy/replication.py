@@ -39,7 +39,7 @@ _MOST_QUEUES = 48
 
 
 class ReplicationMode(enum.StrEnum):
-    """Rule for choosing the instance that stores a copy of a request's KV; see the module."""
+    """Instance for a request's KV copy: the owner's partner, the next by id (ring), or less loaded of two (spread)."""
 
     OFF = "off"
     PAIR = "pair"
@@ -82,6 +82,7 @@ def choose_holder(
     Candidates are ready decode instances other than the owner, with the same model and KV layout, and enough free
     memory for copies, less that of copies sent but in no heartbeat yet (`unconfirmed`).
 
+    mode: PAIR takes the owner's partner, RING the next instance by id, SPREAD the less loaded of two drawn by rng.
     avoid: ids of instances not to use. is_fit: additional condition.
     """
     if mode is ReplicationMode.OFF or owner.layout is None:

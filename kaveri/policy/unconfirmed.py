@@ -63,8 +63,7 @@ class UnconfirmedWork(Generic[KeyT]):
         self._sent: dict[str, _Sent[KeyT]] = {}
 
     def add(self, key: KeyT, target: ViewedInstance, amount: int, heavy: bool = False) -> None:
-        """Count a request of `amount` (tokens, KV blocks or bytes) as sent to `target`. Replaces one with the same key
-        there."""
+        """Count a request of `amount` tokens, KV blocks or bytes as sent to `target`; replaces one of the same key."""
         record = target.record
         self.remove(key, record.instance_id)
         sent = self._sent.get(record.instance_id)
@@ -102,8 +101,7 @@ class UnconfirmedWork(Generic[KeyT]):
         return sum(sent.sums.count for sent in self._sent.values())
 
     def at(self, instance: ViewedInstance) -> Unconfirmed:
-        """Return the totals of an instance's unconfirmed requests. Read them at once: they change with the next
-        call."""
+        """Return the totals of an instance's unconfirmed requests; valid only until the next call."""
         if not self._sent:
             return NOTHING
         instance_id = instance.record.instance_id

@@ -26,7 +26,7 @@ _ATTACHMENT_FIELDS = shared_fields(feed_pb2.AttachRequest, Attachment)
 
 
 class _NamesOwner(Protocol):
-    """Message that identifies a request and its owner (session, attempt, router)."""
+    """Message that identifies a request and its owner: client session, placement attempt, router."""
 
     request_id: str
     session: int
@@ -64,12 +64,12 @@ def check_router_id(router_id: str) -> None:
 
 
 def ownership_from_proto(message: _NamesOwner) -> Ownership:
-    """Decode the owner of a request (session, attempt, router, secret) without checks."""
+    """Decode the owner of a request (client session, placement attempt, router) and its secret, without checks."""
     return Ownership(Owner(message.session, message.attempt), message.router_id, message.secret)
 
 
 def ownership_fields(request_id: str, ownership: Ownership) -> dict[str, Any]:
-    """Return the message fields of a request's id and owner (session, attempt, router), as keyword arguments."""
+    """Return a request's id, secret and owner (session, attempt, router) as keyword arguments for a message."""
     owner, router_id, secret = ownership
     return {
         "request_id": request_id,
@@ -86,7 +86,7 @@ def ownership_to_proto(request_id: str, ownership: Ownership) -> decode_pb2.Atte
 
 
 def check_ownership(message: _NamesOwner) -> Ownership:
-    """Validate and decode the identity and owner of a request in a message. Raises InvalidArgument."""
+    """Validate and decode the owner (session, attempt, router) that a message names. Raises InvalidArgument."""
     if not message.request_id:
         raise InvalidArgument("request_id", message.request_id, "set")
     check_request(message.request_id, message.session, message.secret)
