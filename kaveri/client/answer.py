@@ -1,4 +1,4 @@
-"""Values returned by the SDK: pieces of an answer, whole answers, timings, models."""
+"""Values returned by the SDK: chunks of an answer, whole answers, timings, models."""
 
 from dataclasses import dataclass, field
 
@@ -17,10 +17,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTiming:
-    """Phases of a request in the cluster, in seconds.
-
-    Each part is measured by one process on its own clock, so the parts need not add up. 0: the phase did not happen.
-    """
+    """Durations of a request's phases in the cluster, in seconds. Each is measured by one process on its own clock, so
+    they need not add up. 0: the phase did not happen."""
 
     router_s: float
     """Time in the router, before a prefill instance received the request."""
@@ -29,7 +27,8 @@ class PhaseTiming:
     prefill_s: float
     """Time from the first chunk's start to the first token."""
     kv_transfer_s: float
-    """Time from the ticket to acceptance by the decode instance; mostly overlaps prefill_s."""
+    """Time from the grant of KV blocks by the decode instance to its acceptance of the KV; mostly overlaps
+    prefill_s."""
     kv_tail_s: float
     """Time from the first token to acceptance: the part of the transfer not hidden by prefill."""
     decode_queue_s: float
@@ -44,7 +43,7 @@ class PhaseTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTiming(PhaseTiming):
-    """Phases of a request in the cluster, the instances that served it, and its recoveries."""
+    """Durations of a request's phases in the cluster, the instances that served it, and its recoveries."""
 
     kv_bytes: int
     """Bytes of KV cache pushed."""
@@ -97,7 +96,7 @@ class PromptToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A piece of an answer."""
+    """Part of a streamed answer."""
 
     index: int
     """Index of the first of token_ids within the answer; consecutive over a stream."""

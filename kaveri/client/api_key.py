@@ -10,8 +10,8 @@ _KEY = re.compile(r"[\x21-\x7e]{1,500}")
 
 
 def find_api_key(given: str | None) -> str:
-    """Return the API key to send; empty: none. given: the caller's key; None: use the environment variable. Raises
-    InvalidArgument, which does not show the key."""
+    """Validate and return the API key to send; empty if there is none. given: the caller's key; None: use
+    KAVERI_API_KEY. Raises InvalidArgument, whose text does not contain the key."""
     key = os.environ.get(VARIABLE, "") if given is None else given
     if (key or given is not None) and not (isinstance(key, str) and _KEY.fullmatch(key)):
         field = VARIABLE if given is None else "api_key"
@@ -20,5 +20,5 @@ def find_api_key(given: str | None) -> str:
 
 
 def key_metadata(key: str) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of a call with this key, which may be empty."""
+    """Return the gRPC metadata that authenticates a call with `key`; empty for an empty key."""
     return (("authorization", f"Bearer {key}"),) if key else ()

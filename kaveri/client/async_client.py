@@ -1,5 +1,4 @@
-"""The SDK's implementation: calls InferenceService and returns the SDK's own values and errors, streams of answers
-included."""
+"""The SDK's asyncio client: calls InferenceService on the routers, and returns streams of answers."""
 
 import asyncio
 import contextlib
@@ -43,15 +42,15 @@ class AsyncStream:
 
     When the router dies, hangs, is cut off or drains, the stream continues through another one, or the same one when it
     is back, until the request's deadline; without a deadline until it succeeds or is closed. Pauses between attempts
-    grow to a second. Each token, each character and the end arrive exactly once. Nothing is recomputed while the
-    instances live, except the prompt of a request with prompt_logprobs when the router changes before its first token.
+    grow to a second. Each token, each character and the end arrive exactly once. No tokens are recomputed while the
+    instances live, except the prompt of a request with prompt_logprobs if the router changes before the first token.
     `timing.server.reattaches` counts such changes.
 
     For one reader at a time. Raises only KaveriErrors.
     """
 
     def __init__(self, sessions: Sessions, request_id: str, started_s: float) -> None:
-        """Takes ownership of `sessions`. started_s: time.monotonic() of the caller's call."""
+        """sessions: the request's calls to routers; owned by this object. started_s: start on the monotonic clock."""
         self.request_id = request_id
         """The caller's id, or a generated one."""
         self.prompt_tokens: int | None = None
@@ -117,12 +116,11 @@ class AsyncStream:
         self._sessions.close()
 
     def _note_cancelled(self) -> bool:
-        """Cancel later sessions of the request as well. Returns False if the answer has ended."""
+        """Cancel the request's later calls to routers as well. Returns False if the answer has ended."""
         self._sessions.note_cancelled()
         return not self._closed and not self._sessions.received.is_complete
 
     def _cancel_when_known(self) -> None:
-        """Cancel the request once a router knows it."""
         self._sessions.cancel_when_known()
 
     async def __aenter__(self) -> Self:
@@ -188,7 +186,7 @@ class AsyncClient:
     """Client of one cluster's routers, for one event loop.
 
     Requests go to the given routers in turn. When one cannot be reached, hangs or drains, its requests continue through
-    another one, also one learned from the cluster; see AsyncStream. Other calls are sent to another router then.
+    another, which may be one that the cluster named; see AsyncStream. Other calls are then sent to another router.
 
     Raises only KaveriErrors. Expect InvalidArgument, ModelNotFound, RequestAlreadyExists, NoCapacity (with
     retry_after_s), Unavailable, DeadlineExceeded and RequestCancelled. Cancelling a task that waits here cancels its
@@ -225,16 +223,16 @@ class AsyncClient:
 
     @property
     def target(self) -> str:
-        """First of the given routers."""
+        """Address of the first of the given routers."""
         return self._given[0]
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Known routers: the given ones, then those learned from the cluster."""
+        """Addresses of the known routers: the given ones, then those named by the cluster."""
         return self._routers.targets.known
 
     def use_targets(self, target: str | Sequence[str]) -> None:
-        """Send new requests to these routers, as if given at first. Raises InvalidArgument."""
+        """Replace the given routers, for new requests. Raises InvalidArgument."""
         self._given = check_targets(target)
         self._routers.targets.replace(self._given)
 
@@ -249,7 +247,7 @@ class AsyncClient:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
-        """Return the whole answer. Arguments as for stream()."""
+        """Send a request and return the whole answer. Arguments as for Client.stream()."""
         stream = self.stream(
             prompt,
             prompt_token_ids=prompt_token_ids,
@@ -286,7 +284,7 @@ class AsyncClient:
         return stream
 
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """Cancel a request by its id, also one of another client; its stream ends with FinishReason.CANCELLED. Returns
+        """Cancel a request by its id, even one of another client; its stream ends with FinishReason.CANCELLED. Returns
         False if no router has such a request in flight."""
         request_id = check_text("request_id", request_id, most_bytes=MAX_REQUEST_ID_BYTES)
         request = inference_pb2.CancelRequest(request_id=request_id)
@@ -299,12 +297,12 @@ class AsyncClient:
         return response.found or bool(own)
 
     async def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
-        """Return all models of the cluster."""
+        """Return all models of the cluster, with their limits and readiness."""
         response = await self._ask("ListModels", inference_pb2.ListModelsRequest(), timeout_s)
         return [_model_info(model) for model in response.models]
 
     async def get_model(self, name: str, *, timeout_s: float | None = None) -> ModelInfo:
-        """Return one model. Raises ModelNotFound."""
+        """Return one model, with its limits and readiness. Raises ModelNotFound."""
         request = inference_pb2.GetModelRequest(model=check_text("name", name))
         response = await self._ask("GetModel", request, timeout_s)
         return _model_info(response.model)

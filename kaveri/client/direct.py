@@ -1,5 +1,5 @@
-"""Direct reads: reads answers at the decode instances that generate them, over one stream per instance. Optional: an
-answer that cannot be read directly comes from its router, which sends what the client lacks."""
+"""Direct reads: reads answers from the decode instances that generate them, over one stream per instance. An answer
+that cannot be read directly comes from its router, which sends the missing part."""
 
 import asyncio
 import secrets
@@ -19,34 +19,34 @@ from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.status import is_answer
 
 _AVOID_S = 10.0
-"""Time for which an instance is avoided after it was unreachable, silent or broke off its stream."""
+"""Seconds for which an instance is not read after it was unreachable, silent or broke off its stream."""
 _MAX_AVOIDED = 1024
 MAX_UNREAD_BYTES = 1 << 20
-"""Max unread bytes of one answer; beyond, the rest comes from its router."""
+"""Max unread bytes of one answer; after more, the rest comes from its router."""
 _PIECE_BYTES = 256
-"""Approximate memory of a piece besides its content."""
+"""Approximate memory of a queued response besides its content."""
 _IDLE_S = 30.0
 """Time after which a stream without answers is closed."""
 
 
 class DirectRead:
-    """Direct read of one answer in one session. Its pieces may repeat what the client has."""
+    """Read of one answer from its decode instance, past the router. May repeat what the client has."""
 
     def __init__(self, key: tuple[str, int], wake: Callable[[], None]) -> None:
-        """key: request id and session. wake: called on every change."""
+        """key: request id and session number. wake: called on every change."""
         self.key = key
         self.wake = wake
         self.unread_bytes = 0
         self.requested = False
         """True once the instance may send the answer."""
         self.ended = False
-        """True if no further piece will come; the router continues."""
+        """True if no further response will come; the router sends the rest."""
         self.broken = False
-        """True if the read failed after it was requested: the router may still hold tokens back."""
+        """True if the read failed after it was requested: the router may still withhold tokens."""
         self._pieces: deque[inference_pb2.GenerateResponse] = deque()
 
     def put(self, piece: inference_pb2.GenerateResponse) -> None:
-        """Append a copy of the next piece: a part of a message would keep the whole message in memory."""
+        """Append a copy of the next response: a part of a message would keep the whole message in memory."""
         own = inference_pb2.GenerateResponse()
         own.CopyFrom(piece)
         self._pieces.append(own)
@@ -78,7 +78,7 @@ class _Instance:
         self.idle_since_s = time.monotonic()
 
     def drop(self, read: DirectRead) -> None:
-        """Drop later pieces of the answer. Idempotent."""
+        """Stop reading an answer from this instance; ignore its later responses. Idempotent."""
         if self.reads.get(read.key) is read:
             del self.reads[read.key]
             if not self.reads:
@@ -86,7 +86,7 @@ class _Instance:
 
 
 class DirectStreams:
-    """Streams of one client to decode instances. Not thread-safe."""
+    """A client's streams of answers from decode instances, one per instance. Not thread-safe."""
 
     def __init__(self, tls: RpcTls | None = None) -> None:
         self._tls = tls
@@ -99,7 +99,7 @@ class DirectStreams:
     def read(
         self, at: inference_pb2.TokensAt, request: decode_pb2.ReadAnswerRequest, wake: Callable[[], None]
     ) -> DirectRead:
-        """Start to read an answer. request: without its reader. wake: called on every change."""
+        """Start to read an answer at the instance `at`. request: without reader_id. wake: called on every change."""
         read = DirectRead((request.request_id, request.session), wake)
         if self._avoided.get(at.address, time.monotonic()):
             read.ended = True
@@ -167,7 +167,7 @@ class DirectStreams:
         self._avoided.put(instance.address, True, time.monotonic())
 
     async def _follow(self, instance: _Instance) -> None:
-        """Read an instance's stream until it ends. The instance's next answer opens another stream."""
+        """Receive an instance's stream until it ends. The instance's next answer opens another stream."""
         try:
             async for message in instance.call:
                 self._watch.heard(instance)
@@ -201,7 +201,7 @@ class DirectStreams:
             read.wake()
 
     async def _watch_silence(self) -> None:
-        """End silent and idle streams, while there are any."""
+        """Close silent and idle streams, until none is open."""
         while self._instances:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Event loop in its own thread, for coroutines of other threads."""
+"""Runs an event loop in its own thread, for coroutines submitted by other threads."""
 
 import asyncio
 import concurrent.futures
@@ -12,7 +12,7 @@ _END_TIMEOUT_S = 5.0
 
 
 class LoopThread:
-    """Event loop that runs from construction until end(), without otherwise delaying the interpreter's exit."""
+    """Event loop in a daemon thread, which runs from construction until end()."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -23,8 +23,8 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Run `work` on the loop and wait for it; cancel it when the wait is interrupted, for example by Ctrl-C. Raises
-        RuntimeError when end() is called before `work` is done."""
+        """Run a coroutine on the loop and wait for its result. An interrupted wait (for example Ctrl-C) cancels it.
+        Raises RuntimeError if end() is called before it is done."""
         future: concurrent.futures.Future[ResultT] | None = None
         started: list[asyncio.Task[Any]] = []
         interrupted = threading.Event()
@@ -69,7 +69,7 @@ class LoopThread:
                 future.cancel()
 
     def end(self, last: Coroutine[Any, Any, None]) -> None:
-        """Run `last`, cancel all other work, and end the thread. Call it once only."""
+        """Run the coroutine `last`, cancel all other work, and end the thread. Must be called once only."""
         # Earlier work is on the loop before `_finish`, so `_finish` cancels it and no caller waits forever.
         with self._submitting:
             assert not self._ended

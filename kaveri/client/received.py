@@ -1,4 +1,4 @@
-"""Progress of one answer over all its sessions: each token, character and the end exactly once."""
+"""Tracks the received part of an answer over all calls to routers: each token and character exactly once."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -23,15 +23,15 @@ class Received:
     characters: int = 0
     """Length of the text, in Unicode code points."""
     max_tokens: int = 0
-    """Resolved by the first router; 0 until then."""
+    """Limit of the answer as resolved by the first router; 0 until then."""
     owner: inference_pb2.OwnerHint = field(default_factory=inference_pb2.OwnerHint)
-    """Last known instances of the request."""
+    """Instances that serve the request, as last named by a router."""
     is_complete: bool = False
     """True once the finish reason has arrived."""
 
     def take(self, response: inference_pb2.GenerateResponse, target: str) -> None:
-        """Add the next response. Raises Unavailable when tokens are missing, repeated, or sent after the end or before
-        all of the requested prompt_logprobs."""
+        """Add the next response. Raises Unavailable if tokens are missing, repeated, or sent after the end or before
+        all requested prompt_logprobs. target: the router's address, for the error."""
         if self.is_complete:
             raise Unavailable(f"{target} sent a response behind the end of the answer")
         try:
@@ -57,8 +57,8 @@ class Received:
         self.is_complete = finish is not None
 
     def _take_prompt(self, report: sampling_pb2.PromptLogprobs, target: str) -> None:
-        """Add a part of the prompt's log-probabilities, and strip repeated ones: a router that takes the request over
-        restarts the report."""
+        """Add a part of the prompt's log-probabilities without repeated ones: a router that takes over the request
+        sends them from the start."""
         if report.first > self.prompt_count or len(report.token_ids) != len(report.logprobs):
             place = f"position {report.first} of the prompt where {self.prompt_count} was expected"
             raise Unavailable(f"{target} sent prompt_logprobs from {place}")
@@ -69,8 +69,8 @@ class Received:
 
     def rest_of(self, response: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
         """Strip what was already received from a response (tokens by index, text by offset), and return the response.
-        When a request is cancelled, the client may have more tokens than its router. The text that the router releases
-        then does not follow those tokens, and is dropped."""
+        When a request is cancelled, the client may have more tokens than its router. The text that the router then
+        releases does not follow those tokens, and is dropped."""
         repeated = len(self.token_ids) - response.index
         is_behind = repeated > len(response.token_ids)
         if repeated > 0:
@@ -85,7 +85,7 @@ class Received:
         return response
 
     def to_proto(self) -> inference_pb2.Received:
-        """Encode for the next session's router."""
+        """Encode the received part, for the next router that takes over the request."""
         return inference_pb2.Received(
             token_ids=self.token_ids, characters=self.characters, max_tokens=self.max_tokens, owner=self.owner
         )

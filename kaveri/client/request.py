@@ -1,4 +1,4 @@
-"""Builds a GenerateRequest from a call's arguments, refusing those that no router accepts. Pure."""
+"""Validates a call's arguments and builds its GenerateRequest. Pure."""
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ class Message:
     role: str
     """The speaker: "system", "user" or "assistant" for most chat templates."""
     content: str | Sequence[str]
-    """Text of the turn, or its parts. Chat templates that do not iterate over parts get them joined by line breaks."""
+    """Text, or its parts. Chat templates that do not iterate over parts get them joined by line breaks."""
 
 
 MessageLike = Message | Mapping[str, str | Sequence[str]]
@@ -38,9 +38,9 @@ def build_request(
     model: str | None,
     request_id: str,
 ) -> inference_pb2.GenerateRequest:
-    """Build the message of one request. prompt_token_ids: a message if already checked by add_token_ids. Raises
-    InvalidArgument, naming the argument, for a wrong type or an exceeded limit, and unless exactly one kind of prompt
-    is given."""
+    """Build the GenerateRequest for a call's arguments. prompt_token_ids: a protobuf message if already checked by
+    add_token_ids(). Raises InvalidArgument, naming the argument, for a wrong type or an exceeded limit, or unless
+    exactly one of prompt, prompt_token_ids and messages is given."""
     kinds = {"prompt": prompt, "prompt_token_ids": prompt_token_ids, "messages": messages}
     given = [name for name, value in kinds.items() if value is not None]
     if len(given) != 1:
@@ -79,8 +79,8 @@ def check_timeout(timeout_s: float | None) -> None:
 
 
 def check_text(field: str, value: object, *, may_be_blank: bool = False, most_bytes: int | None = None) -> str:
-    """Validate a text and return it. Raises InvalidArgument, naming `field`, unless it is Unicode text within its
-    limit, and for a blank one unless `may_be_blank`."""
+    """Validate a text and return it. Raises InvalidArgument, naming `field`, unless it is Unicode text of at most
+    `most_bytes` in UTF-8 that contains more than white space; `may_be_blank` waives the latter."""
     if not isinstance(value, str):
         raise InvalidArgument(field, value, "a text")
     try:
@@ -95,7 +95,7 @@ def check_text(field: str, value: object, *, may_be_blank: bool = False, most_by
 
 
 def add_token_ids(message: inference_pb2.TokenIds, items: Iterable[object]) -> None:
-    """Check token ids and append them to a prompt. Raises InvalidArgument."""
+    """Validate token ids and append them to `message`. Raises InvalidArgument."""
     values: Any = items if isinstance(items, list | tuple) else list(items)
     # Avoid a Python loop over long prompts.
     if set(map(type, values)) - {int}:

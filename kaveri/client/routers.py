@@ -1,4 +1,4 @@
-"""Channels of one client to its routers, calls over them, and the next router for a failed call."""
+"""Channels of one client to its routers, calls over them, and the choice of another router after a failure."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ from kaveri.wire.status import error_of, is_answer
 
 ResponseT = TypeVar("ResponseT")
 _CLOSE_GRACE_S = 2.0
-"""Time for responses that still arrive over the former connection of a router that is ending."""
+"""Time for responses that still arrive over the old connection of a router that is ending."""
 _connected_in: set[int] = set()
 """Ids of the processes in which a client has connected: this one and its ancestors by fork."""
 
@@ -42,11 +42,11 @@ def check_not_forked() -> None:
 
 
 class RouterFailed(Exception):
-    """Failure of a router or its connection, or a refusal by a draining router: another one may serve the call."""
+    """Failure of a router or its connection, or refusal by a draining router: another may serve the call."""
 
     def __init__(self, error: KaveriError, *, refused: bool = False, unheard: bool = False) -> None:
-        """refused: the router itself refused the call. unheard: the router has never sent anything, and may only be
-        slow."""
+        """refused: the router itself refused the call. unheard: the client never received anything from the router,
+        which may only be slow."""
         super().__init__(str(error))
         self.error = error
         self.refused = refused
@@ -55,28 +55,28 @@ class RouterFailed(Exception):
 
 @dataclass(eq=False, slots=True)
 class TriedRouters:
-    """Routers that have failed one request. A router that never sent anything counts only when it fails again: it may
-    be slow."""
+    """Routers that have failed one request. A router from which nothing was ever received counts only after its second
+    failure: it may be slow."""
 
     may_be_taken: bool = False
-    """True if a reached router may have accepted the request."""
+    """True if a router that was reached may have accepted the request."""
     left: dict[str, None] = field(default_factory=dict)
-    """Routers that the request has left while they were unheard. It does not leave them so again."""
+    """Routers left after one failure without any response. They are not left for that reason again."""
     _failed: dict[str, None] = field(default_factory=dict)
 
     def add(self, target: str, failure: RouterFailed) -> None:
-        """Record a router's failure."""
+        """Record a failure of the router `target`."""
         (self.left if failure.unheard and target not in self.left else self._failed)[target] = None
 
     def next(self, chosen: str, known: Iterable[str]) -> str | None:
-        """Return the router to try next: the chosen one, unless others take precedence. None: all have failed."""
+        """Return the router to try next: `chosen`, unless others have failed less; None if all have failed."""
         untried = [each for each in known if each not in self._failed]
         best = [each for each in untried if each not in self.left] or untried
         return chosen if chosen in best else next(iter(best), None)
 
 
 class RouterCall(Generic[ResponseT]):
-    """Call to one router. Reads fail when the router becomes silent."""
+    """gRPC call to one router. Reads fail when the router sends nothing for too long."""
 
     def __init__(
         self, call: Any, target: str, targets: Targets, liveness: Liveness, was_connected: bool, leaves_unheard: bool
@@ -105,9 +105,9 @@ class RouterCall(Generic[ResponseT]):
         return self._liveness.heard_s.get(self.target, float("-inf")) >= self._began_s
 
     async def read(self, *, is_stream: bool = True) -> ResponseT | None:
-        """Return the next response of a stream, or the only one of another call; None at a stream's end. Raises
-        RouterFailed, other KaveriErrors, and CancelledError when the waiting task or the call was cancelled. A call to
-        a silent router stays open until cancel(); its later responses are dropped."""
+        """Return the next response of a stream, None at its end, or the response of a unary call. Raises RouterFailed,
+        other KaveriErrors, and CancelledError if the waiting task or the call was cancelled. A call to a silent router
+        stays open until cancel(); its later responses are dropped."""
         if self._reading is None:
             responses = iter(self._call.read, None) if is_stream else [self._call]
             self._reading = asyncio.create_task(self._read_ahead(responses), name="kaveri-client read")
@@ -156,7 +156,7 @@ class RouterCall(Generic[ResponseT]):
                 return
 
     def _error(self, raised: BaseException) -> BaseException:
-        """Convert an exception of the call to the one for the reader."""
+        """Convert an exception of the gRPC call to the one that read() raises."""
         match raised:
             case aio.AioRpcError():
                 error, answered = error_of(raised, peer=self.target), is_answer(raised)
@@ -179,7 +179,7 @@ class RouterCall(Generic[ResponseT]):
 
 
 class Routers:
-    """Owner of a client's channels, which connect on first use. Not thread-safe."""
+    """A client's channels to its routers, which connect on first use. Not thread-safe."""
 
     def __init__(self, targets: Targets, tls: RpcTls | None = None, api_key: str = "") -> None:
         """tls: None: the process's default. api_key: sent with every call; empty: none."""
@@ -206,9 +206,9 @@ class Routers:
         leaves_unheard: bool,
         traceparent: str = "",
     ) -> RouterCall[Any]:
-        """Call a method of InferenceService. deadline_s: on the monotonic clock. leaves_unheard: fail the call when the
-        router has sent nothing for SUSPECT_UNHEARD_AFTER_S, and others are known. traceparent: of the caller's span;
-        empty: not traced. Raises DeadlineExceeded, and Unavailable once closed."""
+        """Call a method of InferenceService. deadline_s: on the monotonic clock. leaves_unheard: fail the call if the
+        router has never sent anything for SUSPECT_UNHEARD_AFTER_S, and others are known. traceparent: of the caller's
+        span; empty: not traced. Raises DeadlineExceeded, and Unavailable once closed."""
         if self._closed:
             raise Unavailable("the client was closed")
         timeout_s = None if deadline_s is None else deadline_s - time.monotonic()
@@ -228,8 +228,8 @@ class Routers:
         return RouterCall(call, target, self.targets, self._liveness, connected, leaves_unheard)
 
     async def ask(self, method: str, request: Any, deadline_s: float | None) -> Any:
-        """Return the first response of any router, calling each once. Raises KaveriErrors; if all have failed, the last
-        router's."""
+        """Call a unary method at one router after another until one responds; return its response. Raises KaveriErrors;
+        if all routers fail, the last one's. deadline_s: on the monotonic clock; None: no limit."""
         tried = TriedRouters()
         while True:
             target = tried.next(self.targets.choose(time.monotonic())[0], self.targets.known)
@@ -264,7 +264,7 @@ class Routers:
 
 
 def _is_failure(error: KaveriError, *, answered: bool) -> bool:
-    """Return True if another router may succeed. answered: a Kaveri service sent the error."""
+    """Return True if another router may succeed. answered: True if a Kaveri service sent the error."""
     match error:
         case Unavailable(retry_after_s=0.0):
             # The router is draining.

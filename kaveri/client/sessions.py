@@ -1,4 +1,4 @@
-"""Sends one request to a router and, when that fails, to the next one with the received part of the answer."""
+"""Sends a request to a router and, if that fails, to the next one with the received part of the answer."""
 
 import asyncio
 import contextlib
@@ -27,16 +27,14 @@ GenerateCall = RouterCall[inference_pb2.GenerateResponse]
 
 @dataclass(eq=False, slots=True)
 class _Cancellation:
-    """Cancellation of a request by its id."""
-
     is_asked: bool = False
-    """True once the caller has asked for it: later sessions are cancelled too."""
+    """True once the caller has cancelled the request by its id: later sessions are cancelled too."""
     task: asyncio.Task[None] | None = None
     """Sends Cancel until a router knows the request."""
 
 
 class Sessions:
-    """Consecutive Generate calls of one request. Not thread-safe."""
+    """Consecutive Generate calls (sessions) of one request; each continues the answer of a failed one."""
 
     def __init__(
         self,
@@ -45,8 +43,9 @@ class Sessions:
         deadline_s: float | None,
         direct: DirectStreams | None = None,
     ) -> None:
-        """Send the request. request: with its secret; owned by this object, which adds a missing seed. direct: for
-        direct reads at decode instances; None: only routers. Raises DeadlineExceeded."""
+        """Send the request. request: with its secret; owned by this object, which adds a missing seed. deadline_s: on
+        the monotonic clock. direct: reads tokens at decode instances; None: only routers send them. Raises
+        DeadlineExceeded."""
         if not request.params.HasField("seed"):
             # Another router must sample the same tokens.
             request.params.seed = secrets.randbits(_SEED_BITS)
@@ -67,8 +66,8 @@ class Sessions:
         self._send(routers.targets.choose(time.monotonic())[0])
 
     async def read(self) -> inference_pb2.GenerateResponse | None:
-        """Return the next response; None at the end of the answer, and once closed. Raises KaveriErrors. Each router is
-        tried once while none can have accepted the request; afterwards they are retried until the deadline."""
+        """Return the next response; None at the end of the answer, and once closed. Raises KaveriErrors. While no
+        router can have accepted the request, each is tried once; afterwards they are retried until the deadline."""
         try:
             return await self._read()
         except KaveriError:
@@ -111,7 +110,7 @@ class Sessions:
                 return None
 
     def close(self) -> None:
-        """Cancel the request everywhere unless it has ended. Idempotent."""
+        """Cancel the request in the whole cluster unless it has ended. Idempotent."""
         self._closing.set()
         self._calls[-1].cancel()
         if self._sources is not None:
@@ -121,16 +120,16 @@ class Sessions:
             self._cancellation.task.cancel()
 
     def note_cancelled(self) -> None:
-        """Cancel later sessions as well: the caller has cancelled the request by its id."""
+        """Cancel all later calls of this request: the caller has cancelled it by its id."""
         self._cancellation.is_asked = True
 
     def cancel_when_known(self) -> None:
-        """Cancel the request by its id once a router knows the request. Does not wait."""
+        """Cancel the request by its id in the background, as soon as a router knows it."""
         if self._cancellation.task is None or self._cancellation.task.done():
             self._cancellation.task = asyncio.create_task(self._cancel(), name="kaveri-client cancel")
 
     def _attach_again(self) -> None:
-        """Begin the next session at the same router, which relays the answer, after the direct read failed."""
+        """Begin the next session (Generate call) at the same router, since reading directly failed."""
         if self._closing.is_set():
             return
         # Each session counts its own attempts, so a request that breaks instances must not begin many sessions.
@@ -140,7 +139,8 @@ class Sessions:
         self._begin_session(self._calls[-1].target)
 
     async def _go_on(self, failure: RouterFailed) -> None:
-        """Begin the next session, at another router if possible. Raises the failure's error if there is none."""
+        """Begin the next session (Generate call), preferably at another router. Raises failure.error if none is
+        left."""
         call = self._calls[-1]
         self._routers.targets.failed(call.target, time.monotonic())
         if self._request.session == _MAX_SESSION or (self.received.token_ids and not self.received.max_tokens):
@@ -158,7 +158,7 @@ class Sessions:
             self._begin_session(target)
 
     def _begin_session(self, target: str) -> None:
-        """Send the request again, with the received part. Later responses of earlier sessions are dropped."""
+        """Send the request again, with the received part of its answer; drop later responses of earlier calls."""
         if self._sources is not None:
             self._sources.end_session()
         self._request.session += 1
@@ -169,7 +169,6 @@ class Sessions:
             self.cancel_when_known()
 
     async def _wait(self, wait_s: float) -> None:
-        """Wait for a duration, the deadline, or close(), whichever comes first."""
         if self._deadline_s is not None:
             wait_s = min(wait_s, max(0.0, self._deadline_s - time.monotonic()))
         with contextlib.suppress(TimeoutError):
@@ -201,7 +200,7 @@ class Sessions:
             self._sources.begin(response.tokens_at, self._request)
 
     def _cancel_left(self, but: int = 0) -> None:
-        """Cancel the calls of earlier sessions, except the last `but`."""
+        """Cancel the calls to routers of earlier sessions, except the latest `but` of them."""
         while len(self._calls) > but + 1:
             self._calls.pop(0).cancel()
 

@@ -1,4 +1,4 @@
-"""Merges the responses of a request's router with a direct read at the decode instance."""
+"""Merges the responses of a request's router with a direct read at its decode instance."""
 
 import asyncio
 import time
@@ -13,11 +13,11 @@ _ROUTER_CONTINUES_S = 1.0
 
 
 class AttachAgain(Exception):
-    """Signal to begin the next session at the same router, without direct reads."""
+    """Signal to send the request to the same router again, without direct reads."""
 
 
 class AnswerSources:
-    """Sources of one request's answer: a router's call and a direct read. For one reader."""
+    """Sources of one request's answer: a call to a router and a direct read at the decode instance. For one reader."""
 
     def __init__(self, streams: DirectStreams, received: Received) -> None:
         self._streams = streams
@@ -33,8 +33,8 @@ class AnswerSources:
         self._woken: asyncio.Future[None] | None = None
 
     async def next(self, call: RouterCall[inference_pb2.GenerateResponse]) -> inference_pb2.GenerateResponse | None:
-        """Return the next response, without what was received before; None when the call has ended. Raises AttachAgain,
-        and as call.read()."""
+        """Return the next response of either source, without repeated tokens and text; None at the end of the call.
+        Raises AttachAgain if direct reading has failed and the router cannot continue, and as call.read()."""
         while True:
             if (piece := self._piece()) is not None:
                 return piece
@@ -54,7 +54,7 @@ class AnswerSources:
                 await self._wait()
 
     def begin(self, at: inference_pb2.TokensAt, request: inference_pb2.GenerateRequest) -> None:
-        """Start a direct read of the answer after what was received. request: with its session and secret."""
+        """Start to read the rest of the answer at decode instance `at`. request: with its session and secret."""
         self._leave()
         self._repeats = True
         asked = decode_pb2.ReadAnswerRequest(
@@ -67,7 +67,7 @@ class AnswerSources:
         self._read = self._streams.read(at, asked, self._wake)
 
     def end_session(self) -> None:
-        """Drop later responses of the session. Idempotent."""
+        """Drop later responses of the current call and direct read. Idempotent."""
         self._leave()
         self._reading = None
         self._repeats = self._interrupted = False
@@ -107,7 +107,7 @@ class AnswerSources:
         return rest if rest.HasField("owner") or rest.routers else None
 
     async def _wait(self) -> None:
-        """Wait for a change. Raises AttachAgain when the router stays silent for too long."""
+        """Wait for a response or a change. Raises AttachAgain when the router stays silent for too long."""
         woken = self._woken = asyncio.get_running_loop().create_future()
         left_s = None if self._give_up_s is None else self._give_up_s - time.monotonic()
         try:

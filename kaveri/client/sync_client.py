@@ -26,7 +26,7 @@ class Client:
             print(client.generate("Count from 1 to 9.").text)
 
     Requests go to the given routers in turn. When one cannot be reached, hangs or drains, its requests continue through
-    another one, also one learned from the cluster: each token arrives exactly once.
+    another, which may be one that the cluster named: each token arrives exactly once.
 
     Raises only KaveriErrors. Expect InvalidArgument, ModelNotFound, RequestAlreadyExists, NoCapacity (with
     retry_after_s), Unavailable, DeadlineExceeded, RequestCancelled and, on public ports, Unauthenticated. A
@@ -65,12 +65,12 @@ class Client:
 
     @property
     def target(self) -> str:
-        """First of the given routers."""
+        """Address of the first of the given routers."""
         return self._async_client.target
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Known routers: the given ones, then those learned from the cluster."""
+        """Addresses of the known routers: the given ones, then those named by the cluster."""
         return self._async_client.targets
 
     def generate(
@@ -84,8 +84,8 @@ class Client:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
-        """Return the whole answer. Arguments and errors as for stream(). An answer that another client has cancelled is
-        returned in part, with FinishReason.CANCELLED."""
+        """Send a request and return the whole answer. Arguments and errors as for stream(). An answer that another
+        client has cancelled is returned in part, with FinishReason.CANCELLED."""
         return self._wait(
             self._async_client.generate(
                 prompt,
@@ -135,11 +135,8 @@ class Client:
         return Stream(self, self._wait(start()))
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """Cancel a request by its id, also one of another client; its stream ends with FinishReason.CANCELLED.
-
-        Returns False if no router has such a request in flight. Raises Unavailable or DeadlineExceeded when no router
-        answers.
-        """
+        """Cancel a request by its id, even one of another client; its stream ends with FinishReason.CANCELLED. Returns
+        False if no router has it in flight. Raises Unavailable or DeadlineExceeded when no router answers."""
         return self._wait(self._async_client.cancel(request_id, timeout_s=timeout_s))
 
     def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
@@ -158,7 +155,7 @@ class Client:
         model: str | None = None,
         timeout_s: float | None = None,
     ) -> tuple[int, ...]:
-        """Return the token ids of a text or of messages, exactly one of them, as generate() encodes them. Raises
+        """Return the token ids of a text or of messages (exactly one of the two), as generate() encodes them. Raises
         InvalidArgument, ModelNotFound, Unavailable and DeadlineExceeded."""
         return self._wait(self._async_client.tokenize(prompt, messages=messages, model=model, timeout_s=timeout_s))
 

@@ -1,4 +1,4 @@
-"""Routers known to a client, and the choice of the next one. Pure."""
+"""Tracks the routers known to a client, and chooses the next one. Pure."""
 
 import random
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:")
 
 
 def check_targets(target: object) -> tuple[str, ...]:
-    """Validate the caller's routers and return them as a tuple. Raises InvalidArgument, naming the field `target`."""
+    """Validate a caller's router address or addresses. Raises InvalidArgument, naming the field `target`."""
     if isinstance(target, str):
         return (_checked(target),)
     given = tuple(map(_checked, ordered_items("target", target, 'a router\'s "host:port", or a sequence of them')))
@@ -39,25 +39,25 @@ def _checked(target: object) -> str:
 
 
 class Targets:
-    """Round-robin choice among given targets; learned ones are used while all given ones rest. A target rests after a
-    failure, longer each time."""
+    """Round-robin choice among router addresses: the given ones, or, while all of them are in backoff after failures,
+    those learned from the cluster."""
 
     def __init__(self, given: tuple[str, ...], rng: random.Random) -> None:
         self._known: dict[str, None] = dict.fromkeys(given)
         self._given = given
         self._rests: dict[str, tuple[float, float]] = {}
-        """End and duration of the rest of each failed target."""
+        """End and duration of the backoff of each failed target."""
         self._rng = rng
         # Random, so that clients with the same list spread over its routers.
         self._turn = rng.randrange(len(given))
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Given targets in order, then learned ones."""
+        """Given addresses in order, then learned ones."""
         return tuple(self._known)
 
     def learn(self, addresses: Iterable[str]) -> None:
-        """Add routers named by the cluster. Invalid addresses and those beyond the limit are ignored."""
+        """Add router addresses named by the cluster. Invalid ones and those beyond MAX_TARGETS are ignored."""
         for address in addresses:
             if len(self._known) >= MAX_TARGETS:
                 return
@@ -65,13 +65,13 @@ class Targets:
                 self._known[address] = None
 
     def replace(self, given: tuple[str, ...]) -> None:
-        """Replace the given targets. Former and learned ones stay known, after the new ones."""
+        """Replace the given addresses. All earlier ones stay known, after the new ones."""
         self._given = given
         self._known = dict.fromkeys((*given, *self._known)[:MAX_TARGETS])
         self._rests = {target: rest for target, rest in self._rests.items() if target in self._known}
 
     def choose(self, now_s: float) -> tuple[str, float]:
-        """Return the next target, and the seconds to wait before using it: 0 unless all rest."""
+        """Return the next router, and the seconds to wait before using it: 0 unless all are in backoff."""
         turn = self._turn % len(self._given)
         self._turn += 1
         order = dict.fromkeys((*self._given[turn:], *self._given[:turn], *self._known))
@@ -83,13 +83,13 @@ class Targets:
         return target, rest_ends_s[target] - now_s
 
     def failed(self, target: str, now_s: float) -> None:
-        """Start the rest of a target that could not be reached, or refuses requests."""
+        """Start a backoff for a router that could not be reached or refused a request; doubles each time."""
         _, former_s = self._rests.get(target, (0.0, 0.0))
         rest_s = min(_MAX_REST_S, max(_MIN_REST_S, 2 * former_s))
         self._rests[target] = now_s + rest_s * (0.5 + 0.5 * self._rng.random()), rest_s
 
     def worked(self, target: str, now_s: float) -> None:
-        """End the rest of a target that has responded. The next rest is short again unless the target fails soon."""
+        """End the backoff of a router that has responded; the next one is short again unless it fails soon."""
         if target not in self._rests:
             return
         end_s, rest_s = self._rests[target]

@@ -1,5 +1,4 @@
-"""Chooses which landed requests join a decode instance's batch, and how many blocks to reserve. Pure: no clock, no
-I/O."""
+"""Admits requests whose KV has arrived to a decode batch, and reserves KV blocks. Pure: no clock, no I/O."""
 
 import enum
 from collections.abc import Collection, Iterable
@@ -11,36 +10,35 @@ from kaveri.policy.plugins import BatchAdmission, Guarded, RunningBatch, admitte
 
 
 class AdmissionPolicy(enum.StrEnum):
-    """Rule that admits landed requests to the running batch."""
+    """Rule for adding requests whose KV has arrived ("landed") to the running decode batch."""
 
     GREEDY = "greedy"
-    """Admit while there are seats."""
+    """Admit while the batch has free slots."""
     RESERVE_STATIC = "reserve-static"
-    """Admit while free blocks cover the rest of every answer in the batch."""
+    """Admit while free KV blocks cover the predicted rest of every answer in the batch."""
     RESERVE_DYNAMIC = "reserve-dynamic"
-    """Admit while free blocks suffice until the first answer of the batch ends."""
+    """Admit while free KV blocks suffice until the first answer of the batch is predicted to end."""
 
 
 AnyAdmission = AdmissionPolicy | Guarded[BatchAdmission]
-"""A plug-in reserves no blocks. Greedy decides when it fails."""
+"""Built-in rule or plug-in. A plug-in reserves no blocks; greedy decides when it fails."""
 
 
 def admitted_count(
     policy: AnyAdmission, batch: BatchGrowth, landed: Iterable[BatchMember], seats: int, free_blocks: int
 ) -> int:
-    """Return how many `landed` requests to admit now, in landing order; none overtakes one that must wait.
+    """Return how many of the `landed` requests (their KV has arrived) to admit to the batch now, oldest first.
 
-    The policies of TetriInfer (arXiv 2401.11181, section 3.4). All need a seat in the batch. Greedy requires nothing
-    else; growth that does not fit is resolved by preemption. Reserve-static admits a request when the free blocks
-    suffice for the batch and the request to grow to their predicted ends; requests admitted earlier keep the blocks
-    reserved for their growth. Reserve-dynamic reserves blocks only for the growth of all until the first is predicted
-    to end, which then frees its own. An empty batch takes the first request regardless of predictions, so a wrong
-    prediction blocks nothing.
+    The policies of TetriInfer (arXiv 2401.11181, section 3.4). Each needs a free slot in the batch per request. Greedy
+    requires nothing else; if the batch outgrows its blocks, requests are preempted. Reserve-static admits a request
+    only if the free blocks suffice for the batch, with the request, to grow to its predicted ends; reserve-dynamic,
+    until the first predicted end, which frees blocks. The first request that must wait blocks later ones. An empty
+    batch takes the first request whatever its prediction, so a wrong prediction blocks nothing.
 
-    A request without a prediction, or one that has outlived it, reserves only its next token (static), and never counts
-    as the first to end (dynamic). When all are unknown and none is preempted, both policies are greedy.
+    A request without a prediction, or that has outlived it, reserves only its next token (static), and never counts as
+    the first to end (dynamic). When all are unknown and none is preempted, both policies are greedy.
 
-    batch: the running batch; unchanged on return. Not read by greedy. seats: free seats in the batch.
+    batch: running requests; unchanged on return, not read by greedy. seats: free slots. free_blocks: free KV blocks.
     """
     joined: list[int] = []
     count = 0
@@ -64,11 +62,8 @@ def admitted_count(
 
 
 def kept_blocks(policy: AnyAdmission, batch: BatchGrowth) -> int:
-    """Free blocks reserved for the predicted growth of the batch; new reservations may not take them.
-
-    Protects what admitted_count has reserved. batch: the running batch, or the request that will run first when nothing
-    runs. 0 under greedy and with a plug-in, and when all lengths are unknown and none is preempted.
-    """
+    """Return the free KV blocks to reserve for the predicted growth of `batch`: running requests, or the one to run
+    first if none runs. 0 under greedy or a plug-in, and if all lengths are unknown and none is preempted."""
     match policy:
         case AdmissionPolicy.RESERVE_STATIC:
             return batch.until_all_end()
@@ -79,21 +74,21 @@ def kept_blocks(policy: AnyAdmission, batch: BatchGrowth) -> int:
 
 
 UNLANDED_KEEPS_S = 2.0
-"""How long to reserve blocks for an answer whose KV has not landed; longer than most pushes take."""
+"""Seconds for which blocks are reserved for a request whose KV has not arrived; longer than most pushes take."""
 
 _COUNTED = BatchMember(0)
-"""Placeholder for the members of a batch that are only counted."""
+"""Placeholder for members of a batch that are only counted."""
 
 
 class DecodeBatch:
-    """The requests of one decode instance, from reservation to end. The caller numbers them, from 1 on. Reserved
-    requests are expected, landed ones ready, admitted ones running."""
+    """Requests of one decode instance, numbered by the caller from 1: "expected" while their KV blocks are requested or
+    reserved, "ready" when their KV has arrived, "running" once admitted to the batch."""
 
     def __init__(self, policy: AnyAdmission, block_tokens: int, max_batch: int) -> None:
-        """max_batch: most requests that one step can carry."""
+        """block_tokens: tokens per KV block. max_batch: max requests per decode step."""
         self._policy = policy
         self.keeps_blocks = policy is not AdmissionPolicy.GREEDY
-        """True if the policy reserves blocks for present requests. Constant."""
+        """True if the policy may reserve free blocks for current requests. Constant."""
         self._block_tokens = block_tokens
         self._max_batch = max_batch
         self._expected: dict[int, tuple[BatchMember, float]] = {}
@@ -103,20 +98,20 @@ class DecodeBatch:
 
     @property
     def running_count(self) -> int:
-        """Requests admitted and not ended, preempted ones included."""
+        """Number of requests admitted to the batch and not ended, preempted ones included."""
         return len(self._running)
 
     @property
     def ready_count(self) -> int:
-        """Requests that have landed and wait for a seat."""
+        """Number of requests whose KV has arrived and that wait to join the batch."""
         return len(self._ready)
 
     def expect(self, number: int, member: BatchMember, now_s: float) -> None:
-        """Add a request whose room was requested or granted, and whose KV will follow."""
+        """Add a request whose KV blocks were requested or reserved, and whose KV is still to arrive."""
         self._expected[number] = (member, now_s)
 
     def land(self, number: int, *, first: bool = False) -> None:
-        """Mark an expected request's KV as landed. first: admit it before all ready requests."""
+        """Move an expected request to ready: its KV has arrived. first: put it before all other ready requests."""
         member = self._expected.pop(number)[0]
         if first:
             self._ready = {number: member, **self._ready}
@@ -124,45 +119,45 @@ class DecodeBatch:
             self._ready[number] = member
 
     def admit(self, number: int) -> None:
-        """Move a ready request to the running ones."""
+        """Move a ready request to the running batch."""
         member = self._ready.pop(number)
         self._running.add(number, member if self.keeps_blocks else _COUNTED)
 
     def preempt(self, number: int) -> None:
-        """Record that a ready or running request has lost its blocks."""
+        """Record that a ready or running request has lost its KV blocks."""
         if number in self._ready:
             self._ready[number] = self._ready[number]._replace(holds_blocks=False)
         self._running.preempt(number)
 
     def step(self, drawn: set[int]) -> None:
-        """Record one step: the running requests in `drawn` sampled one token each, the others none."""
+        """Record one decode step: the running requests numbered in `drawn` sampled one token each, the others none."""
         if self.keeps_blocks:
             self._running.step(drawn)
 
     def run(self, steps: int, resting: Collection[int] = ()) -> None:
-        """Record `steps` steps in which all running requests except `resting` sample a token. No other request may be
-        preempted."""
+        """Record `steps` decode steps in which every running request except those numbered in `resting` samples a
+        token. Every preempted request must be in `resting`."""
         if self.keeps_blocks:
             self._running.run(steps, resting)
 
     def leave(self, number: int) -> None:
-        """Remove a request that ended or got no room. Idempotent."""
+        """Remove a request that ended, or to which KV blocks were refused. Idempotent."""
         self._expected.pop(number, None)
         self._ready.pop(number, None)
         self._running.remove(number)
 
     def admissible(self, free_blocks: int) -> tuple[int, ...]:
-        """Ready requests to admit now, in landing order."""
+        """Return the numbers of the ready requests to add to the running batch now, in order of arrival of their KV."""
         seats = self._max_batch - len(self._running)
         count = admitted_count(self._policy, self._running, self._ready.values(), seats, free_blocks)
         return tuple(self._ready)[:count]
 
     def kept_blocks(self, now_s: float, coming: BatchMember | None = None) -> int:
-        """Free blocks reserved for the requests here; new requests may not take them.
+        """Return the free KV blocks to reserve for the growth of current requests; new requests may not take them.
 
-        When nothing runs, they are reserved for the request that is expected to run first: a ready one, else the oldest
-        expected one younger than UNLANDED_KEEPS_S, so that a stalled push blocks others no longer than that. coming:
-        the request to be adopted next; it runs first if there is no other.
+        They serve the running batch, or, when nothing runs, the request to run first: a ready one, else the oldest
+        expected one younger than UNLANDED_KEEPS_S (so a stalled push blocks others no longer), else `coming`, the next
+        to be added.
         """
         if not self.keeps_blocks:
             return 0
@@ -185,7 +180,7 @@ class DecodeBatch:
 def expected_answer(
     predicted: TokenRange | None, prompt_tokens: int, max_tokens: int | None, max_model_len: int
 ) -> TokenRange | None:
-    """Clamp a predicted answer length to the limits of the request and the model. None: unknown."""
+    """Clamp a predicted answer length, in tokens, to the limits of request and model. None: no prediction."""
     if predicted is None:
         return None
     most_tokens = max_model_len - prompt_tokens
@@ -195,8 +190,8 @@ def expected_answer(
 
 
 def member_of(token_count: int, generated_count: int, expected: TokenRange | None, end: RangeEnd) -> BatchMember:
-    """Batch member for a new request. token_count: tokens whose KV is pushed, including `generated_count` answer
-    tokens. expected: tokens of the whole answer. end: which end of the range to use."""
+    """Return the batch member for a new request. token_count: tokens whose KV is pushed, including `generated_count`
+    answer tokens. expected: predicted tokens of the whole answer. end: whether to use the lower or upper bound."""
     # Prefill sampled the first token of this attempt.
     remaining = expected.after(generated_count + 1) if expected is not None else None
     return BatchMember(token_count, remaining.at(end) if remaining is not None else 0)

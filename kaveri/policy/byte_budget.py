@@ -1,4 +1,4 @@
-"""Limits the bytes held by all requests of a process, and by the requests of each API key."""
+"""Limits the bytes of request data held in a process, in total and per API key."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,11 +12,11 @@ _RETRY_AFTER_S = 1.0
 
 
 class ByteBudget:
-    """Byte budget of all requests. Not thread-safe: for one event loop."""
+    """Limit on the bytes of request data held in a process. Not thread-safe."""
 
     def __init__(self, role: str, most_bytes: int, changed: Callable[[int], object] = lambda held_bytes: None) -> None:
-        """role: the process's role, for errors. most_bytes: the value of --max-bodies-bytes. changed: called with the
-        total held bytes."""
+        """role: the process's role, named in errors. most_bytes: max bytes of all requests (--max-bodies-bytes).
+        changed: called with the total of held bytes after each change."""
         self._role = role
         self._most_bytes = most_bytes
         self._changed = changed
@@ -26,8 +26,8 @@ class ByteBudget:
 
     @contextlib.contextmanager
     def hold(self, key_name: str = "", size_bytes: int = 0) -> Iterator["HeldBytes"]:
-        """Account for one request's bytes until the context ends. key_name: its API key; empty: none. size_bytes: held
-        from the start; raises as HeldBytes.add()."""
+        """Context manager that counts one request's bytes until its exit. key_name: name of the request's API key,
+        empty without one. size_bytes: counted at entry. Raises as HeldBytes.add()."""
         held = HeldBytes(self, key_name)
         try:
             if size_bytes:
@@ -37,7 +37,7 @@ class ByteBudget:
             self._add(-held.size_bytes, key_name)
 
     def take(self, size_bytes: int, held: "HeldBytes") -> None:
-        """Account for more bytes of a request. Raises as HeldBytes.add()."""
+        """Count `size_bytes` more for the request of `held`. Raises as HeldBytes.add()."""
         key_name = held.key_name
         # Check the key's share first: its error names the key.
         limits = [("all requests", self._held_bytes, self._most_bytes)]
@@ -65,13 +65,12 @@ class ByteBudget:
 
 @dataclass(eq=False, slots=True)
 class HeldBytes:
-    """Bytes held by one request; see ByteBudget.hold."""
+    """Bytes counted for one request during ByteBudget.hold()."""
 
     budget: ByteBudget
     key_name: str
     size_bytes: int = 0
 
     def add(self, size_bytes: int) -> None:
-        """Add to the request's bytes. Raises NoCapacity if the budget is used up now, InvalidArgument if the request
-        can never fit."""
+        """Count more bytes. Raises NoCapacity if others hold too much, InvalidArgument if they can never fit."""
         self.budget.take(size_bytes, self)

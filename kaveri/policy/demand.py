@@ -1,4 +1,4 @@
-"""Resources that a request needs on a decode instance. A value."""
+"""Defines a request's resource needs on a decode instance."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,10 @@ class Demand(NamedTuple):
     """Resources that a request needs on a decode instance."""
 
     tokens: int
-    """Tokens that need room: those whose KV is pushed, plus the next one."""
+    """Tokens that need KV blocks: those whose KV is pushed, plus the next one."""
     predicted: int = 0
-    """Lower bound of the predicted final token count. 0: unknown."""
+    """Lower bound of the predicted final length, prompt plus answer, in tokens. 0: unknown."""
     heavy: bool = False
-    """True if the request is long in decode (HeavyThresholds)."""
+    """True if decoding is expected to be long or costly (HeavyThresholds)."""
     layout: KvLayout | None = None
-    """Layout of the pool that pushes its KV; only instances whose layout it can be mapped onto are chosen. None:
-    any."""
+    """KV layout of the pushing pool; only instances with a layout it can be converted to are chosen. None: any."""

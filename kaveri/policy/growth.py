@@ -1,4 +1,4 @@
-"""Computes how many more blocks a running batch will need. Pure: no clock, no I/O."""
+"""Computes how many more KV blocks a decode batch will need. Pure: no clock, no I/O."""
 
 import heapq
 from collections.abc import Collection
@@ -10,19 +10,19 @@ _SPARE_ENDS = 64
 
 
 class BatchMember(NamedTuple):
-    """A request in the decode batch, or a candidate for it."""
+    """Request in a decode instance's running batch, or a candidate for it."""
 
     context_tokens: int
     """Tokens whose KV the request holds, or must recompute after a preemption."""
     remaining_tokens: int = 0
-    """Predicted number of tokens still to sample. 0: unknown, or the prediction was outlived."""
+    """Predicted number of tokens still to sample. 0: unknown, or the answer is longer than predicted."""
     holds_blocks: bool = True
     """True if the request holds the blocks of its context and next token; False if it was preempted."""
 
 
 @dataclass(slots=True)
 class _Holder:
-    """A member that holds its blocks. It samples one token per step, so the stored values do not change."""
+    """Batch member that holds its KV blocks. Values are relative to the steps so far, so a step changes none."""
 
     offset_tokens: int
     """The member's context tokens, minus the steps so far."""
@@ -31,11 +31,11 @@ class _Holder:
 
 
 class BatchGrowth:
-    """Block growth of one batch, tracked incrementally: neither a step nor a query visits every member. The caller
-    numbers the members.
+    """KV-block growth of one decode batch, whose members are numbered by the caller. Neither a step nor a query visits
+    every member.
 
-    In a block of B tokens at most B different contexts need another block next, so members are counted by their
-    context's remainder, and a query visits B counters.
+    Members with equal context length modulo the block size need their next block at the same step, so they are counted
+    together, and a query visits one counter per token of a block.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -52,11 +52,10 @@ class BatchGrowth:
         self._ends: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
-        """Number of members."""
         return len(self._holders) + len(self._preempted)
 
     def add(self, number: int, member: BatchMember) -> None:
-        """Add a member. Its number must be unused."""
+        """Add a request to the batch, under an unused number."""
         if not member.holds_blocks:
             self._preempted[number] = member
             return
@@ -73,18 +72,18 @@ class BatchGrowth:
                 heapq.heapify(self._ends)
 
     def remove(self, number: int) -> None:
-        """Remove a member; no-op if unknown."""
+        """Remove a request from the batch; no-op if unknown."""
         if self._preempted.pop(number, None) is None and number in self._holders:
             self._take(number)
 
     def preempt(self, number: int) -> None:
-        """Record that a member has lost its blocks; no-op if unknown."""
+        """Record that a request has lost its KV blocks; no-op if unknown."""
         if number in self._holders:
             self._preempted[number] = self._take(number)._replace(holds_blocks=False)
 
     def step(self, drawn: AbstractSet[int]) -> None:
-        """Record one step: the members in `drawn` sampled one token each, the others none. A preempted member that
-        samples holds its blocks again. Unknown members are ignored."""
+        """Record one decode step: the requests numbered in `drawn` sampled one token each, the others none. A preempted
+        request in `drawn` holds its blocks again. Unknown numbers are ignored."""
         resumed: dict[int, BatchMember] = {}
         still: dict[int, BatchMember] = {}
         if drawn != self._holders.keys():
@@ -102,8 +101,8 @@ class BatchGrowth:
             self.add(number, member)
 
     def run(self, steps: int, resting: Collection[int] = ()) -> None:
-        """Record `steps` steps in which all members except `resting` sample a token. No other member may be
-        preempted."""
+        """Record `steps` decode steps in which all requests except those numbered in `resting` sample a token. Every
+        preempted request must be in `resting`."""
         still = {number: self._take(number) for number in resting if number in self._holders}
         size, last_step = self._block_tokens, self._steps + steps
         while self._steps < last_step:
@@ -120,15 +119,15 @@ class BatchGrowth:
             self.add(number, still[number])
 
     def until_all_end(self) -> int:
-        """Blocks needed until every member has ended as predicted. A member with an unknown end counts its next token
-        only."""
+        """Return the KV blocks still needed until every request of the batch has ended as predicted. One without
+        prediction counts its next token only."""
         preempted = self._preempted.values()
         return self._wanted_to_end + sum(
             self._blocks(member.context_tokens + max(1, member.remaining_tokens)) for member in preempted
         )
 
     def until_first_ends(self) -> int:
-        """Blocks needed until the first member ends as predicted. If all ends are unknown, the next token counts."""
+        """Return the KV blocks that the batch needs until its first predicted end; the next token if none is known."""
         steps = self._steps_to_first_end()
         total = sum(self._blocks(member.context_tokens + steps) for member in self._preempted.values())
         size, shift = self._block_tokens, self._steps
@@ -140,7 +139,7 @@ class BatchGrowth:
         return total
 
     def _drop_ends_reached(self) -> None:
-        """Treat the ends of members that have outlived their predictions as unknown."""
+        """Mark the ends of members that have outlived their predictions as unknown."""
         while self._ends and self._ends[0][0] <= self._steps:
             end = heapq.heappop(self._ends)
             if self._is_current(end):
@@ -165,7 +164,7 @@ class BatchGrowth:
         return BatchMember(holder.offset_tokens + self._steps, left)
 
     def _count_end(self, holder: _Holder, sign: int) -> None:
-        """Add the holder to (1) or remove it from (-1) those with a predicted end."""
+        """Count a holder with a predicted end. sign: 1 to add, -1 to remove."""
         context_tokens = holder.offset_tokens + self._steps
         end_tokens = holder.offset_tokens + holder.end_step
         self._counts_with_end[holder.offset_tokens % self._block_tokens] += sign

@@ -7,11 +7,11 @@ from typing import Protocol, TypeVar
 from kaveri.policy.plugins import Guarded, PromptOrder, order_by
 
 DEFAULT_SCHEDULING_BATCH = 16
-"""TetriInfer's PrefillSchedBatch (arXiv 2401.11181, section 5.2.1)."""
+"""Max prompts ordered together: TetriInfer's PrefillSchedBatch (arXiv 2401.11181, section 5.2.1)."""
 
 
 class OrderingPolicy(enum.StrEnum):
-    """Order in which waiting prompts are computed."""
+    """Order in which a prefill instance computes waiting prompts."""
 
     FCFS = "fcfs"
     """First come, first served."""
@@ -22,25 +22,22 @@ class OrderingPolicy(enum.StrEnum):
 
 
 AnyOrdering = OrderingPolicy | Guarded[PromptOrder]
-"""A failing plug-in is replaced by FCFS."""
+"""Built-in order or plug-in; FCFS replaces a failing plug-in."""
 
 
 class Prompt(Protocol):
-    """A prompt in the queue. Hashable, comparable."""
+    """Prompt in a prefill instance's queue. Must be hashable."""
 
     @property
     def token_count(self) -> int:
-        """Tokens to compute."""
+        """Number of tokens to compute in prefill."""
 
 
 AnyPrompt = TypeVar("AnyPrompt", bound=Prompt)
 
 
 def order_prompts(policy: AnyOrdering, waiting: Sequence[AnyPrompt]) -> list[AnyPrompt]:
-    """Order one scheduling batch, given in order of arrival, for the engine.
-
-    Prompts of equal length keep the order of arrival.
-    """
+    """Order a scheduling batch of prompts for the engine. waiting: in order of arrival, which breaks ties."""
     match policy:
         case OrderingPolicy.FCFS:
             return list(waiting)

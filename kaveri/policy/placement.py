@@ -1,11 +1,10 @@
 """Chooses instances for requests: where to prefill, where to decode. Pure: no clock, no I/O.
 
-Power of two choices, heavy-light, round-robin and random cost the same in a cluster of any size, as long as a few
-instances in a hundred take the request. Least-loaded looks at all of them.
+The cost of a choice does not grow with the cluster as long as a few percent of the instances accept the request. Only
+least-loaded scans all of them.
 
 Power of two choices: draw two candidates at random and take the less loaded one (TetriInfer, arXiv 2401.11181, sections
-3.2 and 3.3.4). It needs no fresher loads than heartbeats bring, because many choosers do not all run to the one
-instance that looked idle.
+3.2 and 3.3.4). Unlike least-loaded it tolerates old heartbeats: not all choosers pick the instance that looked idle.
 """
 
 import enum
@@ -22,7 +21,7 @@ from kaveri.policy.plugins import DecodePlacement, Guarded, PrefillPlacement, ch
 from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
 
 _MOST_DRAWS = 48
-"""Max random draws before a scan of the whole cluster; bounds the cost of a choice while most instances are full."""
+"""Max random draws before a scan of the whole cluster; bounds the cost while most instances are full."""
 _DRAWS_OF_EACH = 4
 """Max draws per instance. Scanning a small cluster costs less than many draws."""
 
@@ -34,10 +33,10 @@ Takes = Callable[[ViewedInstance], bool]
 
 @dataclass(slots=True)
 class Candidates:
-    """The `ready` instances that accept a request. Instances to avoid are candidates only if there are no others.
+    """Instances of `ready` that accept a request, according to `takes`. Those with ids in `avoid` are candidates only
+    if there are no others.
 
-    Every draw is uniform over the candidates: redrawing from all ready instances until one is a candidate (rejection
-    sampling) gives each the same probability.
+    Random draws are uniform over the candidates, by rejection sampling from all ready instances.
     """
 
     ready: Sequence[ViewedInstance]
@@ -45,19 +44,19 @@ class Candidates:
     avoid: Collection[str] = ()
 
     def all(self) -> list[ViewedInstance]:
-        """Every candidate, in the order of `ready`."""
+        """Return all instances that accept the request; those in `avoid` only if there are no others."""
         taking = [instance for instance in self.ready if self.takes(instance)]
         if not self.avoid:
             return taking
         return [instance for instance in taking if instance.record.instance_id not in self.avoid] or taking
 
     def first(self) -> ViewedInstance | None:
-        """The first candidate in the order of `ready`."""
+        """Return the first instance that accepts the request; None if there is none."""
         found = next(filter(self._is_preferred, self.ready), None)
         return found or next(iter(self.all()), None)
 
     def in_turn(self, turn: int) -> ViewedInstance | None:
-        """The candidate at position `turn`, round-robin."""
+        """Return an accepting instance, round-robin; None if there is none. turn: number of this choice."""
         if not self.ready:
             return None
         found = self.ready[turn % len(self.ready)]
@@ -67,7 +66,7 @@ class Candidates:
         return candidates[turn % len(candidates)] if candidates else None
 
     def any(self, rng: random.Random) -> ViewedInstance | None:
-        """One candidate at random."""
+        """Return a random instance that accepts the request; None if there is none."""
         for _ in range(_draws(len(self.ready))):
             found = self.ready[int(rng.random() * len(self.ready))]
             if self._is_preferred(found):
@@ -76,11 +75,8 @@ class Candidates:
         return rng.choice(candidates) if candidates else None
 
     def better_of_two(self, load: Load, rng: random.Random, wanted: Takes | None = None) -> ViewedInstance | None:
-        """Return the less loaded of two random candidates; the only candidate if there is one.
-
-        wanted: if given, draw the two from the candidates that it accepts, if any. It must accept only instances that
-        take the request.
-        """
+        """Return the less loaded of two random accepting instances; None if there is none. wanted: stricter condition
+        than `takes`; if any instance meets it, both are drawn from those that do."""
         ready, avoid, fits = self.ready, self.avoid, wanted or self.takes
         first: ViewedInstance | None = None
         count, draw = len(ready), rng.random
@@ -107,7 +103,7 @@ def _draws(ready_count: int) -> int:
 
 
 class PlacementPolicy(enum.StrEnum):
-    """Policy for choosing a prefill instance."""
+    """Policy for choosing the prefill instance of a request."""
 
     POWER_OF_TWO = "power-of-two"
     LEAST_LOADED = "least-loaded"
@@ -116,38 +112,36 @@ class PlacementPolicy(enum.StrEnum):
 
 
 class DecodePlacementPolicy(enum.StrEnum):
-    """Policy for choosing among decode instances with room."""
+    """Policy for choosing among decode instances with enough free KV blocks."""
 
     POWER_OF_TWO = "power-of-two"
-    """The one of two random instances with fewer requests."""
+    """Draws two random instances and takes the one with fewer requests."""
     HEAVY_LIGHT = "heavy-light"
-    """Draws two random instances with room for the predicted answer: a heavy request takes the one with the lower ratio
-    of heavy to light requests, a light request the one with fewer requests."""
+    """Draws two random instances with free blocks for the predicted answer: a heavy request takes the one with the
+    lower ratio of heavy to light requests, a light request the one with fewer requests."""
     LEAST_LOADED = "least-loaded"
     ROUND_ROBIN = "round-robin"
     RANDOM = "random"
     IMBALANCE = "imbalance"
-    """All heavy requests to the first instance: the worst case, for comparison."""
+    """Sends all heavy requests to the first instance: the worst case, for comparison."""
 
 
 AnyPrefillPlacement = PlacementPolicy | Guarded[PrefillPlacement]
 AnyDecodePlacement = DecodePlacementPolicy | Guarded[DecodePlacement]
-"""A plug-in receives every instance that accepts the request, so its cost grows with the cluster. If it fails, power of
-two choices decides."""
+"""Built-in policy or plug-in. A plug-in receives every instance that accepts the request, so its cost grows with the
+cluster. If it fails, power of two choices decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeavyThresholds:
-    """Limits above which a request is heavy in decode (TetriInfer, section 5.1)."""
+    """Limits, in tokens, above which a request is heavy: costly to decode (TetriInfer, section 5.1)."""
 
     output_tokens: int = 128
     prompt_tokens: int = 512
 
     def is_heavy(self, predicted_length: TokenRange | None, prompt_tokens: int) -> bool:
-        """Return True if the predicted length, at the range's lower end, exceeds `output_tokens`.
-
-        Without a prediction: True if the prompt's KV, which every step reads, exceeds `prompt_tokens`.
-        """
+        """Return True if the lower bound of the predicted answer length exceeds self.output_tokens. Without a
+        prediction: True if the prompt, whose KV every decode step reads, exceeds self.prompt_tokens."""
         if predicted_length is not None:
             return predicted_length.low > self.output_tokens
         return prompt_tokens > self.prompt_tokens
@@ -168,9 +162,9 @@ def choose_prefill(
 ) -> ViewedInstance | None:
     """Choose the ready prefill instance of `model` to send a request to; None if none accepts one now.
 
-    Load is the prompt tokens that wait there: as of the last heartbeat, plus those `unconfirmed`. An instance whose
-    queue is full, counting unconfirmed requests, is skipped. turn: rises by one with each choice; used by round-robin.
-    avoid: instance ids, taken only as a last resort. exclude: instance ids that are never taken.
+    Load is the prompt tokens queued there: those in its last heartbeat, plus those sent since (`unconfirmed`).
+    Instances with a full queue are skipped. turn: number of this choice, for round-robin. avoid: ids of instances used
+    only as a last resort. exclude: ids of instances never used.
     """
 
     def load(instance: ViewedInstance) -> LoadKey:
@@ -204,7 +198,7 @@ def choose_prefill(
 
 @once_per_view
 def missing_phases(view: ClusterView, model: str) -> tuple[Phase, ...]:
-    """The phases that `model` lacks to serve any request now."""
+    """Return the phases (prefill, decode) for which `model` has no ready instance."""
     return tuple(phase for phase in Phase if not view.ready(phase, model))
 
 
@@ -218,15 +212,15 @@ def choose_decode(
     turn: int = 0,
     avoid: Collection[str] = (),
 ) -> ViewedInstance | None:
-    """Choose the ready decode instance of `model` to reserve room on; None if none has room now.
+    """Choose the ready decode instance of `model` to reserve KV blocks on; None if none has enough free.
 
-    Load is the requests there, then their context tokens. `unconfirmed` counts placements that no heartbeat shows yet,
-    both as requests and as taken blocks. turn: rises by one with each choice; used by round-robin. avoid: taken only
-    when nothing else has room.
+    Load is the number of requests there, then their context tokens. `unconfirmed` holds placements that no heartbeat
+    shows yet; they count as requests and as taken blocks. turn: number of this choice, for round-robin. avoid: ids of
+    instances used only if no other has room.
 
-    Heavy-light is TetriInfer's algorithm (section 3.3.4): it draws two instances that have room for the predicted
-    tokens, if any, else for the needed ones. A heavy request takes the one with the lower ratio of heavy to light
-    requests, with load as the tie-breaker, which spreads heavy ones evenly; a light one takes the less loaded.
+    Heavy-light is TetriInfer's algorithm (section 3.3.4): it draws two instances with room for the predicted tokens, if
+    any, else for the needed ones. A heavy request (HeavyThresholds) takes the one with the lower ratio of heavy to
+    light requests, load breaking ties; a light one takes the less loaded.
     """
 
     def load(instance: ViewedInstance) -> LoadKey:
@@ -273,12 +267,9 @@ def choose_line(
     unconfirmed: UnconfirmedWork[KeyT],
     avoid: Collection[str] = (),
 ) -> ViewedInstance | None:
-    """Choose the ready decode instance of `model` to wait at when none has room: among those whose pool is large
-    enough, the one with the fewest waiting requests (unconfirmed ones included), then the most room. None if there is
-    none.
-
-    The parameters are those of choose_decode. Instances to avoid are never chosen.
-    """
+    """Choose the ready decode instance of `model` in whose queue to wait when none has enough free blocks; None if no
+    pool is large enough. Prefers the fewest waiting requests, `unconfirmed` ones included, then the most free blocks.
+    Parameters as in choose_decode(), but instances in `avoid` are never chosen."""
     candidates = [
         instance
         for instance in _takers_of_pushes(view, model, demand)
@@ -295,12 +286,9 @@ def choose_line(
 
 @once_per_view
 def largest_prompt(view: ClusterView, model: str, layout: KvLayout | None = None) -> int | None:
-    """Longest prompt in tokens that some instance's whole pool can decode a token after. None if unknown or there is
-    none.
-
-    Instances that drain or serve the other phase now count as well: they may come back. layout: if given, only
-    instances that can receive KV of that layout.
-    """
+    """Return the longest prompt, in tokens, that some decode instance's whole KV pool holds with one more token; None
+    if unknown or there is no instance. Counts instances that drain or now serve prefill only: they may come back.
+    layout: count only instances that can receive KV of this layout."""
     largest: int | None = None
     for instance in view.instances.values():
         record, total_blocks = instance.record, instance.load.total_blocks
@@ -319,7 +307,7 @@ def largest_prompt(view: ClusterView, model: str, layout: KvLayout | None = None
 
 @once_per_view
 def max_model_len(view: ClusterView, model: str) -> int:
-    """Max tokens of prompt plus answer accepted by every instance with an engine; 0 if there is none."""
+    """Return the max tokens of prompt plus answer that every instance of `model` accepts; 0 without instances."""
     lengths = (
         instance.record.max_model_len
         for instance in view.instances.values()
@@ -329,14 +317,14 @@ def max_model_len(view: ClusterView, model: str) -> int:
 
 
 def blocks_there(instance: ViewedInstance, token_count: int) -> int:
-    """Blocks that `token_count` tokens take on an instance; token_count if its block size is unknown."""
+    """Return the KV blocks that the tokens take on an instance; token_count if its block size is unknown."""
     layout = instance.record.layout
     return token_count if layout is None else -(-token_count // layout.block_tokens)
 
 
 @once_per_view
 def _prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
-    """The ready instances that prefill; while no instance accepts pushes, only those that decode as well."""
+    """The ready prefill instances; while no decode instance accepts KV pushes, only those that decode as well."""
     ready = view.ready(Phase.PREFILL, model)
     if any(takes_pushes(instance) for instance in view.ready(Phase.DECODE, model)):
         return ready
@@ -344,7 +332,7 @@ def _prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
 
 
 def _takers_of_pushes(view: ClusterView, model: str, demand: Demand) -> tuple[ViewedInstance, ...]:
-    """The ready decode instances whose pools can receive the KV, as far as layouts are known."""
+    """The ready decode instances whose pools can receive KV of the demand's layout."""
     # Keyed by identity: all requests of a prefill instance share one object. The value holds it, so its id is not
     # reused.
     layout = demand.layout

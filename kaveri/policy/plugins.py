@@ -1,8 +1,7 @@
-"""Extension points for policies of other packages: their inputs and required answers. Pure: no clock, no I/O.
+"""Base classes for policy plug-ins, and their validation. Pure: no clock, no I/O.
 
-A plug-in is a class without arguments that extends one of these, or an instance of it. It is called on the event loop
-of its service, so it must not wait. The service asks it through Guarded, which never raises: what the plug-in raises,
-or answers against its contract, is reported, and the default policy decides.
+A plug-in is a class without arguments that extends one of these, or an instance of it. It runs on the service's event
+loop, so it must not block. Its exceptions and invalid answers are reported, and the default policy decides (Guarded).
 """
 
 import random
@@ -21,14 +20,14 @@ _MOST_SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An eligible instance: ready, compatible, and with room."""
+    """Instance that a placement plug-in may choose: ready, compatible, and with room for the request."""
 
     instance: ViewedInstance
     """Record of the instance, with the load of its last heartbeat."""
     sent_count: int
-    """Requests that the caller has sent to the instance and that its load does not show yet."""
+    """Requests that the caller has sent to the instance and that its heartbeat does not show yet."""
     sent_amount: int
-    """Size of the requests in sent_count: prompt tokens, KV blocks or bytes of copies, depending on the question."""
+    """Size of those requests: prompt tokens, KV blocks or bytes of KV copies, depending on the plug-in."""
 
     @property
     def instance_id(self) -> str:
@@ -38,7 +37,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class RunningBatch:
-    """A decode instance's running batch at the time landed requests wait to join. Frozen."""
+    """Snapshot of a decode instance's running batch, for admission plug-ins."""
 
     request_count: int
     seats: int
@@ -51,46 +50,46 @@ class RunningBatch:
 
 
 class PrefillPlacement(ABC):
-    """Chooses the prefill instance for a router's request (--placement-policy)."""
+    """Plug-in that chooses the prefill instance for a router's request (--placement-policy)."""
 
     @abstractmethod
     def choose(self, options: Sequence[Option], rng: random.Random) -> str:
-        """Return the id of one of the options, of which there is at least one. sent_amount: prompt tokens."""
+        """Return the instance_id of one of the options (at least one). Their sent_amount: prompt tokens."""
 
 
 class DecodePlacement(ABC):
-    """Chooses the decode instance that a prefill instance asks for room (--decode-placement)."""
+    """Plug-in that chooses the decode instance on which to reserve KV blocks (--decode-placement)."""
 
     @abstractmethod
     def choose(self, options: Sequence[Option], demand: Demand, rng: random.Random) -> str:
-        """Return the id of one of the options, of which there is at least one. sent_amount: blocks."""
+        """Return the instance_id of one of the options (at least one). Their sent_amount: KV blocks."""
 
 
 class PromptOrder(ABC):
-    """Orders the prompts of one scheduling batch (--prefill-policy)."""
+    """Plug-in that orders the prompts of one prefill scheduling batch (--prefill-policy)."""
 
     @abstractmethod
     def order(self, token_counts: Sequence[int]) -> Sequence[int]:
-        """Return every index of `token_counts` once, in the order of computation. token_counts: of prompts, in order of
-        arrival."""
+        """Return every index of `token_counts` (lengths of prompts, in order of arrival) once, in order of
+        computation."""
 
 
 class BatchAdmission(ABC):
-    """Decides how many landed requests join the running batch (--decode-policy)."""
+    """Plug-in that decides how many requests whose KV has arrived join the running batch (--decode-policy)."""
 
     @abstractmethod
     def admit(self, batch: RunningBatch, landed: Sequence[BatchMember]) -> int:
         """Return how many of `landed` join, counted from the first: 0 to len(landed), and at least 1 when nothing runs.
-        landed: 1 to batch.seats members, in landing order."""
+        landed: 1 to batch.seats requests whose KV has arrived, oldest first."""
 
 
 class HolderPlacement(ABC):
-    """Chooses the decode instance that holds a copy of a request's KV (--replication)."""
+    """Plug-in that chooses the decode instance to hold a copy of a request's KV (--replication)."""
 
     @abstractmethod
     def choose(self, options: Sequence[Option], owner: InstanceRecord, needed_bytes: int, rng: random.Random) -> str:
-        """Return the id of one of the options, of which there is at least one. owner: the instance that decodes the
-        request. needed_bytes: size of the copy. sent_amount: bytes of copies."""
+        """Return the instance_id of one of the options (at least one). owner: the instance that decodes the request.
+        needed_bytes: size of the copy. Their sent_amount: bytes of copies."""
 
 
 PluginT = TypeVar("PluginT", PrefillPlacement, DecodePlacement, PromptOrder, BatchAdmission, HolderPlacement)
@@ -103,14 +102,15 @@ class _BadAnswer(Exception):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Guarded(Generic[PluginT]):
-    """Wraps a plug-in so that its failures never reach the caller."""
+    """Wraps a plug-in policy: reports its exceptions and invalid answers, and never raises them."""
 
     plugin: PluginT
     report: Callable[[str], None]
     """Called with a description of each fault of the plug-in. Must not raise."""
 
     def ask(self, question: Callable[[PluginT], object], check: Callable[[object], AnswerT]) -> AnswerT | None:
-        """Return the checked answer; None if the plug-in or check() raised, so that the caller's default decides."""
+        """Call `question` with the plug-in and return the answer as validated by `check`. Return None, for the default
+        policy, if either raised."""
         try:
             return check(question(self.plugin))
         except _BadAnswer as error:
@@ -126,7 +126,7 @@ def chosen_by(
     unconfirmed: UnconfirmedWork[KeyT],
     question: Callable[[PluginT, Sequence[Option]], object],
 ) -> ViewedInstance | None:
-    """The instance that the plug-in chose; None if there are no instances, or its answer is invalid."""
+    """Return the instance that a placement plug-in chose; None if `instances` is empty or its answer invalid."""
     if not instances:
         return None
     options = tuple(
@@ -144,7 +144,7 @@ def chosen_by(
 
 
 def order_by(policy: Guarded[PromptOrder], token_counts: Sequence[int]) -> Sequence[int] | None:
-    """The indexes of `token_counts` in the plug-in's order; None if its answer is not a permutation."""
+    """Return the indexes of `token_counts` in the plug-in's order; None if that is no permutation."""
 
     def check(answer: object) -> Sequence[int]:
         indexes = list(answer) if isinstance(answer, Sequence) else []
@@ -157,8 +157,7 @@ def order_by(policy: Guarded[PromptOrder], token_counts: Sequence[int]) -> Seque
 
 
 def admitted_by(policy: Guarded[BatchAdmission], batch: RunningBatch, landed: Sequence[BatchMember]) -> int | None:
-    """Number of `landed` requests that the plug-in admits; None if its answer is invalid. landed: see
-    BatchAdmission."""
+    """Return how many of the first `landed` requests the plug-in admits; None if its answer is invalid."""
     least = 0 if batch.request_count else 1
 
     def check(answer: object) -> int:

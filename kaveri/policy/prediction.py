@@ -1,7 +1,4 @@
-"""Decides which predictor to ask, when, how long to wait, and whether an answer is usable.
-
-Pure: no clock, no I/O.
-"""
+"""Chooses an answer-length predictor, tracks predictors' health, and clamps predictions. Pure: no clock, no I/O."""
 
 import enum
 import random
@@ -12,23 +9,23 @@ from kaveri.domain.length import TokenRange
 from kaveri.errors import DeadlineExceeded, InvalidArgument, KaveriError, NoCapacity
 
 _ANSWER_WITHIN_S = 2.0
-"""Timeout of a prediction that runs in parallel with the first chunk."""
+"""Timeout of a prediction that runs in parallel with the first prefill chunk."""
 _FIRST_REST_S = 0.1
 _LONGEST_REST_S = 2.0
-"""Max rest of a failing predictor; bounds how long its recovery goes unnoticed."""
+"""Max backoff of a failing predictor; bounds how long its recovery goes unnoticed."""
 _DOUBLINGS = 5
-"""Doublings of the first rest until it reaches the maximum."""
+"""Doublings of the first backoff until it reaches the maximum."""
 _SLIPS_ALLOWED = 2
-"""Consecutive slips, such as late answers, that are tolerated before a predictor counts as not working."""
+"""Consecutive slips (failures that a healthy predictor may have) before it counts as not working."""
 
 
 class PredictionMode(enum.StrEnum):
-    """Time at which an answer's length is predicted (TetriInfer, arXiv 2401.11181, section 3.3.2)."""
+    """When to predict an answer's length (TetriInfer, arXiv 2401.11181, section 3.3.2)."""
 
     PARALLEL = "parallel"
-    """In parallel with the first chunk: known by the time of placement, or unknown."""
+    """In parallel with the first prefill chunk: known when a decode instance is chosen, or unknown."""
     SEQUENTIAL = "sequential"
-    """Predicted before the prompt enters the queue."""
+    """Before the prompt enters the prefill queue."""
     OFF = "off"
 
     @property
@@ -38,11 +35,11 @@ class PredictionMode(enum.StrEnum):
 
 
 class PredictionOutcome(enum.StrEnum):
-    """Use made of one request's prediction."""
+    """Result of one request's length prediction, for metrics."""
 
     USED = "used"
     OUTLIVED = "outlived"
-    """Earlier attempts have generated more tokens than predicted."""
+    """Earlier attempts have already generated more tokens than predicted."""
     LATE = "late"
     FAILED = "failed"
     NONE = "none"
@@ -51,18 +48,18 @@ class PredictionOutcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PredictorStatus:
-    """A candidate predictor."""
+    """Length predictor that can be asked, and its load."""
 
     name: str
-    """Id of the instance, or the address configured by an operator."""
+    """Instance id, or the address configured by an operator."""
     incarnation: int
     address: str
     waiting_prompts: int
-    """Waiting prompts in the predictor's last heartbeat, plus the unanswered ones sent from here."""
+    """Prompts waiting there as of its last heartbeat, plus unanswered ones sent from here."""
 
 
 class PredictorHealth:
-    """Health of one predictor, judged by its answers. Times are those of one clock, in seconds."""
+    """Health of one length predictor, judged by its answers. Times are in seconds of one clock."""
 
     def __init__(self) -> None:
         self.outstanding_prompts = 0
@@ -74,13 +71,13 @@ class PredictorHealth:
         self._resting_until_s = -1.0
 
     def reborn(self, incarnation: int) -> None:
-        """Record the predictor's incarnation. A new one does not rest for failures of the former one."""
+        """Record the length predictor's incarnation (number of its process run). A new one clears the backoff."""
         if incarnation != self._incarnation:
             self._incarnation = incarnation
             self._failures = self._rests = 0
 
     def may_be_asked(self, now_s: float) -> bool:
-        """False during a rest; afterwards, one question at a time until it answers again."""
+        """Return False during a backoff; after one, allow one prediction at a time until one succeeds."""
         return not self._rests or (now_s >= self._resting_until_s and not self.outstanding_prompts)
 
     def left(self) -> bool:
@@ -90,17 +87,16 @@ class PredictorHealth:
         return news
 
     def succeeded(self) -> bool:
-        """Record a good answer of the predictor. Return True if this changed it to working."""
+        """Record a valid prediction, and end the backoff. Return True if this changed it to working."""
         news = self._working is not True
         self._working = True
         self._failures = self._rests = 0
         return news
 
     def failed(self, asked_s: float, now_s: float, slip: bool) -> bool:
-        """Record a failure. The predictor rests, twice as long each time; a few consecutive slips are tolerated.
-
-        asked_s: when the question was sent. slip: see is_slip(). Return True if this changed it to not working.
-        """
+        """Record a failure and back off, twice as long each time. Return True if this changed the predictor to not
+        working. asked_s: when the prompt was sent. slip: True for a failure that healthy predictors have; a few in a
+        row are tolerated."""
         if asked_s < self._failed_at_s:
             return False  # sent before the last failure, so it is the same failure
         self._failed_at_s = now_s
@@ -115,28 +111,26 @@ class PredictorHealth:
 
 
 def answer_within_s(mode: PredictionMode, budget_s: float) -> float:
-    """Timeout of a predictor, in seconds. budget_s: the time that a request may wait when predictions come first."""
+    """Return the timeout of a prediction, in seconds. budget_s: timeout in sequential mode."""
     return budget_s if mode.comes_first else _ANSWER_WITHIN_S
 
 
 def is_slip(mode: PredictionMode, error: KaveriError) -> bool:
-    """Return True if a healthy predictor may fail like this: it is busy or full, or the prompt is odd.
-
-    Late answers are slips only before the queue: in parallel with the first chunk a healthy predictor is never late.
-    """
+    """Return True if a healthy length predictor may fail like this: it is busy or full, or rejects the prompt. A
+    timeout counts only in sequential mode; the timeout of parallel mode is generous."""
     if isinstance(error, DeadlineExceeded):
         return mode.comes_first
     return isinstance(error, InvalidArgument | NoCapacity)
 
 
 def failure_outcome(mode: PredictionMode, error: KaveriError) -> PredictionOutcome:
-    """Outcome to count for a prediction that failed with `error`."""
+    """Return the metric label of a prediction that failed with `error`: LATE or FAILED."""
     late = mode.comes_first and isinstance(error, DeadlineExceeded)
     return PredictionOutcome.LATE if late else PredictionOutcome.FAILED
 
 
 def choose_predictor(candidates: Sequence[PredictorStatus], rng: random.Random) -> PredictorStatus | None:
-    """Return the one of two random candidates with fewer waiting prompts; None if there are none."""
+    """Return the one of two random predictors with fewer waiting prompts; None if there are none."""
     if not candidates:
         return None
     return min(rng.sample(candidates, min(2, len(candidates))), key=lambda candidate: candidate.waiting_prompts)
@@ -145,10 +139,9 @@ def choose_predictor(candidates: Sequence[PredictorStatus], rng: random.Random) 
 def usable_length(
     predicted: TokenRange, generated_count: int, most_tokens: int, least_tokens: int = 0
 ) -> TokenRange | None:
-    """Clamp a predicted length to the answer's limits; None if the answer has outlived the prediction.
+    """Clamp a predicted answer length to [least_tokens, most_tokens]; None if the answer is already longer.
 
-    most_tokens: max answer length. generated_count: tokens of the answer so far. least_tokens: min answer length
-    (min_tokens, unknown to predictors); at most most_tokens.
+    generated_count: tokens of the answer so far. least_tokens: the request's min_tokens, unknown to predictors.
     """
     length = predicted.from_least(least_tokens).up_to(max(1, most_tokens))
     return length if length.after(generated_count) is not None else None

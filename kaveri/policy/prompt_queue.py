@@ -1,7 +1,7 @@
-"""Decides which prompt to submit to the engine, and when. Pure: no clock, no I/O.
+"""Decides which prompt to submit to a prefill engine, and when. Pure: no clock, no I/O.
 
-An engine computes in the order of submission, so an order is final once submitted. Prompts are submitted late: the
-engine has about two chunks of work, one that it computes and one so that it never idles.
+An engine computes in the order of submission, so prompts are submitted late: it has about two chunks of work, one that
+it computes and one so that it never idles.
 """
 
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ _CHUNKS_AHEAD = 2
 
 
 class PromptQueue(Generic[AnyPrompt]):
-    """Prompts from their arrival to the end of their computation: held, then waiting, then computing.
+    """Prompts of a prefill instance until computed. States: held (not ready to compute), waiting, computing.
 
     Waiting prompts are in a raw queue in order of arrival, which feeds a scheduled queue: one batch in the policy's
-    order. The next batch moves when the scheduled queue is empty and a prompt is needed, so it holds all that wait by
-    then, up to its size (TetriInfer, arXiv 2401.11181, section 3.3.1). No prompt starves: at most
-    `scheduling_batch - 1` later prompts, those of its own batch, overtake it.
+    order. When the scheduled queue is empty and a prompt is needed, it takes the oldest `scheduling_batch` raw prompts
+    (TetriInfer, arXiv 2401.11181, section 3.3.1). No prompt starves: at most `scheduling_batch - 1` later prompts,
+    those of its own batch, overtake it.
     """
 
     def __init__(
@@ -29,10 +29,8 @@ class PromptQueue(Generic[AnyPrompt]):
         max_waiting: int,
         scheduling_batch: int = DEFAULT_SCHEDULING_BATCH,
     ) -> None:
-        """chunk_tokens: tokens computed per engine step. max_waiting: max held or waiting prompts.
-
-        scheduling_batch: max prompts that the policy orders together, at least 1; with 1 every policy is FCFS.
-        """
+        """chunk_tokens: tokens computed per engine step. max_waiting: max held or waiting prompts. scheduling_batch:
+        max prompts that the policy orders together, at least 1; with 1 every policy is FCFS."""
         assert scheduling_batch >= 1, scheduling_batch
         self.chunk_tokens = chunk_tokens
         self.max_waiting = max_waiting
@@ -48,31 +46,29 @@ class PromptQueue(Generic[AnyPrompt]):
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens not computed yet."""
+        """Number of tokens in the queue that are not computed yet."""
         return self._waiting_tokens + self._computing_tokens
 
     @property
     def room(self) -> int:
-        """Number of prompts that fit before the queue is full."""
+        """Number of further prompts that fit into the queue."""
         room = self.max_waiting - len(self._held) - len(self._raw) - len(self._scheduled)
         return room if room > 0 else 0
 
     def hold(self, prompt: AnyPrompt) -> None:
-        """Reserve a place for a prompt that does not wait for the engine yet. There must be room."""
+        """Add a prompt that must not be computed before release(). There must be room."""
         assert self.room, "the queue is full"
         self._held.add(prompt)
         self._waiting_tokens += prompt.token_count
 
     def release(self, prompt: AnyPrompt) -> None:
-        """Move a held prompt to the end of the waiting ones."""
+        """Allow the computation of a held prompt: append it to the waiting ones."""
         self._held.remove(prompt)
         self._raw[prompt] = None
 
     def next(self) -> AnyPrompt | None:
-        """The next prompt to submit; None if the engine has enough work or no prompt waits.
-
-        It stays the next one until submitted() or remove(), so no prompt overtakes one that lacks blocks.
-        """
+        """Return the next prompt to submit; None if the engine has enough work or no prompt waits. The result stays the
+        same until submitted() or remove(), so no prompt overtakes one that lacks KV blocks."""
         if self._computing_tokens >= _CHUNKS_AHEAD * self.chunk_tokens:
             return None
         if not self._scheduled and self._raw:
@@ -84,7 +80,7 @@ class PromptQueue(Generic[AnyPrompt]):
         return next(iter(self._scheduled), None)
 
     def submitted(self, prompt: AnyPrompt) -> None:
-        """Record that the prompt of next() was submitted to the engine."""
+        """Record that the prompt returned by next() was submitted to the engine."""
         token_count = prompt.token_count
         del self._scheduled[prompt]
         self._waiting_tokens -= token_count
@@ -101,7 +97,7 @@ class PromptQueue(Generic[AnyPrompt]):
             del computing[prompt]
 
     def remove(self, prompt: AnyPrompt) -> None:
-        """Remove a prompt from the queue. The engine is not informed."""
+        """Remove a prompt in any state, without informing the engine."""
         if prompt in self.computing:
             self._computing_tokens -= self.computing.pop(prompt)
             return
@@ -115,13 +111,11 @@ class PromptQueue(Generic[AnyPrompt]):
 def prompt_fits(
     token_count: int, computing: Iterable[int], kept_blocks: int, free_blocks: int, block_tokens: int
 ) -> bool:
-    """Return True if free blocks, less those reserved for other requests, suffice for the prompt.
+    """Return True if the free KV blocks, less `kept_blocks` reserved for running answers, suffice to compute the
+    prompt.
 
-    The prompt counts one token more: without a block for its first token it would be preempted right after adoption.
-    Prompts being computed count the same way, since they hold blocks for their prompts only.
-
-    token_count: of the prompt. computing: token count of each prompt being computed. kept_blocks: free blocks that the
-    admission policy reserves for answers.
+    The prompt needs room for one more token, its first sampled one, or it would be preempted at once. `computing`
+    (token counts of the prompts being computed) hold blocks for their prompts only, and need the same.
     """
     promised = sum(-(-(count + 1) // block_tokens) - -(-count // block_tokens) for count in computing)
     return -(-(token_count + 1) // block_tokens) + promised + kept_blocks <= free_blocks

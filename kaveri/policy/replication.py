@@ -1,11 +1,12 @@
-"""Chooses holders of KV copies, what is worth a copy or a resume, and copies that a full holder drops. Pure.
+"""Chooses where to copy requests' KV, which copies to make, resume from or drop. Pure.
 
-    pair    instances in the order of their ids, two by two, hold each other's (AcceLLM, section 4.1.2)
-    ring    each one's are held by the next in the order of ids (DéjàVu, section 4.2.3)
-    spread  of two at random the one with more room and less to do, of another failure domain where there is one
+Modes (holder: the decode instance that stores a copy of another instance's KV in its host memory):
+pair    instances 0 and 1, 2 and 3, ... in order of id hold each other's copies (AcceLLM, section 4.1.2)
+ring    the next instance by id holds them (DéjàVu, section 4.2.3)
+spread  the less loaded of two random instances, in another failure domain if possible
 
-When an instance dies, pair and ring bring all its requests to one neighbour; spread brings each survivor its share.
-The cost of a choice does not grow with the cluster, as long as a few instances in a hundred have room.
+When an instance dies, pair and ring bring all its requests to one neighbour; spread distributes them.
+The cost of a choice does not grow with the cluster, as long as a few percent of the instances have room.
 """
 
 import bisect
@@ -24,7 +25,7 @@ from kaveri.policy.plugins import Guarded, HolderPlacement, chosen_by
 from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
 
 _MOST_STEPS = 16
-"""Max instances that ring visits."""
+"""Max instances that ring examines."""
 _USED_STEPS = 16
 """Used memory is compared in steps of 1/_USED_STEPS, so that load decides between similar instances."""
 _WORTH_RATIO = 2
@@ -38,22 +39,21 @@ _MOST_QUEUES = 48
 
 
 class ReplicationMode(enum.StrEnum):
-    """Placement of KV copies."""
+    """Instance for a request's KV copy: the owner's partner, the next by id (ring), or less loaded of two (spread)."""
 
     OFF = "off"
-    """No copies."""
     PAIR = "pair"
     RING = "ring"
     SPREAD = "spread"
 
 
 AnyReplication = ReplicationMode | Guarded[HolderPlacement]
-"""A plug-in chooses from all holders that SPREAD would draw from. If it fails, SPREAD decides."""
+"""Built-in mode or plug-in, which chooses from all holders that SPREAD would draw from. If it fails, SPREAD decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRules:
-    """Rules for which requests get a copy."""
+    """Minimum lengths, in tokens, of requests whose KV is copied to another instance."""
 
     min_context_tokens: int = 256
     """Below this, recomputing is as fast as resuming."""
@@ -61,8 +61,8 @@ class CopyRules:
     """Below this, the answer ends before its copy is complete."""
 
     def is_worth_a_copy(self, context_tokens: int, rest_tokens: int | None) -> bool:
-        """context_tokens: of prompt and answer so far. rest_tokens: upper bound on remaining tokens; None if
-        unknown."""
+        """Return True if a request's KV should be copied. context_tokens: prompt and answer so far. rest_tokens: upper
+        bound on remaining tokens; None if unknown."""
         is_ending = rest_tokens is not None and rest_tokens < self.min_rest_tokens
         return context_tokens >= self.min_context_tokens and not is_ending
 
@@ -77,13 +77,13 @@ def choose_holder(
     avoid: Collection[str] = (),
     is_fit: Callable[[ViewedInstance], bool] = lambda _: True,
 ) -> ViewedInstance | None:
-    """Choose the instance to hold a copy of `needed_bytes` of one of the owner's requests; None if there is none now.
+    """Choose the instance to store a KV copy of `needed_bytes` for a request of `owner`; None if there is none now.
 
-    Candidates are ready, serve the same model with the same layout, have enough free memory for copies after
-    `unconfirmed`, and are not the owner.
+    Candidates are ready decode instances other than the owner, with the same model and KV layout, and enough free
+    memory for copies, less that of copies sent but in no heartbeat yet (`unconfirmed`).
 
     mode: PAIR takes the owner's partner, RING the next instance by id, SPREAD the less loaded of two drawn by rng.
-    avoid: instance ids that are not taken. is_fit: additional condition.
+    avoid: ids of instances not to use. is_fit: additional condition.
     """
     if mode is ReplicationMode.OFF or owner.layout is None:
         return None
@@ -125,19 +125,20 @@ def choose_holder(
 
 
 def copy_bytes(layout: KvLayout, token_count: int, ahead: int = 1) -> int:
-    """Size of a copy of `token_count` tokens: its whole blocks, plus `ahead` blocks for growth."""
+    """Return the bytes of a KV copy of `token_count` tokens: its full blocks, plus `ahead` blocks for growth."""
     return (token_count // layout.block_tokens + ahead) * layout.layer_count * layout.block_bytes
 
 
 def has_room_to_run(instance: ViewedInstance, needed_blocks: int, unconfirmed: UnconfirmedWork[KeyT]) -> bool:
-    """Return True if the instance has room to resume a request of `needed_blocks` now, after `unconfirmed`."""
+    """Return True if the instance can resume a request of `needed_blocks` KV blocks now. unconfirmed: requests sent
+    there that its heartbeat does not show yet."""
     # Each running request may take a block before the next heartbeat.
     free_blocks = instance.load.free_blocks - instance.load.running_requests - unconfirmed.at(instance).amount
     return instance.load.state is InstanceState.READY and free_blocks >= needed_blocks
 
 
 class HeldCopy(NamedTuple, Generic[KeyT]):
-    """A holder's record of a copy."""
+    """Copy of another instance's KV for one request, as recorded by its holder."""
 
     key: KeyT
     token_count: int
@@ -147,10 +148,10 @@ class HeldCopy(NamedTuple, Generic[KeyT]):
 def drop_first(
     copies: Iterable[HeldCopy[KeyT]], token_count: int, free_bytes: int, needed_bytes: int
 ) -> list[KeyT] | None:
-    """Choose the copies that a full holder drops for a request of `token_count` tokens: the shortest, which are the
-    cheapest to recompute. None if dropping cannot make enough room.
+    """Choose the KV copies that a full holder drops for a new copy of `token_count` tokens: the shortest, which are the
+    cheapest to recompute. Return their keys; None if dropping cannot make enough room.
 
-    copies: the droppable ones, so none whose owner is lost.
+    copies: the droppable ones; a copy whose owner has died is not.
     """
     dropped: list[KeyT] = []
     shortest = [(copy.token_count, number, copy) for number, copy in enumerate(copies)]
@@ -166,14 +167,14 @@ def drop_first(
 
 @dataclass(frozen=True, slots=True)
 class _Holders:
-    """The ready holders of copies of one model and layout."""
+    """Ready instances that can hold copies for one model and KV layout."""
 
     ready: tuple[ViewedInstance, ...]
     """Ordered by id."""
     ids: tuple[str, ...]
 
     def partner_of(self, instance_id: str) -> tuple[ViewedInstance, ...]:
-        """The other instance of its pair, if any. The last of an odd number is paired with the one before it."""
+        """The other instance of the pair, or none. The last of an odd number is paired with the one before it."""
         place = bisect.bisect_left(self.ids, instance_id)
         if place == len(self.ids) or self.ids[place] != instance_id:
             return ()
@@ -181,7 +182,7 @@ class _Holders:
         return (self.ready[partner],) if partner >= 0 else ()
 
     def after(self, instance_id: str) -> Iterable[ViewedInstance]:
-        """Up to _MOST_STEPS instances that follow it in the ring; a short ring ends with the instance itself."""
+        """Up to _MOST_STEPS instances that follow in the ring; a short ring ends with the instance itself."""
         first = bisect.bisect_right(self.ids, instance_id)
         for step in range(min(_MOST_STEPS, len(self.ids))):
             yield self.ready[(first + step) % len(self.ids)]
@@ -215,10 +216,8 @@ def _find_elsewhere(holders: _Holders, domain: str) -> tuple[ViewedInstance, ...
 
 
 def is_worth_a_resume(replica: ReplicaLocation, context_tokens: int, view: ClusterView, model: str) -> bool:
-    """Return True if the replica's holder should resume the request; False if a prefill instance should recompute it.
-
-    context_tokens: of prompt and answer together. The holder itself decides whether it has room.
-    """
+    """Return True if the instance that holds the request's KV copy should resume it; False if recomputing the KV in
+    prefill is cheaper. context_tokens: prompt and answer so far. Does not check free KV blocks; the holder does."""
     holder = view.instances.get(replica.holder_id)
     if holder is None or holder.record.incarnation != replica.holder_incarnation or holder.record.model != model:
         return False

@@ -1,10 +1,8 @@
-"""Decides when and where a request is retried after a failed placement at prefill. Pure: no clock, no I/O.
+"""Decides when and where a request is retried after its placement at a prefill instance failed. Pure: no clock, no I/O.
 
-An instance that failed a request rests for it: it is retried after a pause that doubles, or at once when it has a new
-incarnation. Other instances may be tried meanwhile. Only accepted placements count as attempts. A full queue is waited
-for until the request's deadline, an unreachable instance until a time limit.
-
-The router does not repeat a failed push to a decode instance: see services/prefill/decode_placer.py.
+An instance that failed a request is avoided for it during a backoff, which a restart of the instance ends. Others may
+be tried meanwhile. Only accepted placements count as attempts. A full queue is retried until the request's deadline, an
+unreachable instance until a time limit. Failed pushes to decode instances: services/prefill/decode_placer.py.
 """
 
 import enum
@@ -22,19 +20,19 @@ _DOUBLINGS = 6
 
 
 class Setback(enum.Enum):
-    """Reason why a placement failed."""
+    """Reason why the placement of a request at an instance failed."""
 
     FULL = "full"
     """The instance refused the request: its queue is full."""
     UNREACHED = "unreached"
-    """No connection: the instance does not know the request."""
+    """No connection: the instance did not receive the request."""
     LOST = "lost"
-    """The instance had the request, and cannot finish it."""
+    """The instance had accepted the request, and cannot finish it."""
     BROKEN = "broken"
-    """The instance had the request, and its engine raised an exception. At most one of its requests is at fault, which
-    its next attempt reveals: none is counted."""
+    """The instance had accepted the request, and its engine raised an exception. At most one of its requests is at
+    fault, which its next attempt reveals, so this counts against none."""
     REFUSED = "refused"
-    """The holder of its replica declined to resume it. It is placed at once."""
+    """The holder of the request's KV copy declined to resume it. The request is placed anew without a pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class _Rest:
 
 @dataclass(frozen=True, slots=True)
 class RetryState:
-    """Placement history of one request. Times are seconds of one clock of the caller's."""
+    """Failed placements of one request. Times are in seconds of one clock."""
 
     lost_attempts: int = 0
     pause_until_s: float = 0.0
@@ -69,7 +67,7 @@ class RetryState:
     _rests: Mapping[str, _Rest] = field(default_factory=dict)
 
     def resting(self, view: ClusterView, now_s: float) -> dict[str, float]:
-        """The instances of `view` to avoid now, with the time at which each rest ends."""
+        """Return the ids of the instances in `view` that the request must avoid now, with the end of each backoff."""
         return {
             instance_id: rest.until_s
             for instance_id, rest in self._rests.items()
@@ -77,7 +75,7 @@ class RetryState:
         }
 
     def failed(self, view: ClusterView) -> frozenset[str]:
-        """The instances of `view` whose current incarnation failed the request; used only as a last resort."""
+        """Return the ids of the instances in `view` that failed the request and have not restarted since."""
         return frozenset(name for name, rest in self._rests.items() if _is_same_life(view, name, rest))
 
 
@@ -90,13 +88,13 @@ def after_setback(
     jitter: float,
     retry_after_s: float = 0.0,
 ) -> RetryState | None:
-    """Return the state after a failed placement; None if the request fails now with that placement's error.
+    """Return the state after a failed placement; None if the request fails now, with that placement's error.
 
-    at_fault: the prefill instance, unless it had done its part. jitter: random, in [0, 1). retry_after_s: requested by
-    a full instance; it rests for 1 to 1.5 times as long.
+    at_fault: the failed prefill instance; None if prefill had finished. jitter: random, in [0, 1). retry_after_s: delay
+    requested by a full instance, which is avoided for 1 to 1.5 times as long.
 
     A full queue never ends a request. Unreachable instances end it after at least `max_attempts` consecutive failures
-    whose first is `unavailable_after_s` ago. A refusal by a holder changes nothing.
+    whose first is `unavailable_after_s` ago. A refusal by the holder of a KV copy changes nothing.
     """
     if setback is Setback.REFUSED:
         return state
@@ -126,7 +124,7 @@ def after_setback(
 
 
 def bounded_retry_s(retry_after_s: float) -> float:
-    """Clamp a retry delay requested by another process. An invalid one counts as the longest."""
+    """Clamp a retry delay, in seconds, requested by another process. An invalid one counts as the longest."""
     return retry_after_s if 0 <= retry_after_s <= LONGEST_RETRY_AFTER_S else LONGEST_RETRY_AFTER_S
 
 

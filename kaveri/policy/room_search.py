@@ -1,4 +1,4 @@
-"""Decides when and where a prompt asks for room on decode instances, and where it waits. Pure: no clock, no I/O."""
+"""Decides when a request asks which decode instance for KV blocks, and where it queues. Pure: no clock, no I/O."""
 
 import enum
 import random
@@ -22,19 +22,18 @@ from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
 
 
 class PlaceSearch(enum.Enum):
-    """Start of the search. A first token that ends the answer precedes any search."""
+    """When a prefill instance starts to search a decode instance for a prompt."""
 
     AT_START = enum.auto()
-    """At the first chunk, as soon as the prediction has arrived or is known to be late."""
+    """At the first chunk, as soon as the length prediction has arrived or is known to be late."""
     AFTER_FIRST_CHUNK = enum.auto()
     AFTER_FIRST_TOKEN = enum.auto()
 
 
 def place_search(token_count: int, chunk_tokens: int, draws_more: bool, at_first_token: bool) -> PlaceSearch:
-    """token_count: tokens to compute. draws_more: True if decode would have a token to sample.
-
-    at_first_token: True if an earlier search gains nothing, because nothing is pushed.
-    """
+    """Return when to search a decode instance for a prompt in prefill. token_count, chunk_tokens: tokens to compute, in
+    total and per chunk. draws_more: True if decode has tokens to sample. at_first_token: True if no KV will be pushed,
+    so an earlier search gains nothing."""
     if at_first_token or not draws_more:
         return PlaceSearch.AFTER_FIRST_TOKEN
     # A prompt of one chunk has no second chunk to overlap the push with. With its place found during its computation,
@@ -43,39 +42,37 @@ def place_search(token_count: int, chunk_tokens: int, draws_more: bool, at_first
 
 
 def draws_more(token_count: int, generated_count: int, max_tokens: int, max_model_len: int) -> bool:
-    """Return True if a token may follow the next one.
-
-    token_count: the prompt and the `generated_count` answer tokens that exist. max_tokens: of the whole answer.
-    """
+    """Return True if more tokens may follow the next one. token_count: prompt plus `generated_count` answer tokens so
+    far. max_tokens: limit of the whole answer."""
     return generated_count + 1 < max_tokens and token_count + 1 < max_model_len
 
 
 class Seeker(NamedTuple, Generic[KeyT]):
-    """A request that searches for room, and the state of its search."""
+    """Request that searches for KV blocks on a decode instance, and the state of its search."""
 
     key: KeyT
     token_count: int
     """Number of tokens whose KV is pushed."""
     predicted_tokens: int = 0
-    """Lower bound of the predicted final token count."""
+    """Lower bound of the predicted final length, prompt plus answer. 0: unknown."""
     heavy: bool = False
     waits_at: str | None = None
-    """Id of the decode instance where the request waits in line."""
+    """Id of the decode instance in whose queue the request waits."""
     unfit: Mapping[str, KaveriError] = MappingProxyType({})
-    """Permanent refusals by instance id."""
+    """Instances that can never take the request: errors by instance id."""
     silent: Set[str] = frozenset()
-    """Ids of instances that may be dead; the request waits there only as a last resort."""
+    """Ids of instances that may be dead; used only to wait at, as a last resort."""
 
 
 class Ask(NamedTuple):
-    """Ask `target` for room."""
+    """Search result: ask `target` to reserve KV blocks."""
 
     target: ViewedInstance
     waits: bool
-    """True to wait in line at the target. A request waits at one instance, and keeps that place while it asks
+    """True to wait in the target's queue. A request waits at one instance, and keeps its position there while it asks
     others."""
     shows_room: bool
-    """True if the view shows enough room at the target."""
+    """True if the target's last heartbeat shows enough free blocks."""
 
 
 _NONE: Set[str] = frozenset()
@@ -83,19 +80,19 @@ _NONE: Set[str] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class StopWaiting:
-    """Give up the place in line, since its instance takes no requests now."""
+    """Search result: leave the queue of a decode instance, which accepts no requests now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hopeless:
-    """Final verdict: no instance can ever take the request."""
+    """Search result: no instance can ever take the request."""
 
     error: KaveriError
 
 
 @dataclass(frozen=True, slots=True)
 class NoInstance:
-    """Verdict: the cluster has no decode instance that can receive this KV."""
+    """Search result: the cluster has no decode instance that can receive KV of this layout."""
 
     reason: str
 
@@ -103,12 +100,13 @@ class NoInstance:
 class RoomSearch(Generic[KeyT]):
     """Chooses decode instances for the requests of one prefill instance.
 
-    A request asks an instance that shows room, else the one that choose_line() names, where it waits. While it waits it
-    asks others that show room, one at a time and without waiting; it takes the first room granted.
+    A request asks an instance whose heartbeat shows enough free KV blocks; if there is none, it waits in the queue of
+    one chosen by choose_line(). While it waits it asks others that show free blocks, one at a time; the first to grant
+    wins.
     """
 
     def __init__(self, model: str, layout: KvLayout, policy: AnyDecodePlacement, rng: random.Random) -> None:
-        """layout: of the pool that KV is pushed from."""
+        """layout: KV layout of the pool from which KV is pushed."""
         self._model = model
         self._layout = layout
         self._policy = policy
@@ -121,10 +119,10 @@ class RoomSearch(Generic[KeyT]):
     def look(
         self, seeker: Seeker[KeyT], view: ClusterView, now_s: float
     ) -> Ask | StopWaiting | Hopeless | NoInstance | None:
-        """The request's next action; None if there is none before the view changes or a rest ends.
+        """Return the request's next action; None if there is none before the view changes or a backoff ends.
 
-        The room of an Ask counts as taken until a heartbeat shows it or forget() is called, so that no two requests
-        count on the same room.
+        The blocks of an Ask count as taken until a heartbeat shows them or forget() is called, so that no two requests
+        count on the same blocks.
         """
         if seeker.waits_at is not None and not self._is_ready(view, seeker.waits_at):
             return StopWaiting()
@@ -152,19 +150,19 @@ class RoomSearch(Generic[KeyT]):
         return self._why_none(seeker, view)
 
     def forget(self, key: KeyT, instance_id: str) -> None:
-        """Forget a request's Ask at an instance: it has no room there and asks for none. Idempotent."""
+        """Stop counting the KV blocks of a request's Ask at an instance as taken. Idempotent."""
         self._unconfirmed.remove(key, instance_id)
 
     def retain(self, view: ClusterView) -> None:
-        """Forget requests for room at instances that have left."""
+        """Forget the Asks at instances that have left the cluster."""
         self._unconfirmed.retain(view)
 
     def rest(self, instance_id: str, until_s: float) -> None:
-        """Ask that instance for nothing before `until_s`."""
+        """Avoid the instance until `until_s`, on the clock of look()."""
         self._resting_until_s[instance_id] = until_s
 
     def next_rest_ends_s(self) -> float | None:
-        """Time at which the next rest ends; None if no instance rests."""
+        """Return the time when the next backoff of an instance (see rest()) ends; None if there is none."""
         return min(self._resting_until_s.values(), default=None)
 
     def _ask(self, seeker: Seeker[KeyT], target: ViewedInstance, shows_room: bool) -> Ask:

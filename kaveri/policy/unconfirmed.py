@@ -1,4 +1,4 @@
-"""Counts work sent to instances that their heartbeats do not show yet. Pure: no clock, no I/O."""
+"""Counts requests sent to instances whose heartbeats do not show them yet. Pure: no clock, no I/O."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ KeyT = TypeVar("KeyT")
 
 @dataclass(slots=True)
 class Unconfirmed:
-    """Totals of one instance's unconfirmed pieces."""
+    """Totals of the requests sent to one instance that its heartbeats do not show yet."""
 
     count: int = 0
     amount: int = 0
@@ -24,22 +24,21 @@ NOTHING = Unconfirmed()
 
 
 _Piece = tuple[int, bool]
-"""A piece of work: (amount, is heavy)."""
+"""A request's share: (amount, is heavy)."""
 
 
 @dataclass(slots=True)
 class _Sent(Generic[KeyT]):
-    """Pieces sent to one incarnation of an instance."""
+    """Requests sent to one incarnation (process run) of an instance."""
 
     incarnation: int
     sums: Unconfirmed = field(default_factory=Unconfirmed)
     by_heartbeat: dict[int, dict[KeyT, _Piece]] = field(default_factory=dict)
-    """The pieces by the last heartbeat number known when they were sent."""
+    """Requests by the number of the last heartbeat received before they were sent."""
     confirmed_by: float = math.inf
-    """Number of the first heartbeat that confirms some of the pieces."""
+    """Number of the first heartbeat that confirms some of the requests."""
 
     def confirm(self, newest: int) -> None:
-        """Remove the pieces that heartbeat `newest` confirms."""
         for heartbeat in [sent for sent in self.by_heartbeat if newest >= sent + 2]:
             for piece in self.by_heartbeat.pop(heartbeat).values():
                 _count(self.sums, -1, piece)
@@ -47,24 +46,24 @@ class _Sent(Generic[KeyT]):
 
 
 def _count(sums: Unconfirmed, sign: int, piece: _Piece) -> None:
-    """Add a piece to the totals (1), or remove it (-1)."""
     sums.count += sign
     sums.amount += sign * piece[0]
     sums.heavy_count += sign * piece[1]
 
 
 class UnconfirmedWork(Generic[KeyT]):
-    """Work sent by one chooser, with running totals: a lookup costs the same however much was sent.
+    """Requests that one sender has placed on instances and that their heartbeats do not show yet, with running totals:
+    a lookup costs the same however many there are.
 
-    A piece counts until it is removed, until the second heartbeat after it was sent (the first may predate its
-    arrival), or until the instance has a new incarnation. The caller supplies the keys of pieces.
+    A request counts until it is removed, until the second heartbeat after it was sent (the first may predate its
+    arrival), or until the instance restarts. Keys of requests are chosen by the caller.
     """
 
     def __init__(self) -> None:
         self._sent: dict[str, _Sent[KeyT]] = {}
 
     def add(self, key: KeyT, target: ViewedInstance, amount: int, heavy: bool = False) -> None:
-        """Count a piece for `target`, as the view shows it now; replaces a piece of the same key."""
+        """Count a request of `amount` tokens, KV blocks or bytes as sent to `target`; replaces one of the same key."""
         record = target.record
         self.remove(key, record.instance_id)
         sent = self._sent.get(record.instance_id)
@@ -79,7 +78,7 @@ class UnconfirmedWork(Generic[KeyT]):
         _count(sent.sums, 1, piece)
 
     def remove(self, key: KeyT, instance_id: str) -> None:
-        """Remove a piece that was begun, refused or dropped. Unknown pieces are ignored."""
+        """Stop counting a request that the instance has started or refused, or that was dropped. Idempotent."""
         sent = self._sent.get(instance_id)
         if sent is None:
             return
@@ -94,16 +93,15 @@ class UnconfirmedWork(Generic[KeyT]):
             del self._sent[instance_id]
 
     def retain(self, view: ClusterView) -> None:
-        """Forget the pieces of instances that are not in the view. at() does so for new incarnations."""
+        """Forget the requests sent to instances that are not in the view."""
         if not all(map(view.instances.__contains__, self._sent)):
             self._sent = {name: sent for name, sent in self._sent.items() if name in view.instances}
 
     def __len__(self) -> int:
-        """Number of pieces neither removed nor found confirmed."""
         return sum(sent.sums.count for sent in self._sent.values())
 
     def at(self, instance: ViewedInstance) -> Unconfirmed:
-        """The totals for an instance. Read them at once: they change with the next call."""
+        """Return the totals of an instance's unconfirmed requests; valid only until the next call."""
         if not self._sent:
             return NOTHING
         instance_id = instance.record.instance_id

@@ -1,1 +1,1 @@
-"""gRPC plumbing shared by all services: servers, channels, status mapping, message conversion."""
+"""gRPC servers, channels, TLS and process startup, shared by all services."""

@@ -1,4 +1,4 @@
-"""One gRPC channel per peer, with its stubs, kept open while the peer is in the cluster."""
+"""Keeps one gRPC channel per peer, with its stubs, while the peer is in the cluster."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ StubT = TypeVar("StubT")
 class _Peer:
     channel: aio.Channel
     generation: int
-    """Generation of the certificates that it was opened with."""
+    """Version of the TLS certificates that it was opened with."""
     stubs: dict[Callable[[aio.Channel], Any], Any] = field(default_factory=dict)
     """Stubs by class."""
     call_count: int = 0
@@ -27,7 +27,7 @@ class _Peer:
 
 
 class Channels:
-    """Channels and stubs by address, opened on first use. Not thread-safe: for one event loop."""
+    """gRPC channels and stubs by address, opened on first use. Not thread-safe."""
 
     def __init__(self) -> None:
         self._peers: dict[str, _Peer] = {}
@@ -35,7 +35,7 @@ class Channels:
         """Tasks that close replaced channels."""
 
     def stub(self, make: Callable[[aio.Channel], StubT], address: str) -> StubT:
-        """Return a service's stub for "host:port"; `make` is the stub's class. retain() ends its calls."""
+        """Return a gRPC stub for "host:port". make: the stub's class. retain() may cancel its calls; see calling()."""
         peer, tls = self._peers.get(address), process_tls()
         generation = 0 if tls is None else tls.generation
         if (
@@ -64,7 +64,7 @@ class Channels:
 
     @contextlib.contextmanager
     def calling(self, make: Callable[[aio.Channel], StubT], address: str) -> Iterator[StubT]:
-        """Provide a stub whose calls, made within this context, survive retain()."""
+        """Context manager: provides a stub like stub(), whose calls retain() does not cancel until the exit."""
         stub, peer = self.stub(make, address), self._peers[address]
         peer.call_count += 1
         try:
@@ -73,12 +73,11 @@ class Channels:
             peer.call_count -= 1
 
     async def retain(self, addresses: Collection[str]) -> None:
-        """Close the channels to all other addresses, except those with an active calling(). Calls on a closed channel
-        are cancelled."""
+        """Close all channels but those to `addresses` and those in use by calling(); cancels their calls."""
         await self._close([name for name, peer in self._peers.items() if name not in addresses and not peer.call_count])
 
     async def close(self) -> None:
-        """Close every channel."""
+        """Close all channels, which cancels their calls."""
         await self._close(list(self._peers))
         await asyncio.gather(*self._closing)
 

@@ -1,5 +1,4 @@
-"""Failure detector for peers that hang or are cut off while calls wait for them. Not thread-safe: for one event
-loop."""
+"""Failure detector for peers that hang or are cut off while calls wait for them. Not thread-safe."""
 
 import asyncio
 import time
@@ -13,50 +12,50 @@ from kaveri.domain.silence import SilenceWatch
 from kaveri.timeouts import BEAT_AFTER_S, SUSPECT_AFTER_S, SUSPECT_UNHEARD_AFTER_S, TICK_S
 
 _SLOW_BEAT_AFTER_S = 1.0
-"""Interval between beats to peers that have not answered fast."""
+"""Interval between pings (Beat calls) to peers that have not answered fast."""
 _PROMPT_S = 0.2
-"""Only peers that have answered a beat this fast are watched. gRPC's keep-alive covers distant ones."""
+"""Only peers that have answered a ping this fast are watched. gRPC's keep-alive covers distant ones."""
 _UNREACHED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 class WaitingCall(Protocol):
-    """A call whose caller waits for a message."""
+    """Call that waits for a message from its peer `target`."""
 
     target: str
     leaves_unheard: bool
-    """True if it may fail over when its peer has never answered a beat."""
+    """True if it may fail over when its peer has never answered a ping."""
 
     @property
     def can_fail_over(self) -> bool:
-        """True if there is another peer to go to. A call without one is never suspected: waiting is all it can do."""
+        """True if another peer can serve the call. Otherwise the call waits on, however long its peer is silent."""
 
     def suspect(self, after_s: float) -> None:
-        """End the call: its peer has been silent for `after_s`."""
+        """Fail the call, since its peer has sent nothing for `after_s` seconds."""
 
 
 class Liveness:
-    """Detects silent peers. Sends beats only while calls wait, and only to peers that send nothing else."""
+    """Detects silent peers. Sends pings (Beat calls) only while calls wait, to peers that send nothing else."""
 
     def __init__(self, beat: Callable[[str], Awaitable[object]]) -> None:
-        """beat: calls Beat at a target, with CALL_TIMEOUT_S."""
+        """beat: sends a ping to an address and waits for the response, at most CALL_TIMEOUT_S."""
         self._beat = beat
         self._watch: SilenceWatch[str] = SilenceWatch(SUSPECT_AFTER_S, time.monotonic())
         self._unheard: SilenceWatch[WaitingCall] = SilenceWatch(SUSPECT_UNHEARD_AFTER_S, time.monotonic())
-        """Calls to peers that have answered no beat yet."""
+        """Calls to peers that have answered no ping yet."""
         self._waiting: dict[str, dict[WaitingCall, None]] = {}
         self.heard_s: dict[str, float] = {}
         """Time of each peer's last message, on the monotonic clock. Lacks peers that have never sent any."""
         self._answered: dict[str, None] = {}
-        """Peers that have answered a beat."""
+        """Peers that have answered a ping."""
         self._prompt: dict[str, None] = {}
         """Peers that answer fast."""
         self._asked_s: dict[str, float] = {}
-        """Time of the last beat sent to each peer."""
+        """Time of the last ping sent to each peer."""
         self._running = False
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     def begin(self, call: WaitingCall) -> None:
-        """Start waiting for a message of this call."""
+        """Record that the call waits for a message, and watch its peer."""
         self._waiting.setdefault(call.target, {})[call] = None
         if call.target in self._prompt:
             self._watch.begin(call.target)
@@ -67,14 +66,14 @@ class Liveness:
             self._start(self._run())
 
     def end(self, call: WaitingCall) -> None:
-        """Stop waiting for this call."""
+        """Record that the call no longer waits for a message."""
         self._unheard.forget(call)
         waiting = self._waiting.get(call.target)
         if waiting is not None:
             waiting.pop(call, None)
 
     def heard(self, target: str) -> None:
-        """Record a message from the peer."""
+        """Record a message from the peer at address `target`."""
         self.heard_s[target] = time.monotonic()
         if target not in self._answered:
             for call in self._waiting.get(target, ()):

@@ -1,4 +1,4 @@
-"""Process scaffolding of every service: flags, logs, signals, event loop, exit status."""
+"""Runs a service as a process: settings, logs, signals, event loop, exit status."""
 
 import asyncio
 import dataclasses
@@ -40,7 +40,7 @@ CONFIG_ERROR_STATUS = 2
 
 
 def cluster_name_text(text: str) -> str:
-    """Parser for `setting` that rejects an empty name. Raises ValueError."""
+    """Parse a cluster name from a setting. Raises ValueError for an empty or invalid name."""
     return name_text(present(text))
 
 
@@ -114,7 +114,7 @@ class ServiceConfig(TlsSettings):
 
     @property
     def reached_host(self) -> str:
-        """The host name under which others reach this instance."""
+        """Host name under which other processes reach this instance."""
         return self.advertise_host or (socket.gethostname() if is_all_addresses(self.host) else self.host)
 
     @property
@@ -129,7 +129,7 @@ class ServiceConfig(TlsSettings):
         )
 
     def advertised_address(self, port: int) -> str:
-        """Address at which others reach this instance, given its listening port."""
+        """Return the "host:port" at which other processes reach this instance. port: its listening port."""
         return join_address(self.reached_host, port)
 
 
@@ -143,10 +143,9 @@ def run_service(
     find_sections: Callable[[], Mapping[str, Collection[str]]],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Run a service until it ends by itself or by a signal; return the process's exit status. find_sections: see
-    read_settings. serve(config, stopping) does the work and returns the status; `stopping` is set by the first SIGTERM
-    or SIGINT, upon which it drains. A second signal cancels it. ConfigError, from the flags or from serve, becomes one
-    line on stderr."""
+    """Run a service in this process; return the exit status. serve(config, stopping) does the work and returns the
+    status; the first SIGTERM or SIGINT sets `stopping`, upon which it must drain, and a second one cancels it.
+    find_sections: see read_settings. A ConfigError, from the settings or from serve, becomes one line on stderr."""
     program = f"kaveri {role}"
     try:
         arguments = sys.argv[1:] if arguments is None else arguments
@@ -177,15 +176,14 @@ def run_service(
 
 
 def _spare_what_is_loaded() -> None:
-    """Exempt all loaded objects from garbage collection: they live as long as the process. A full collection visits
-    every object and holds the GIL: 0.2 s of CPU with PyTorch's 380,000 objects, in which no token and no beat is sent.
-    Others then suspect the process."""
+    """Exempt all loaded objects from garbage collection. A full collection visits every object and holds the GIL: 0.2 s
+    with PyTorch's 380,000 objects, in which no token or beat is sent, so that peers suspect this process."""
     gc.collect()
     gc.freeze()
 
 
 def _config_error_in(group: BaseExceptionGroup[BaseException]) -> ConfigError | None:
-    """The first ConfigError in the group; None if the group holds any other error, which must not be hidden."""
+    """First ConfigError in the group; None if the group holds any other error, which must not be hidden."""
     _, rest = group.split(ConfigError)
     found: BaseException = group
     while isinstance(found, BaseExceptionGroup):

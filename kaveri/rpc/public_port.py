@@ -1,4 +1,4 @@
-"""Authenticates gRPC calls without a client certificate: each call's API key is checked before its message is read."""
+"""Authenticates gRPC calls of clients without a certificate by API key, before the message is read."""
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ _OPEN = "/grpc.health.v1.Health/"
 
 @dataclass(frozen=True, slots=True)
 class PublicPort:
-    """TLS and API-key check of a public port."""
+    """TLS and API keys of a port for clients outside the cluster."""
 
     tls: RpcTls | None
     callers: "Callers"
 
 
 class KeyCheck(aio.ServerInterceptor):
-    """Rejects calls without a valid API key. The servicer enforces limits."""
+    """Server interceptor that rejects calls without a valid API key. Does not enforce the key's limits."""
 
     def __init__(self, callers: "Callers") -> None:
         self._callers = callers
@@ -47,7 +47,7 @@ class KeyCheck(aio.ServerInterceptor):
 
 
 def authorization_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:
-    """Authorization in a call's metadata; None if absent."""
+    """Return the value of `authorization` in a call's metadata; None if absent."""
     for name, value in metadata or ():
         if name == AUTHORIZATION:
             return value.encode() if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Starts and stops a gRPC server with health and reflection; opens channels. Shared by all services."""
+"""Starts and stops gRPC servers with health and reflection, and opens channels."""
 
 import errno
 from collections.abc import Callable, Sequence
@@ -41,11 +41,11 @@ _CHANNEL_OPTIONS = (
 
 
 class RpcServer:
-    """A gRPC server with grpc.health.v1 and reflection. NOT_SERVING until ready(), and from drain() until ready()."""
+    """gRPC server with grpc.health.v1 and reflection. NOT_SERVING before ready() and after drain()."""
 
     def __init__(self, host: str, port: int, service_names: Sequence[str], public: PublicPort | None = None) -> None:
-        """service_names: full names, "kaveri.v1.DecodeService". port 0: any free port. Uses TLS if the process does,
-        see use_tls(). public: for --public-port, which has no reflection."""
+        """service_names: full names, such as "kaveri.v1.DecodeService". port: 0: any free one. public: for
+        --public-port, with its own TLS and no reflection; None: the process's TLS, see use_tls()."""
         self._host = host
         self._port = port
         self._flag = "--port" if public is None else "--public-port"
@@ -68,7 +68,7 @@ class RpcServer:
         """The port it listens on, known after start()."""
 
     def add(self, register: Callable[[aio.Server], None]) -> None:
-        """Add a servicer before start(): `server.add(partial(add_FooServicer_to_server, servicer))`."""
+        """Register a servicer, before start(): `server.add(partial(add_FooServicer_to_server, servicer))`."""
         register(self._server)
 
     async def start(self) -> None:
@@ -88,13 +88,13 @@ class RpcServer:
         await self._server.start()
 
     async def ready(self) -> None:
-        """Report SERVING, and the process as ready."""
+        """Report SERVING in the gRPC health service, and the process as ready at /readyz."""
         set_ready(True)
         for name in self._names:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self) -> None:
-        """Report NOT_SERVING, and the process as not ready, until ready(). RPCs continue."""
+        """Report NOT_SERVING in the gRPC health service, and the process as not ready. RPCs continue."""
         set_ready(False)
         for name in self._names:
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -106,8 +106,7 @@ class RpcServer:
 
 
 def open_channel(address: str, tls: RpcTls | None = None) -> aio.Channel:
-    """Open a channel to "host:port" with Kaveri's limits and keep-alive. Connects on first use. tls: None: the
-    process's, see use_tls()."""
+    """Open a gRPC channel to "host:port", which connects on first use. tls: None: the process's, see use_tls()."""
     tls = tls or process_tls()
     if tls is None:
         return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
@@ -126,7 +125,7 @@ async def check_health(address: str, timeout_s: float) -> bool:
 
 
 def check_address(host: str, port: int, port_flag: str = "--port") -> None:
-    """Raise ConfigError, naming --host or the port's flag, if the address cannot be bound now. port 0: any free one."""
+    """Raise ConfigError, naming --host or `port_flag`, if the address cannot be bound now. port: 0: any free one."""
     try:
         bind_socket(host, port).close()
     except OSError as error:

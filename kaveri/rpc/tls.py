@@ -1,4 +1,4 @@
-"""TLS for gRPC ports and channels. Mutual within a cluster: both ends present a certificate of one authority, with the
+"""TLS for gRPC ports and channels. Mutual within a cluster: both sides present a certificate of one authority, with the
 cluster's name. On public ports only the server presents one."""
 
 import contextlib
@@ -16,20 +16,20 @@ ChannelOptions = tuple[tuple[str, Any], ...]
 
 
 class RpcTls:
-    """TLS credentials of this process for ports and channels. Thread-safe."""
+    """TLS credentials from files, for gRPC ports and channels. Thread-safe."""
 
     def __init__(self, files: TlsFiles, prefix: str = "--tls-") -> None:
-        """prefix: of the settings that name the files. Raises ConfigError for invalid files."""
+        """prefix: of the settings that name the files, for errors. Raises ConfigError for invalid files."""
         self.name = files.name
         self._files = WatchedTlsFiles(files, prefix)
 
     @property
     def generation(self) -> int:
-        """Version of the files; increases when they change. Open channels keep the files they were opened with."""
+        """Version of the files; increases when they change. Open channels keep their version."""
         return self._files.now().generation
 
     def open_channel(self, address: str, options: ChannelOptions) -> aio.Channel:
-        """Open a channel with the current files."""
+        """Open a gRPC channel with the current files."""
         now = self._files.now()
         credentials = grpc.ssl_channel_credentials(now.authority, now.key, now.certificate)
         if self.name:
@@ -37,8 +37,8 @@ class RpcTls:
         return aio.secure_channel(address, credentials, options=options)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Credentials for a port. Each connection gets the current certificate, and is asked for one if there is an
-        authority."""
+        """Return credentials for a listening port. Each new connection gets the current certificate, and must present
+        one if there is an authority."""
         used = self._files.now()
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -54,7 +54,7 @@ class RpcTls:
         return grpc.dynamic_ssl_server_credentials(_configuration(used), fetch, require_client_authentication=asks)  # type: ignore[arg-type]
 
     def interceptors(self) -> tuple[aio.ServerInterceptor, ...]:
-        """Server interceptors that check callers' names: gRPC itself checks only the authority."""
+        """Return server interceptors that check the name in clients' certificates: gRPC checks only the authority."""
         return (_CallerName(self.name),) if self.name else ()
 
 
@@ -62,19 +62,18 @@ _process_tls: RpcTls | None = None
 
 
 def use_tls(tls: RpcTls | None) -> None:
-    """Set the TLS of all ports and channels that this process opens from now on, unless given their own. None: no
-    TLS."""
+    """Set the default TLS of the gRPC ports and channels that this process opens from now on. None: no TLS."""
     global _process_tls  # noqa: PLW0603 - as logs and readiness, it is the process's own
     _process_tls = tls
 
 
 def process_tls() -> RpcTls | None:
-    """TLS set by use_tls()."""
+    """Return the TLS set by use_tls(); None if the process uses none."""
     return _process_tls
 
 
 class _CallerName(aio.ServerInterceptor):
-    """Rejects callers whose certificate does not carry the cluster's name."""
+    """Rejects clients whose certificate does not carry the cluster's name."""
 
     def __init__(self, name: str) -> None:
         self._name = name.encode()
@@ -92,7 +91,7 @@ class _CallerName(aio.ServerInterceptor):
 
 
 def _guarded(handler: Any, check: Callable[[aio.ServicerContext[Any, Any]], Awaitable[None]]) -> Any:
-    """Wrap a method's handler to run `check`, which aborts unwanted calls, before the method."""
+    """Wrap a gRPC method handler so that `check`, which aborts unwanted calls, runs before it."""
     if handler is None:
         return None
     streamed = handler.request_streaming

@@ -22,7 +22,7 @@ from kaveri.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """Logging settings of a process. Picklable: an instance passes them to the processes of its ranks."""
+    """Logging settings of a process. Picklable: an instance passes them to its tensor-parallel processes."""
 
     service: str
     instance_id: str
@@ -35,13 +35,13 @@ _settings: LogSettings | None = None
 
 
 def log_settings() -> LogSettings | None:
-    """Return the settings given to configure_logs; None before."""
+    """Return the arguments of configure_logs(); None if it was not called."""
     return _settings
 
 
 def configure_logs(service: str, instance_id: str, level: str = "info", rank: int | None = None) -> None:
-    """Set up the process's logging, once. level: debug, info, warning or error; ConfigError for anything else. rank:
-    see LogSettings."""
+    """Set up the process's logging, once. level: debug, info, warning or error; ConfigError otherwise. rank:
+    tensor-parallel rank of this process; None for none."""
     severity = logging.getLevelNamesMapping().get(level.upper())
     if severity is None:
         raise ConfigError("--log-level", f"{level!r} is none of debug, info, warning, error")
@@ -71,7 +71,7 @@ def get_logger() -> FilteringBoundLogger:
 
 @dataclass(frozen=True, slots=True)
 class _SafeLogger:
-    """Creates structlog's logger for each line, so an error loses only that line."""
+    """Logger that looks up structlog's logger for each line, so an error loses only that line."""
 
     values: dict[str, Any]
 

@@ -32,8 +32,7 @@ ANSWER_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0,
 """Histogram buckets for the time of a whole answer."""
 
 MAX_CONNECTIONS = 32
-"""Max connections. Another one closes the oldest connection without a request; if all have sent one, the new
-connection."""
+"""Max connections. One more closes the oldest that has sent no request; if all have sent one, the new one."""
 MAX_REQUEST_BYTES = 8192
 REQUEST_TIMEOUT_S = 5.0
 """Max time for a request to arrive."""
@@ -49,8 +48,8 @@ _find_targets: weakref.WeakMethod[Callable[[], TargetGroups]] | None = None
 
 
 def set_discovery(find: Callable[[], TargetGroups]) -> None:
-    """Set the source of /sd in this process. find: a method, called on the event loop for each request while its object
-    lives."""
+    """Set the function that answers /sd in this process. find: a bound method, called on the event loop for each
+    request; held weakly."""
     global _find_targets  # noqa: PLW0603 - of the process, as metrics are
     _find_targets = weakref.WeakMethod(find)
 
@@ -65,9 +64,9 @@ async def serve_metrics(
     tls: ssl.SSLContext | None = None,
     is_welcome: Callable[[Mapping[str, Any] | None], bool] = lambda _: True,
 ) -> AsyncIterator[None]:
-    """Serve http://host:port during the context; port 0 serves nothing. is_ready: the result of /readyz. registry:
-    None: only /livez and /readyz, for --health-port. tls: https. is_welcome: returns True to accept a client with this
-    certificate; others are disconnected. Raises ConfigError when the address cannot be bound."""
+    """Serve metrics and health at http://host:port during the context; port 0 serves nothing. is_ready: result of
+    /readyz. registry: metrics to serve; None: only /livez and /readyz. tls: serve https. is_welcome: returns False to
+    disconnect a client with this certificate. Raises ConfigError if the address cannot be bound."""
     if port == 0:
         yield
         return
@@ -159,7 +158,7 @@ class _Site:
             get_logger().exception("metrics_request_failed", error=repr(error))
 
     async def _respond(self, head: bytes | None) -> bytes:
-        """Build the whole response. head: None if the request's head was too long."""
+        """Build the whole HTTP response. head: None if the request's head was too long."""
         if head is None:
             return _encode((HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _PLAIN_TEXT, b""), with_body=True)
         first, *lines = head.decode("latin-1").split("\r\n")

@@ -1,4 +1,4 @@
-"""Readiness of this process. Set by its gRPC server, reported by /readyz. Global, like metrics."""
+"""Readiness of this process, as reported by /readyz. Set by its gRPC server. Global, like metrics."""
 
 from collections.abc import Callable
 

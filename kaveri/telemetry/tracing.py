@@ -1,7 +1,7 @@
-"""Traces of requests over all processes, by OpenTelemetry. Off unless the standard OTEL_* variables name an exporter. A
+"""Traces requests over all processes with OpenTelemetry. Off unless the standard OTEL_* variables name an exporter. A
 span is written after its end, from times that the services record anyway, so untraced requests cost only a comparison
-with None. W3C's `traceparent` is propagated as an HTTP header, as metadata to the router, and as a field of Prefill,
-Reserve and Resume. Times are time.monotonic()'s."""
+with None. W3C's `traceparent` travels as an HTTP header, as metadata to the router, and as a field of Prefill, Reserve
+and Resume. Times are time.monotonic()'s."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ _PROTOCOLS = ("grpc", "http/protobuf")
 _CLOSE_S = 3.0
 _MOST_ERROR_CHARACTERS = 500
 _CLOCKS_WITHIN_S = 50e-6
-"""Max time between the reads of two clocks. A longer pause means a lost time slice, and the clocks are read again."""
+"""Max time between the reads of two clocks; after a longer one they are read again."""
 
 
 class _Process:
@@ -34,7 +34,7 @@ class _Process:
 
 
 class Spans:
-    """Writes one process's spans of one request, all with the same parent."""
+    """Writes this process's spans of one request, all with the same parent."""
 
     __slots__ = ("_context", "trace_id", "traceparent")
 
@@ -46,7 +46,7 @@ class Spans:
         """Trace id for log lines, 32 hexadecimal digits."""
 
     def write(self, name: str, start_s: float, end_s: float, error: object = None, **attributes: Any) -> None:
-        """Write a span. error: reason of a failure; None: none. Attributes that are None are omitted. Never raises."""
+        """Write a finished span. error: reason of a failure, or None. Omits attributes that are None. Never raises."""
         with contextlib.suppress(Exception):
             named, began_ns = _named(attributes), _wall_ns(start_s)
             span = _Process.tracer.start_span(name, self._context, attributes=named, start_time=began_ns)
@@ -54,20 +54,20 @@ class Spans:
 
 
 class OpenSpan(Spans):
-    """Started span, as a parent of others."""
+    """Span that has started and not ended; the parent of the spans that it writes."""
 
     __slots__ = ("_began_ns", "_began_s", "_span")
 
     def __init__(self, span: Any, began_s: float, began_ns: int) -> None:
-        """began_ns: began_s by the wall clock. The end is computed from both, so durations are exact and never
-        negative."""
+        """began_s, began_ns: the start on the monotonic and the wall clock. The end is computed from both, so durations
+        are exact and never negative."""
         from opentelemetry import trace
 
         super().__init__(trace.set_span_in_context(span), _traceparent_of(span))
         self._span, self._began_s, self._began_ns = span, began_s, began_ns
 
     def begin(self, name: str, start_s: float, after: "OpenSpan | None" = None, **attributes: Any) -> "OpenSpan | None":
-        """Start a child span; return None on failure. after: the previous span to link to."""
+        """Start a child span; return None on failure. after: an earlier span to link to."""
         with contextlib.suppress(Exception):
             from opentelemetry import trace
 
@@ -81,7 +81,7 @@ class OpenSpan(Spans):
 
     @property
     def spans(self) -> "OpenSpan":
-        """Return this span; see trace_fields()."""
+        """This span: lets trace_fields() accept an OpenSpan."""
         return self
 
     def end(self, end_s: float, error: object = None, **attributes: Any) -> None:
@@ -92,8 +92,8 @@ class OpenSpan(Spans):
 
 def configure_tracing(service: str, instance_id: str) -> None:
     """Start tracing if the environment names an exporter: OTEL_EXPORTER_OTLP_ENDPOINT, or OTEL_TRACES_EXPORTER as otlp
-    or console. The SDK itself reads sampler, batches, resource attributes and OTEL_SDK_DISABLED. Raises ConfigError for
-    an unknown exporter or protocol, for values that the SDK refuses, and where the extra [otel] is not installed."""
+    or console. The SDK reads its other variables itself. Raises ConfigError for an unknown exporter or protocol, for
+    values that the SDK refuses, and if the extra [otel] is not installed."""
     named = os.environ.get(_EXPORTERS, "").strip() or ("otlp" if any(map(os.environ.get, _ENDPOINTS)) else "none")
     if named == "none" or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return
@@ -142,15 +142,15 @@ def close_tracing() -> None:
 
 
 def begin_span(name: str, traceparent: str, start_s: float, **attributes: Any) -> OpenSpan | None:
-    """Start a span for a received call, as a child of `traceparent`, or in a new trace if empty. Returns None if
-    nothing is traced or the request is not sampled."""
+    """Start a span for a received call, as a child of `traceparent`, or in a new trace if it is empty. Returns None if
+    tracing is off or the request is not sampled."""
     return _begun(name, traceparent, start_s, attributes)[0]
 
 
 @contextlib.contextmanager
 def calls_below(name: str, traceparent: str, start_s: float, **attributes: Any) -> Iterator[OpenSpan | None]:
-    """Start a span as begin_span() does, and make it the parent of a Kaveri client's calls in this context. Without a
-    span the calls carry the decision not to sample, so routers do not decide again. The caller ends the span."""
+    """Context manager: start a span as begin_span() does, and make it the parent of a Kaveri client's calls within. For
+    an unsampled request those calls carry that decision, so routers do not decide again. The caller ends the span."""
     begun, span = _begun(name, traceparent, start_s, attributes)
     if span is None:
         yield None
@@ -164,7 +164,7 @@ def calls_below(name: str, traceparent: str, start_s: float, **attributes: Any) 
 def _begun(
     name: str, traceparent: str, start_s: float, attributes: dict[str, Any]
 ) -> tuple[OpenSpan | None, Any | None]:
-    """Start a span. Returns it if sampled, and the SDK's span in any case; None if nothing is traced."""
+    """Start a span. Returns it if sampled, and the SDK's span in any case; None if tracing is off."""
     if _Process.tracer is None:
         return None, None
     with contextlib.suppress(Exception):
@@ -200,7 +200,7 @@ def traceparent_of(metadata: Iterable[tuple[str, Any]] | None) -> str:
 
 
 def trace_fields(traced: Any) -> dict[str, str]:
-    """Return the trace fields of a request's log lines. traced: an object with `spans`; None if not traced."""
+    """Return a log line's trace_id field. traced: an object with `spans`; None, for no field, if not traced."""
     return {} if traced is None else {"trace_id": traced.spans.trace_id}
 
 
@@ -217,7 +217,7 @@ def current_traceparent() -> str:
 
 def error_in_span(error: BaseException | None) -> str | None:
     """Describe the error that ended a span; None without an error. Unexpected errors are described by type only: their
-    texts may hold anything, and are in the log."""
+    texts may contain anything, and are in the log."""
     match error:
         case None:
             return None

@@ -1,1 +1,1 @@
-"""Converts protobuf to domain values and back, gRPC status to errors and back; names on the wire."""
+"""Converts between protobuf messages and domain values, and between gRPC statuses and errors."""

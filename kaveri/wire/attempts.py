@@ -1,4 +1,4 @@
-"""Identifiers of a request's attempt on the wire, and their limits."""
+"""Encodes and checks the identity of a request and its owner (session, attempt, router) in protobuf messages."""
 
 import re
 from dataclasses import replace
@@ -13,7 +13,7 @@ from kaveri.wire.messages import drawing_to_proto, params_from_proto, same_field
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_CLIENTS_ID_BYTES = 96
-"""Length of a client's id that a gateway keeps as the prefix of request ids, before "-" and a suffix."""
+"""Length of an HTTP client's id that a gateway keeps as the prefix of request ids, before "-" and a suffix."""
 CLIENTS_ID_SUFFIX_BYTES = 5
 """Suffix size, written in hexadecimal. If the client asked for several answers, "-" and the answer's number follow."""
 _SUFFIX = re.compile(rf"-[0-9a-f]{{{2 * CLIENTS_ID_SUFFIX_BYTES}}}(-[0-9]+)?")
@@ -26,7 +26,7 @@ _ATTACHMENT_FIELDS = shared_fields(feed_pb2.AttachRequest, Attachment)
 
 
 class _NamesOwner(Protocol):
-    """A message that names an owner of a request."""
+    """Message that identifies a request and its owner: client session, placement attempt, router."""
 
     request_id: str
     session: int
@@ -36,8 +36,8 @@ class _NamesOwner(Protocol):
 
 
 def check_request(request_id: str, session: int = 0, secret: bytes = b"") -> None:
-    """Raise InvalidArgument, naming the field, for an id, a session or a secret beyond its limits. The error does not
-    show the secret."""
+    """Raise InvalidArgument, naming the field, if the request's id, session number or secret exceeds its limits. The
+    error does not contain the secret."""
     size = len(request_id.encode())
     if size > MAX_REQUEST_ID_BYTES:
         raise InvalidArgument("request_id", request_id, f"at most {MAX_REQUEST_ID_BYTES} bytes long, not {size}")
@@ -49,13 +49,13 @@ def check_request(request_id: str, session: int = 0, secret: bytes = b"") -> Non
 
 
 def is_made_from(request_id: str, clients_id: str) -> bool:
-    """Return True if a gateway made this request id from the client's id `clients_id`."""
+    """Return True if a gateway derived this request id from `clients_id`, the id given by its HTTP client."""
     clients_id = clients_id[:MAX_CLIENTS_ID_BYTES]
     return request_id.startswith(clients_id) and _SUFFIX.fullmatch(request_id, len(clients_id)) is not None
 
 
 def check_router_id(router_id: str) -> None:
-    """Raise InvalidArgument if the id is missing or too long."""
+    """Raise InvalidArgument if the router id is empty or too long."""
     if not router_id:
         raise InvalidArgument("router_id", router_id, "set")
     size = len(router_id.encode())
@@ -64,12 +64,12 @@ def check_router_id(router_id: str) -> None:
 
 
 def ownership_from_proto(message: _NamesOwner) -> Ownership:
-    """Decode without checks."""
+    """Decode the owner of a request (client session, placement attempt, router) and its secret, without checks."""
     return Ownership(Owner(message.session, message.attempt), message.router_id, message.secret)
 
 
 def ownership_fields(request_id: str, ownership: Ownership) -> dict[str, Any]:
-    """Fields of a message that names a request and its owner, as keyword arguments."""
+    """Return a request's id, secret and owner (session, attempt, router) as keyword arguments for a message."""
     owner, router_id, secret = ownership
     return {
         "request_id": request_id,
@@ -81,12 +81,12 @@ def ownership_fields(request_id: str, ownership: Ownership) -> dict[str, Any]:
 
 
 def ownership_to_proto(request_id: str, ownership: Ownership) -> decode_pb2.AttemptId:
-    """Encode a request's owner as an attempt id."""
+    """Encode a request's id and owner (session, attempt, router)."""
     return decode_pb2.AttemptId(**ownership_fields(request_id, ownership))
 
 
 def check_ownership(message: _NamesOwner) -> Ownership:
-    """Check a message's attempt, session and secret, and decode its owner. Raises InvalidArgument."""
+    """Validate and decode the owner (session, attempt, router) that a message names. Raises InvalidArgument."""
     if not message.request_id:
         raise InvalidArgument("request_id", message.request_id, "set")
     check_request(message.request_id, message.session, message.secret)
@@ -97,12 +97,12 @@ def check_ownership(message: _NamesOwner) -> Ownership:
 
 
 def wrong_secret() -> InvalidArgument:
-    """Error for a secret that is not the request's. It shows neither."""
+    """Return the error for a secret that differs from the request's. Its text contains neither."""
     return InvalidArgument("secret", "another one", "the secret of the request's first session")
 
 
 def attachment_from_proto(message: feed_pb2.AttachRequest) -> Attachment:
-    """Decode an attachment. Raises InvalidArgument, naming the field."""
+    """Decode a router's message that takes over a running request. Raises InvalidArgument, naming the field."""
     ownership = check_ownership(message)
     if message.generated_count >= len(message.token_ids):
         raise InvalidArgument("generated_count", message.generated_count, "less than the number of token_ids")
@@ -129,6 +129,6 @@ def attached_to_proto(attached: Attached) -> feed_pb2.Attached:
 
 @sent_in_answer("the instance's answer to Attach")
 def attached_from_proto(message: feed_pb2.Attached) -> Attached:
-    """Decode an answer to Attach. Raises Unavailable."""
+    """Decode an instance's response to Attach. Raises Unavailable if it is invalid."""
     params = replace(params_from_proto(message.resolved_params, SamplingParams), max_tokens=message.max_tokens)
     return Attached(params, message.first_index, tuple(message.token_ids))

@@ -1,4 +1,4 @@
-"""Converts domain values to protobuf messages and back, for values shared by several contracts. Pure."""
+"""Converts domain values to protobuf messages and back, for values used in several services' messages. Pure."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,13 +31,13 @@ from kaveri.v1 import cluster_pb2, decode_pb2, kv_pb2, predictor_pb2, sampling_p
 
 ParamsT = TypeVar("ParamsT", bound=SamplingParams)
 _OLDEST_HEARTBEAT_S = 365 * DAY_S
-"""Max heartbeat age on the wire. While the store is away no lease ends, so ages are unbounded."""
+"""Max heartbeat age in a message. While Redis is unavailable no lease ends, so ages are unbounded."""
 FINISH_TO_PROTO = {None: sampling_pb2.FINISH_REASON_UNSPECIFIED} | {
     finish: sampling_pb2.FinishReason.Value(f"FINISH_REASON_{finish.name}") for finish in FinishReason
 }
-"""Finish reasons on the wire. UNSPECIFIED: not ended yet."""
+"""Finish reasons in messages. UNSPECIFIED: the answer has not ended."""
 FINISH_FROM_PROTO = {value: key for key, value in FINISH_TO_PROTO.items()}
-"""Inverse of FINISH_TO_PROTO. Lacks the values of newer contracts."""
+"""Inverse of FINISH_TO_PROTO. Lacks the values of newer protocol versions."""
 _ROLE_TO_PROTO = {role: cluster_pb2.Role.Value(f"ROLE_{role.name}") for role in Role}
 _ROLE_FROM_PROTO = {value: key for key, value in _ROLE_TO_PROTO.items()}
 _PHASE_TO_PROTO = {phase: cluster_pb2.Phase.Value(f"PHASE_{phase.name}") for phase in Phase}
@@ -48,7 +48,7 @@ _OPTIONAL_PARAMS: Final = ("max_tokens", "temperature", "top_p", "top_k", "seed"
 
 
 def shared_fields(message: type[Message], value: type[Any]) -> Sequence[str]:
-    """Names of the plain fields that a message shares with a dataclass: numbers, texts and bytes, not optional ones."""
+    """Return the names of non-optional numeric, text and bytes fields shared by a message and a dataclass."""
     empty, names = message(), {field.name for field in fields(value)}
     return tuple(
         field.name
@@ -67,7 +67,7 @@ _COUNTS_FIELDS = shared_fields(cluster_pb2.ReplicaCounts, ReplicaCounts)
 
 
 def same_fields(source: object, names: Iterable[str]) -> dict[str, Any]:
-    """Values of the fields that a message and a domain value share, as keyword arguments."""
+    """Return the values of the named attributes of `source`, as keyword arguments."""
     return {name: getattr(source, name) for name in names}
 
 
@@ -84,8 +84,8 @@ def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
 
 
 def params_from_proto(message: sampling_pb2.SamplingParams, kind: type[ParamsT]) -> ParamsT:
-    """Decode sampling parameters. kind: SamplingParams, as sent by a client: unset ones are None; ResolvedParams, as
-    sent by a router to an instance. Raises InvalidArgument."""
+    """Decode sampling parameters. kind: SamplingParams for a client's, where unset ones become None; ResolvedParams for
+    a router's, where all are set. Raises InvalidArgument."""
     # Check before copying: a message has room for millions of them.
     check_stop_counts(len(message.stop), len(message.stop_token_ids))
     return kind(
@@ -104,7 +104,7 @@ def drawing_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
 
 
 def shown_params(params: SamplingParams) -> dict[str, Any]:
-    """Printable SamplingParams.chosen: 0.6 stays 0.6, not its float32 value."""
+    """Return the explicitly set parameters in printable form: 0.6 stays 0.6, not its float32 value."""
     message = sampling_pb2.SamplingParams(**params.chosen)
     return json_format.MessageToDict(message, preserving_proto_field_name=True)
 
@@ -115,15 +115,15 @@ def logprobs_to_proto(logprobs: Logprobs) -> sampling_pb2.Logprobs:
 
 
 def prompt_logprobs_to_proto(first: int, entries: Iterable[Logprobs]) -> sampling_pb2.PromptLogprobs:
-    """first: the position of the first entry within the prompt."""
+    """Encode log-probabilities of prompt tokens. first: index of the first entry within the prompt."""
     return sampling_pb2.PromptLogprobs(first=first, logprobs=[logprobs_to_proto(entry) for entry in entries])
 
 
 def name_tokens(
     token_ids: Sequence[int], reports: Iterable[sampling_pb2.Logprobs], token_piece: Callable[[int], tuple[str, bytes]]
 ) -> None:
-    """Write tokens' texts into their reports, one per token. token_piece: returns text, and bytes if they differ from
-    the text."""
+    """Add tokens' texts to their log-probability messages, one per token. token_piece: maps a token id to its text, and
+    to its bytes if they differ from the text."""
     for token_id, report in zip(token_ids, reports, strict=False):
         report.text, report.raw_bytes = token_piece(token_id)
         for likely in report.top:
@@ -149,7 +149,7 @@ def length_to_proto(length: TokenRange) -> predictor_pb2.PredictedLength:
 
 
 def length_from_proto(message: predictor_pb2.PredictedLength) -> TokenRange:
-    """Decode a predicted length. Raises InvalidArgument."""
+    """Decode a predicted answer length in tokens. Raises InvalidArgument."""
     if message.low >= message.high:
         raise InvalidArgument("predicted_length", f"[{message.low}, {message.high})", "a range with low below high")
     return TokenRange(message.low, message.high)
@@ -186,8 +186,8 @@ def ticket_to_proto(ticket: Ticket) -> kv_pb2.Ticket:
 
 @contextmanager
 def sent_in_answer(what: str) -> Iterator[None]:
-    """Turn InvalidArgument into Unavailable: a wrong value in an answer is its sender's fault, not the request's. what:
-    names the answer."""
+    """Convert InvalidArgument, raised while decoding a response, to Unavailable: the fault is the responder's. what:
+    name of the response in the error."""
     try:
         yield
     except InvalidArgument as error:
@@ -196,7 +196,7 @@ def sent_in_answer(what: str) -> Iterator[None]:
 
 @sent_in_answer("the instance's ticket")
 def ticket_from_proto(message: kv_pb2.Ticket) -> Ticket:
-    """Decode a ticket, which comes in an answer. Raises Unavailable."""
+    """Decode a ticket, a decode instance's permission to push KV to it. Raises Unavailable if it is invalid."""
     require_seconds("ticket.expires_in_s", message.expires_in_s, least_s=-DAY_S)
     return Ticket(
         **same_fields(message, _TICKET_FIELDS),
@@ -224,7 +224,7 @@ def record_to_proto(record: InstanceRecord) -> cluster_pb2.InstanceRecord:
 
 
 def record_from_proto(message: cluster_pb2.InstanceRecord) -> InstanceRecord:
-    """Decode a record. Raises KeyError for a role or a phase of a newer contract, and InvalidArgument."""
+    """Decode an instance's registration. Raises InvalidArgument; KeyError for an unknown role or phase."""
     return InstanceRecord(
         **same_fields(message, _RECORD_FIELDS)
         | {"lease_ttl_s": require_seconds("record.lease_ttl_s", message.lease_ttl_s)},
@@ -266,8 +266,8 @@ def status_to_proto(status: ViewedInstance) -> cluster_pb2.InstanceStatus:
 
 
 def status_from_proto(message: cluster_pb2.InstanceStatus, known: InstanceRecord | None = None) -> InstanceStatus:
-    """Decode a status. known: its record, if already decoded. Raises KeyError for a role or a state of a newer
-    contract, and InvalidArgument."""
+    """Decode an instance's registration and load. known: its registration, if already decoded. Raises InvalidArgument;
+    KeyError for an unknown role, phase or state."""
     age_s = require_seconds("heartbeat_age_s", message.heartbeat_age_s, least_s=-DAY_S, most_s=_OLDEST_HEARTBEAT_S)
     return InstanceStatus(known or record_from_proto(message.record), load_from_proto(message.load), age_s)
 
@@ -283,7 +283,7 @@ def broadcast_to_proto(broadcast: LoadBroadcast) -> cluster_pb2.LoadBroadcast:
 
 
 def fault_to_proto(fault: EngineError | EngineBroke) -> decode_pb2.EngineFault:
-    """Encode an engine's exception for one request; the error's text is not part of it."""
+    """Encode the exception with which an engine failed a request, without its text."""
     if isinstance(fault, EngineError):
         return decode_pb2.EngineFault(is_final=True)
     return decode_pb2.EngineFault(suspect_until=fault.suspect_until)
@@ -294,5 +294,5 @@ def fault_from_proto(message: decode_pb2.EngineFault, reason: str) -> EngineErro
 
 
 def id_drawn_from(secret: bytes) -> str:
-    """Return the request id derived from a request's secret. Only a client that has the secret can send the pair."""
+    """Return the request id that is derived from a request's secret, so only clients with the secret can send both."""
     return hashlib.sha256(b"request id " + secret).hexdigest()[:32]

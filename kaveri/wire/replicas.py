@@ -1,4 +1,4 @@
-"""Converts messages about replicas between owners, holders and routers to domain values and back. Pure."""
+"""Encodes and decodes messages about KV copies of requests at other instances. Pure."""
 
 from kaveri.domain.replica import ReplicaLocation, ReplicaOffer, Resumed, Resumption
 from kaveri.domain.sampling import ResolvedParams
@@ -39,7 +39,7 @@ def offer_to_proto(offer: ReplicaOffer) -> decode_pb2.OpenReplicaRequest:
 
 
 def offer_from_proto(message: decode_pb2.OpenReplicaRequest) -> ReplicaOffer:
-    """Decode an offer. Raises InvalidArgument, naming the field."""
+    """Decode an instance's offer to copy a request's KV to another one. Raises InvalidArgument, naming the field."""
     ownership = check_ownership(message)
     _check_timeout(message.timeout_s)
     if not message.owner_id:
@@ -65,7 +65,7 @@ def resumption_to_proto(resumption: Resumption) -> decode_pb2.ResumeRequest:
 
 
 def resumption_from_proto(message: decode_pb2.ResumeRequest) -> Resumption:
-    """Decode a resumption. Raises InvalidArgument, naming the field."""
+    """Decode an order to resume a request from a KV copy. Raises InvalidArgument, naming the field."""
     ownership = check_ownership(message)
     _check_timeout(message.timeout_s)
     if message.generated_count >= len(message.token_ids):

@@ -1,6 +1,5 @@
-"""Converts Kaveri's errors to gRPC statuses and back, only here. A status carries google.rpc details, so that clients
-in any language can read them: BadRequest for a field, RetryInfo for a delay, and an ErrorInfo of domain "kaveri" whose
-metadata rebuilds the same error in Python."""
+"""Converts Kaveri's errors to gRPC statuses and back. A status carries google.rpc details for clients in any language:
+BadRequest for a field, RetryInfo for a delay, and an ErrorInfo of domain "kaveri" whose metadata rebuilds the error."""
 
 import contextlib
 import inspect
@@ -43,9 +42,9 @@ _MAX_MESSAGE_BYTES = 768
 _MAX_FACT_BYTES = 512
 """gRPC allows 8 KiB of metadata in total: the message three times, up to three long facts, base64."""
 _RETRY_AFTER_S = 1.0
-"""Default for full servers that give no delay."""
+"""Retry delay assumed for a full server that gives none."""
 _TOO_LARGE = ("larger than max", "metadata size exceeds")
-"""gRPC's own wording for a message, or metadata, that no retry makes smaller."""
+"""gRPC's own wording for a message, or metadata, that is too large, which no retry changes."""
 
 _CODES: dict[type[KaveriError], grpc.StatusCode] = {
     InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -70,18 +69,18 @@ _CODES: dict[type[KaveriError], grpc.StatusCode] = {
 
 
 def status_of(error: KaveriError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
-    """Return the code, the message and the trailing metadata that carry `error`."""
+    """Return the gRPC status code, message and trailing metadata that encode `error`."""
     code, status = _status(error)
     return code, status.message, ((DETAILS_KEY, status.SerializeToString()),)
 
 
 def error_to_bytes(error: KaveriError) -> bytes:
-    """Return a serialized google.rpc.Status that carries `error`, for a field of a message."""
+    """Encode `error` as a serialized google.rpc.Status, for a bytes field of a message."""
     return bytes(_status(error)[1].SerializeToString())
 
 
 def error_from_bytes(serialized: bytes) -> KaveriError:
-    """Return the error of a serialized google.rpc.Status; KaveriError if it is none of ours."""
+    """Decode a serialized google.rpc.Status; returns a plain KaveriError if it was not made by error_to_bytes()."""
     try:
         status = status_pb2.Status.FromString(serialized)
         info = _error_info(status.details)
@@ -109,14 +108,14 @@ def _status(error: KaveriError) -> tuple[grpc.StatusCode, status_pb2.Status]:
 
 
 async def abort(context: aio.ServicerContext[Any, Any], error: KaveriError) -> NoReturn:
-    """Abort an RPC with the status of `error`."""
+    """Abort an RPC with the gRPC status that encodes `error`."""
     code, message, metadata = status_of(error)
     await context.abort(code, message, trailing_metadata=metadata)
 
 
 def error_of(error: aio.AioRpcError, *, peer: str = "", request_id: str = "") -> KaveriError:
-    """Return the Kaveri error that `error` carries, or the nearest one for a status from gRPC or a foreign server.
-    peer: address that was called; named if it could not be reached. request_id: named if a foreign server cancelled."""
+    """Return the KaveriError that a failed call carries, or the closest one if gRPC or a foreign server made the
+    status. peer: address that was called, for the text. request_id: for RequestCancelled from a foreign server."""
     details = _details(error)
     info = _error_info(details)
     if info is not None:
@@ -152,7 +151,7 @@ def is_answer(error: aio.AioRpcError) -> bool:
 
 
 def is_unsent(error: aio.AioRpcError) -> bool:
-    """Return True if there was no connection, so the call never left this process."""
+    """Return True if the call failed for lack of a connection, so nothing left this process."""
     # Matched by gRPC's wording: no code and no field says it.
     return "failed to connect to all addresses" in (error.details() or "")
 
@@ -180,7 +179,7 @@ def _cut(text: str, limit_bytes: int) -> str:
 
 
 class _Shown(str):
-    """A value already formatted by the other end, quotes included."""
+    """repr of a value, as formatted by the sender of the error."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -202,7 +201,7 @@ def _retry_after_s(details: Sequence[any_pb2.Any]) -> float | None:
 
 
 def _seconds(fact: str) -> float:
-    """Parse a delay from another end, clamped to a day. Raises ValueError for an invalid number."""
+    """Parse a received delay, clamped to [0, one day]. Raises ValueError for an invalid number."""
     seconds = float(fact)
     if math.isnan(seconds):
         raise ValueError(fact)
@@ -215,7 +214,6 @@ def _error_info(details: Sequence[any_pb2.Any]) -> error_details_pb2.ErrorInfo |
 
 
 def _unpacked(detail: any_pb2.Any, message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> bool:
-    """Unpack the detail into `message`; return True on success."""
     try:
         return bool(detail.Is(message.DESCRIPTOR) and detail.Unpack(message))
     except DecodeError:
@@ -234,11 +232,11 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "theirs": _Shown,
     "value": _Shown,
 }
-"""Parsers of facts that are not texts, by their name in the error."""
+"""Parsers of error attributes that are not texts, by attribute name."""
 
 
 def _rebuild(info: error_details_pb2.ErrorInfo) -> KaveriError:
-    """Return the error that `info` describes. Raises ValueError for a kind or a fact of another version."""
+    """Return the error that `info` describes. Raises ValueError for a kind or an attribute of another version."""
     kind = _KINDS.get(info.reason)
     if kind is None:
         raise ValueError(f"no error is called {info.reason}")

@@ -1,5 +1,3 @@
-"""An in-process InferenceService for the SDK's tests."""
-
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -20,6 +18,6 @@ async def target(service: InferenceDouble) -> AsyncIterator[str]:
 
 @pytest.fixture
 def running_target(service: InferenceDouble) -> Iterator[str]:
-    """For tests that block their event loop."""
+    """Address of an InferenceDouble in another thread, for tests that block their event loop."""
     with serving_in_a_thread(service) as target:
         yield target

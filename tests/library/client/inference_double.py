@@ -1,4 +1,4 @@
-"""A small InferenceService on real gRPC: answers a fixed alphabet, and shows a test how each request ended."""
+"""Test double of a router: an InferenceService on real gRPC that answers a fixed alphabet."""
 # ruff: noqa: N802 - gRPC names the methods
 
 import asyncio
@@ -21,47 +21,43 @@ WAIT_S = 30.0
 
 
 class InferenceDouble(inference_pb2_grpc.InferenceServiceServicer):
-    """Token i of an answer is i, its text chr(97 + i).
+    """Test double of a router. Token i of an answer is i, its text chr(97 + i).
 
-    The prompt, or the last message, says what happens: "error" raises `error`, "endless" sends one token and waits,
-    "silent" sends nothing and waits, "gap" skips a token, "twice" repeats one, "cut" ends without a finish reason.
-    Anything else: params.max_tokens tokens; "held" has text behind the last one, "stop" ends as with a stop token.
+    The prompt, or the last message, selects the behaviour: "error" raises `error`, "endless" sends one token and waits,
+    "silent" sends nothing and waits, "gap" skips a token, "twice" repeats one, "cut" ends without a finish reason,
+    "held" has text after the last token, "stop" ends as with a stop token. Others: params.max_tokens tokens.
     """
 
     def __init__(self) -> None:
         self.error: KaveriError = KaveriError()
         self.requests: list[pb.GenerateRequest] = []
         self.deadlines_s: list[float | None] = []
-        """Seconds that each Generate had left."""
+        """Seconds left until the deadline of each Generate call."""
         self.short_deadlines_s: list[float | None] = []
-        """Seconds that each other call had left."""
+        """Seconds left until the deadline of each other call."""
         self.running: set[str] = set()
         self.cancelled: set[str] = set()
         self.finished: set[str] = set()
         self.paused: set[str] = set()
         self.routers: list[str] = []
-        """What the first response says of the cluster's routers. Without any: as of a former version."""
+        """Router addresses in the first response. Empty: as an older version."""
         self.pause_at: int | None = None
-        """The tokens behind which an answer waits for `go_on`."""
+        """Number of tokens after which an answer waits for `go_on`."""
         self.go_on = asyncio.Event()
         self.break_with: KaveriError | None = None
-        """What answers end with at `pause_at`."""
         self.cancels_calls = False
-        """At `pause_at`, as a gRPC server does that stops."""
+        """Cancel calls at `pause_at`, as a gRPC server that stops."""
         self.break_after: KaveriError | None = None
-        """What answers end with behind their finish reason."""
+        """Error with which answers end after their finish reason."""
         self.beat_takes_s = 0.0
         self.knows_beat = True
         self.ignores_cancels = False
-        """As a router that dies before it has ended the request."""
+        """Act as a router that dies before it has ended the request."""
         self.found_cancels = 0
         self.hangs = False
-        """Nothing is answered, not even a beat."""
         self.beats = self.answered_beats = 0
         self.loop: asyncio.AbstractEventLoop | None = None
-        """Where it runs, when that is another thread's."""
         self.text_lag = 0
-        """Characters by which text lags behind tokens."""
         self._told_to_cancel: dict[str, asyncio.Event] = {}
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
@@ -187,7 +183,6 @@ def _model() -> pb.Model:
 
 @contextlib.asynccontextmanager
 async def serving(service: InferenceDouble) -> AsyncIterator[str]:
-    """Serves `service` on loopback; gives its target."""
     server = RpcServer("127.0.0.1", 0, ["kaveri.v1.InferenceService"])
     server.add(partial(inference_pb2_grpc.add_InferenceServiceServicer_to_server, service))
     await server.start()
@@ -200,7 +195,6 @@ async def serving(service: InferenceDouble) -> AsyncIterator[str]:
 
 @contextlib.contextmanager
 def serving_in_a_thread(service: InferenceDouble) -> Iterator[str]:
-    """As serving(), on a loop of its own, for tests that block theirs."""
     stop, started = threading.Event(), threading.Event()
     targets: list[str] = []
 
@@ -222,7 +216,7 @@ def serving_in_a_thread(service: InferenceDouble) -> Iterator[str]:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Waits for a condition, at most WAIT_S."""
+    """Wait for a condition in another thread, at most WAIT_S."""
     deadline_s = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {WAIT_S} s: {what}"
@@ -230,7 +224,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
-    """As wait_until(), on the event loop."""
+    """Wait for a condition on the event loop, at most WAIT_S."""
     try:
         async with asyncio.timeout(WAIT_S):
             while not condition():  # noqa: ASYNC110 - conditions of all kinds, polled

@@ -1,5 +1,3 @@
-"""Every argument of the SDK: wrong types and values are refused by name before anything is sent."""
-
 import array
 import copy
 import decimal
@@ -114,7 +112,7 @@ def test_a_key_of_public_ports_does_not_go_with_reading_at_decode_instances(monk
     for make in (Client, AsyncClient):
         with pytest.raises(InvalidArgument, match="direct is True; it must be False with api_key: a public port"):
             make("127.0.0.1:1", api_key="key", direct=True)
-    # For `kaveri drain`, say.
+    # It may be set for a command such as `kaveri drain`.
     monkeypatch.setenv("KAVERI_API_KEY", "key")
     AsyncClient("127.0.0.1:1", direct=True)
 

@@ -1,5 +1,3 @@
-"""AsyncClient against a real gRPC server: answers, cancellation, deadlines, errors."""
-
 import asyncio
 import gc
 import socket
@@ -168,7 +166,7 @@ async def test_leaving_a_stream_cancels_its_request_at_once(
     gc.disable()  # At once means: without waiting for a collection.
     try:
         async with AsyncClient(target) as client:
-            # A first answer, so that the connection stands and the request is on its way when it is left.
+            # A first answer opens the connection, so that the next request is sent before its task is cancelled.
             await client.generate("prompt", params=FIVE)
             await leave(client)
             await until(lambda: "left" not in service.running, "the request ends on the server")

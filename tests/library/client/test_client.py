@@ -1,5 +1,3 @@
-"""Client, the facade without async: same answers, cancellation, threads, forks, and no thread left behind."""
-
 import asyncio
 import gc
 import os
@@ -188,7 +186,7 @@ def test_ctrl_c_while_waiting_cancels_the_request(service: InferenceDouble, runn
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         wait_until(lambda: "interrupted" in service.running, "the request runs")
         os.kill(process.pid, signal.SIGINT)
-        # The process still lives: it is the wait that was interrupted, not the connection.
+        # Only the wait was interrupted, not the connection.
         wait_until(lambda: service.cancelled == {"interrupted"}, "the server sees the cancellation")
         assert process.communicate(timeout=30)[0] == "interrupted\n"
 

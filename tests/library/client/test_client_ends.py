@@ -1,5 +1,3 @@
-"""How a client's requests end: behind an error, with the client, and when their channel is closed under them."""
-
 import asyncio
 import threading
 from typing import Any
@@ -148,7 +146,7 @@ def test_work_whose_submission_is_interrupted_does_not_run(monkeypatch: pytest.M
         submit(*args)
         raise KeyboardInterrupt
 
-    # The thread takes nothing up until the interrupt has been handled.
+    # The loop starts no work until the interrupt has been handled.
     held = threading.Event()
     loop_thread._loop.call_soon_threadsafe(held.wait, WAIT_S)
     with monkeypatch.context() as patch:

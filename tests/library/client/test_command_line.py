@@ -1,5 +1,3 @@
-"""The `kaveri` command as a process, against a real gRPC server: output, exit status, interrupts."""
-
 import json
 import os
 import pty
@@ -107,7 +105,7 @@ def test_chat_goes_on_after_an_error_without_the_turn_that_failed(
 
 @pytest.fixture
 def terminal() -> Iterator[tuple[int, int]]:
-    """A pseudo-terminal: our end, and the command's."""
+    """Open a pseudo-terminal; yields the test's end and the command's."""
     ours, theirs = pty.openpty()
     yield ours, theirs
     os.close(ours)

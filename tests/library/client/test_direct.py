@@ -1,4 +1,4 @@
-"""A client's streams of decode instances, on real gRPC: which instances it reads from, and which it leaves alone."""
+"""A client's direct reads at decode instances, on real gRPC."""
 # ruff: noqa: N802 - gRPC names the methods
 
 import asyncio
@@ -21,7 +21,7 @@ LIFE = 7
 
 
 class AnswersDouble(decode_pb2_grpc.DecodeServiceServicer):
-    """A decode instance that lets everyone read, and sends what the test says."""
+    """Test double of a decode instance: accepts all direct reads, and sends what the test says."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -52,8 +52,6 @@ class AnswersDouble(decode_pb2_grpc.DecodeServiceServicer):
 
 
 class ReadingClient:
-    """Streams of a client, and the instance that they go to."""
-
     def __init__(self, streams: DirectStreams, decode: AnswersDouble, address: str) -> None:
         self.streams = streams
         self.decode = decode
@@ -123,7 +121,7 @@ def test_a_piece_that_waits_keeps_nothing_of_the_other_answers_of_its_message() 
 
 
 class InterruptedAnswers(inference_pb2_grpc.InferenceServiceServicer):
-    """A router that interrupts every answer which its client may read elsewhere."""
+    """Test double of a router that interrupts every answer with direct reads."""
 
     def __init__(self) -> None:
         self.requests: list[inference_pb2.GenerateRequest] = []
@@ -136,7 +134,6 @@ class InterruptedAnswers(inference_pb2_grpc.InferenceServiceServicer):
         response = inference_pb2.GenerateResponse(index=index, token_ids=[65], text="a", first_character=index)
         response.max_tokens = 9
         if request.direct:
-            # Nothing listens there.
             response.tokens_at.address = "127.0.0.1:1"
             yield response
             yield inference_pb2.GenerateResponse(index=index + 1, first_character=index + 1, interrupted=True)

@@ -1,5 +1,3 @@
-"""A client of several routers: what fails on one goes on through another, and everything arrives exactly once."""
-
 import asyncio
 import contextlib
 import random
@@ -23,7 +21,7 @@ DRAINING = Unavailable("draining", retry_after_s=0.0)
 
 
 class RouterDouble:
-    """One InferenceDouble that can be killed."""
+    """InferenceDouble on a port of its own that can be killed."""
 
     def __init__(self, port: int = 0) -> None:
         self.service = InferenceDouble()
@@ -43,12 +41,11 @@ class RouterDouble:
 
 
 class Pair(list[RouterDouble]):
-    """Two routers that name each other, and a client of both."""
+    """Two router doubles that name each other, and a client of both."""
 
     client: AsyncClient
 
     def set(self, **fields: object) -> None:
-        """Sets attributes of both services."""
         for router in self:
             vars(router.service).update(fields)
 
@@ -71,8 +68,8 @@ class Pair(list[RouterDouble]):
     async def serve(
         self, request_id: str | None = None, *, beats: bool = False
     ) -> tuple[asyncio.Task[Completion], RouterDouble, RouterDouble]:
-        """Asks. Returns the answer, the router that serves it, and the other one, when the answer pauses; or with beats
-        when the client has asked for signs of life."""
+        """Send a request; once its answer pauses (with `beats`: once the client has sent some), return the answer, its
+        router and the other one."""
         asking = self.ask(request_id)
         if beats:
             await until(lambda: any(router.service.beats > 2 for router in self), "the client asks for signs of life")
@@ -127,7 +124,7 @@ async def test_an_answer_goes_on_through_another_router_exactly_where_it_was(rou
 
 
 async def test_another_service_at_the_address_of_a_router_that_has_gone_is_left_alone(routers: Pair) -> None:
-    """Ports are used again: requests failed with UNIMPLEMENTED."""
+    """Regression: after a port was reused, requests failed with UNIMPLEMENTED."""
     stranger = RpcServer("127.0.0.1", 0, [])
     await stranger.start()
     await stranger.ready()
@@ -194,7 +191,7 @@ async def test_a_call_that_only_reads_is_sent_elsewhere_when_the_first_router_ha
 
 
 async def test_no_call_is_cancelled_before_another_router_serves_the_request(routers: Pair) -> None:
-    """A router that wakes and finds its call cancelled ends the request, unless another one has attached it."""
+    """A router that wakes up and finds its call cancelled ends the request, unless another has taken it over."""
     routers.set(pause_at=5)
     asking, first, other = await routers.serve("hangs", beats=True)
     first.service.hangs = True
@@ -302,8 +299,7 @@ async def test_a_draining_or_unreachable_router_is_passed_over(routers: Pair) ->
 
 
 async def test_a_router_that_is_back_is_reached_at_once(routers: Pair) -> None:
-    """gRPC connects again only after a pause, which grows to a second; until then calls failed. When the other router
-    was restarted within that time, no router could be reached."""
+    """Regression: gRPC reconnects after a pause of up to a second. Until then calls failed."""
     other = routers[0]
     other.service.routers = [other.target]
     target = await closed_port()
@@ -370,7 +366,7 @@ async def test_a_client_without_a_deadline_tries_ever_more_slowly_and_gets_throu
         for service in services:
             service.pause_at = None
         check_whole(await answer, sum(len(service.requests) for service in services) - 1)
-    # Each router rests for 0.025 s at least, then for twice as long each time, up to half a second at least.
+    # Each router's backoff is at least 0.025 s and doubles up to at least 0.5 s.
     assert count <= 2 * (6 + elapsed_s / 0.5)
     assert {left_s for service in services for left_s in service.deadlines_s} == {None}
 
@@ -477,7 +473,7 @@ def test_right_targets_are_taken(target: object) -> None:
 
 
 async def test_a_router_that_new_calls_do_not_reach_any_more_cancels_no_answer_of_others(routers: Pair) -> None:
-    """Its former connection stands until it ends, new ones are refused: their channel is closed."""
+    """The old connection of an ending router stays open while new ones are refused and their channel closed."""
     router, _ = routers
     router.service.pause_at = 5
     async with AsyncClient(router.target) as client:

@@ -1,5 +1,3 @@
-"""RouterCall: every waiting reader receives the end of the call, and no response is lost."""
-
 import asyncio
 import random
 
@@ -14,7 +12,7 @@ SOON_S = 10.0
 
 
 class ScriptedGrpcCall:
-    """As gRPC's call: brings what it was given, then waits until it is cancelled or ended."""
+    """Test double of a gRPC call: yields scripted responses, then waits until cancelled or ended."""
 
     def __init__(self, *responses: str) -> None:
         self._responses = list(responses)

@@ -1,5 +1,3 @@
-"""What a client takes of an answer that it reads at its router and at a decode instance, in whatever order it comes."""
-
 import asyncio
 import random
 from collections.abc import Callable, Sequence
@@ -21,7 +19,7 @@ ROUTER = "router:1"
 
 
 class OneRead:
-    """Direct streams with one read, which the test fills."""
+    """Test double of DirectStreams with one read, which the test fills."""
 
     def __init__(self) -> None:
         self.read_here: DirectRead | None = None
@@ -35,7 +33,7 @@ class OneRead:
 
 
 class ReadByBoth:
-    """An answer that the client reads at both, with its first token received."""
+    """Answer that the client reads at router and decode instance, after its first token."""
 
     def __init__(self) -> None:
         self.received = Received()
@@ -46,7 +44,6 @@ class ReadByBoth:
         self._sources.begin(inference_pb2.TokensAt(address="decode:1"), inference_pb2.GenerateRequest(request_id="a"))
 
     async def read(self) -> inference_pb2.GenerateResponse | None:
-        """As the router's call."""
         return await self._call_brings.get()
 
     def router_sends(self, response: inference_pb2.GenerateResponse | None) -> None:
@@ -112,12 +109,11 @@ def test_a_response_behind_the_end_is_refused() -> None:
 
 
 PROMPT = tuple(range(300, 307))
-# Nothing listens there.
 DECODE = inference_pb2.TokensAt(address="127.0.0.1:1", incarnation=1)
 
 
 class ScriptedCall(RouterCall[inference_pb2.GenerateResponse]):
-    """Of a router: brings these responses."""
+    """Test double of a router's call with scripted responses."""
 
     target = ROUTER
 
@@ -128,12 +124,10 @@ class ScriptedCall(RouterCall[inference_pb2.GenerateResponse]):
         return next(self._responses, None)
 
     def cancel(self) -> None:
-        """What has come already can still be read."""
+        """Responses that have arrived can still be read."""
 
 
 class ScriptedRouters(Routers):
-    """One router that answers every request with the same responses."""
-
     def __init__(self, responses: Sequence[inference_pb2.GenerateResponse]) -> None:
         super().__init__(Targets((ROUTER,), random.Random(1)))
         self._responses = responses
@@ -143,7 +137,7 @@ class ScriptedRouters(Routers):
 
 
 def report(first: int, end: int) -> inference_pb2.GenerateResponse:
-    """On the prompt's positions from `first` to before `end`."""
+    """Return a response with the prompt's logprobs at positions [first, end)."""
     response = inference_pb2.GenerateResponse()
     response.prompt_logprobs.first = first
     response.prompt_logprobs.token_ids.extend(PROMPT[first:end])
@@ -152,7 +146,6 @@ def report(first: int, end: int) -> inference_pb2.GenerateResponse:
 
 
 def first_part(end: int) -> inference_pb2.GenerateResponse:
-    """The first response: of a report up to before `end`."""
     response = report(0, end)
     response.usage.prompt_tokens = len(PROMPT)
     return response

@@ -1,4 +1,4 @@
-"""Admission computed over all members at each question. The real one, which keeps growth up to date, must equal it."""
+"""Admission computed anew over all members at each call; the real, incremental one must give the same results."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,6 @@ def admitted_count(
     free_blocks: int,
     block_tokens: int,
 ) -> int:
-    """See kaveri.policy.admission.admitted_count."""
     landed = landed[: max(0, seats)]
     if policy is AdmissionPolicy.GREEDY:
         return len(landed)
@@ -27,7 +26,6 @@ def admitted_count(
 
 
 def kept_blocks(policy: AdmissionPolicy, batch: Sequence[BatchMember], block_tokens: int) -> int:
-    """See kaveri.policy.admission.kept_blocks."""
     if policy is AdmissionPolicy.GREEDY:
         return 0
     counted = [member.remaining_tokens for member in batch]

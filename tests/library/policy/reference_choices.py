@@ -1,4 +1,4 @@
-"""Placement and unconfirmed work written plainly; cost grows with the cluster. The real ones must equal it."""
+"""Simple placement and counts of unconfirmed work, as references for the real ones, which scale better."""
 
 import itertools
 from collections import Counter
@@ -15,20 +15,19 @@ Distribution = dict[str | None, Fraction]
 def candidates_of(
     ready: Sequence[ViewedInstance], takes: Callable[[ViewedInstance], bool], avoid: Collection[str]
 ) -> list[ViewedInstance]:
-    """All that take the request, without those to avoid where others are left."""
     taking = [instance for instance in ready if takes(instance)]
     return [instance for instance in taking if instance.record.instance_id not in avoid] or taking
 
 
 def better_of_two(candidates: Sequence[ViewedInstance], load: Load) -> Distribution:
-    """With which probability each is chosen: the better one of two different ones, all pairs being as likely."""
+    """Return each instance's probability of being chosen as the better of two different random candidates."""
     pairs = list(itertools.permutations(candidates, min(2, len(candidates))))
     chosen = Counter(min(pair, key=load).record.instance_id for pair in pairs if pair)
     return {name: Fraction(count, len(pairs)) for name, count in chosen.items()} or {None: Fraction(1)}
 
 
 def any_of(candidates: Sequence[ViewedInstance]) -> Distribution:
-    """With which probability each is chosen: all with the same."""
+    """Return each instance's probability when one candidate is drawn uniformly."""
     return {one.record.instance_id: Fraction(1, len(candidates)) for one in candidates} or {None: Fraction(1)}
 
 
@@ -41,7 +40,7 @@ class _UnconfirmedPiece:
 
 
 class PlainUnconfirmedWork:
-    """Pieces in a list, added up when asked."""
+    """Unconfirmed requests in a list, summed on demand."""
 
     def __init__(self) -> None:
         self._sent: dict[str, dict[str, _UnconfirmedPiece]] = {}
@@ -54,7 +53,6 @@ class PlainUnconfirmedWork:
         self._sent.get(instance_id, {}).pop(key, None)
 
     def sums(self, instance: InstanceStatus) -> tuple[int, int, int]:
-        """Pieces, their amounts, and how many of them are heavy."""
         pieces = self._sent.get(instance.record.instance_id, {})
         for key, piece in list(pieces.items()):
             is_former = piece.incarnation != instance.record.incarnation

@@ -1,5 +1,3 @@
-"""Admission of landed requests."""
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -39,7 +37,7 @@ class DecodeSnapshot:
 
 @st.composite
 def snapshots(draw: st.DrawFn, remaining: st.SearchStrategy[int], holds_blocks: bool | None = None) -> DecodeSnapshot:
-    """remaining: 0 for unknown lengths. holds_blocks: None for both kinds."""
+    """Strategy for batches. remaining: predicted tokens, 0: unknown. holds_blocks: None: mixed."""
     held = st.booleans() if holds_blocks is None else st.just(holds_blocks)
     members = st.lists(st.builds(BatchMember, st.integers(1, 40), remaining, held), max_size=8)
     block_tokens = draw(st.sampled_from([1, 2, 4, 16]))
@@ -76,7 +74,6 @@ def test_a_request_without_a_prediction_is_not_the_first_to_end() -> None:
     landed, unknown = [BatchMember(5, 8)], [BatchMember(5)]
     # Both grow from 5 to 13 tokens, by 2 blocks each, until the landed one ends.
     assert [DecodeSnapshot(landed, unknown, free).admitted(DYNAMIC) for free in (3, 4)] == [0, 1]
-    # Nothing is kept for it.
     assert DecodeSnapshot(landed, unknown, 2).admitted(STATIC) == 1
 
 
@@ -94,7 +91,7 @@ def test_with_exact_predictions_static_never_runs_short_of_blocks(
         return -(-token_count // BLOCK_TOKENS)
 
     waiting, running = [BatchMember(*request) for request in requests], list[BatchMember]()
-    # Room for any single one to end beside all others' prompts: the empty batch takes the first whatever it wants.
+    # Room for any one to end next to the prompts of all others: an empty batch always takes the first.
     free_blocks = spare_blocks + max(blocks(context + left) - blocks(context + 1) for context, left in requests)
     while waiting or running:
         admitted = DecodeSnapshot(waiting, running, free_blocks).admitted(STATIC)

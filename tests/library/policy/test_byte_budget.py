@@ -1,5 +1,3 @@
-"""The bytes of all requests, and of each API key's, are bounded and released when requests end."""
-
 import pytest
 
 from kaveri.errors import InvalidArgument, NoCapacity

@@ -1,4 +1,4 @@
-"""Draws among instances: every draw has the distribution that looking at all instances would give."""
+"""Random draws have the same distribution as draws from a list of all candidates."""
 
 import itertools
 import random
@@ -37,7 +37,7 @@ def _wanted(viewed: ViewedInstance) -> bool:
 
 
 class _EveryDraw(random.Random):
-    """Draws what `path` says, and the first possibility after its end. Notes how many possibilities there were."""
+    """Random source that replays `path`, then takes the first possibility; records the number of possibilities."""
 
     def __init__(self, path: Sequence[int], ready_count: int) -> None:
         super().__init__(0)
@@ -62,7 +62,7 @@ class _EveryDraw(random.Random):
 
 
 def _distribution(choose: Callable[[random.Random], ViewedInstance | None], ready_count: int) -> Distribution:
-    """With which probability each instance is chosen, from all that can be drawn."""
+    """Return each instance's exact probability of being chosen, by enumerating all random draws."""
     found: Counter[str | None] = Counter()
     paths: list[list[int]] = [[]]
     for _ in range(_MOST_RUNS):

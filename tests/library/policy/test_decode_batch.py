@@ -1,5 +1,3 @@
-"""What a decode instance's batch takes in, keeps free and shows."""
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,7 +107,6 @@ def test_counts_and_seats_hold_under_any_order_of_events(
         assert [batch.ready_count, batch.running_count] == counts
         assert batch.running_count <= 3
         assert batch.kept_blocks(0.0) >= 0
-        # An empty batch takes the first one whatever is predicted.
         if batch.ready_count and not batch.running_count:
             assert batch.admissible(free_blocks)
 
@@ -133,7 +130,7 @@ def test_shown_room_is_room_that_a_request_gets(policy: AdmissionPolicy, free: i
 
 
 def test_blocks_of_requests_whose_end_is_not_known_yet_go_to_no_new_request() -> None:
-    """They went to new requests, and the request that ran next was preempted."""
+    """Regression: new requests took them, and the request that ran next was preempted."""
     room = DecodeRoom(12, SIZE, DecodeBatch(AdmissionPolicy.RESERVE_STATIC, SIZE, max_batch=8))
     landed(room.batch, 1, BatchMember(SIZE, 1))
     room.batch.admit(1)
@@ -143,7 +140,7 @@ def test_blocks_of_requests_whose_end_is_not_known_yet_go_to_no_new_request() ->
     assert room.next_to_ask(ended_in_the_engine, 0.0) is None
     assert room.load(ended_in_the_engine, 3, 0.0).free_blocks == 0
     room.batch.leave(1)
-    # Seven are kept for the answer that runs next.
+    # Seven blocks are reserved for the request that runs next.
     assert room.next_to_ask(ended_in_the_engine, 0.0) is None
     room.leave_line("new")
     room.join("small", 3, 1)

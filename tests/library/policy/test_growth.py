@@ -1,5 +1,3 @@
-"""Growth that is kept up to date through any life of a batch equals growth computed from all members."""
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -10,7 +8,7 @@ from tests.library.policy import reference_admission
 
 
 class BatchLives(RuleBasedStateMachine):
-    """A batch whose requests join, draw tokens, lose their blocks and leave."""
+    """State machine: requests join, sample tokens, lose their blocks and leave; compares with a recomputation."""
 
     @initialize(block_tokens=st.sampled_from([1, 2, 4, 16]))
     def begin(self, block_tokens: int) -> None:
@@ -40,7 +38,7 @@ class BatchLives(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def some_draw(self, data: st.DataObject) -> None:
-        # Requests that have left, too: the engine may report them in the same step.
+        # Include requests that have left: the engine may report them in the same step.
         self._draw(set(data.draw(st.lists(st.integers(1, self.numbers + 1), max_size=8))))
 
     @rule(data=st.data())
@@ -86,7 +84,7 @@ def test_a_request_that_is_preempted_for_one_step_ends_once() -> None:
     batch.preempt(1)
     for _ in range(3):
         batch.step({1, 2})
-    # Its end is known to be outlived: of the two, only the other one still wants blocks until its end.
+    # This one has outlived its prediction: only the other still needs blocks until its end.
     batch.remove(1)
     alone = BatchGrowth(block_tokens=1)
     alone.add(2, BatchMember(context_tokens=8, remaining_tokens=6))

@@ -1,5 +1,3 @@
-"""Orders of waiting prompts."""
-
 from collections import Counter
 from typing import NamedTuple
 
@@ -32,14 +30,13 @@ def test_prompts_go_by_arrival_or_by_length_and_then_by_arrival(waiting: list[Wa
 
 
 class PromptQueueMachine:
-    """Arrivals, computations and cancellations in any order; remembers who was computed when."""
+    """State machine: arrivals, computations and cancellations of prompts; records the order of computation."""
 
     def __init__(self, policy: OrderingPolicy, scheduling_batch: int) -> None:
         self.queue: PromptQueue[WaitingPrompt] = PromptQueue(policy, 1, 1000, scheduling_batch)
         self.waiting: list[WaitingPrompt] = []
         self.computed: list[WaitingPrompt] = []
         self.overtaken_by: Counter[int] = Counter()
-        """Prompts that came later than this one and were computed, or are the head, while it waited."""
         self.arrivals = 0
 
     def arrive(self, token_count: int) -> None:

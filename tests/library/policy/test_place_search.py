@@ -1,5 +1,3 @@
-"""When a place at decode is looked for."""
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +12,6 @@ def test_a_place_is_sought_early_only_where_a_push_can_use_it(
     if at_first_token or not more:
         assert search is PlaceSearch.AFTER_FIRST_TOKEN
     else:
-        # A prompt of one chunk has no chunk after the first.
         assert (search is PlaceSearch.AT_START) == (token_count <= chunk_tokens)
         assert search is not PlaceSearch.AFTER_FIRST_TOKEN
 

@@ -1,5 +1,3 @@
-"""Placement policies: who is chosen, who never is, and what counts between heartbeats."""
-
 import random
 from dataclasses import replace
 from typing import Any
@@ -112,7 +110,7 @@ def test_a_colocated_instance_needs_no_other_and_both_kinds_share_the_load() -> 
         return {choice.record.instance_id for choice in choices if choice is not None}
 
     assert chosen(prefill, decode, colocated) == {"p0", "c0"}
-    # What p0 computes could go nowhere.
+    # No instance can receive the KV that p0 computes.
     assert chosen(prefill, colocated) == {"c0"}
 
 
@@ -322,7 +320,7 @@ def test_a_request_without_room_waits_where_few_wait_and_most_is_free_in_a_pool_
 
     assert chosen() == "most-room"
     assert chosen("most-room") == "least-room"
-    # What was sent there waits there, though no heartbeat says so yet.
+    # Requests sent there wait there, though no heartbeat shows them yet.
     assert chosen("most-room", "least-room") == "sent-to"
     assert chosen("most-room", "least-room", "sent-to") == "long-line"
     assert chosen("most-room", "sent-to", "least-room", "long-line") is None
@@ -343,14 +341,13 @@ def test_the_largest_prompt_is_what_the_largest_pool_holds_with_one_token_more()
     assert largest(decode("d0", 3), decode("d1", 2)) == 3 * tokens - 1
     assert largest(decode("d0", 3, max_model_len=2 * tokens)) == 2 * tokens - 1
     assert largest(decode("d0", 2, max_model_len=3 * tokens)) == 2 * tokens - 1
-    # Who does not say how large it is may be large enough.
+    # An instance that does not report its size may be large enough.
     assert largest(decode("d0", 3), decode("d1", 0)) is None
     assert largest_prompt(view_of(decode("d0", 3, layout=None)), MODEL) is None
-    # Others do not count: another model's, another phase's, one whose pool cannot take the KV.
+    # Instances of another model, phase or KV layout do not count.
     others = decode("d1", 9, model="other"), decode("d2", 9, layout=OTHER_LAYOUT)
     assert largest(decode("d0", 3), *others) == 3 * tokens - 1
     assert largest(decode("d0", 3), decode("c0", 9, BOTH_PHASES)) == 3 * tokens - 1, "it takes no pushes"
-    # Without a layout nothing is pushed.
     assert largest_prompt(view_of(decode("d0", 3), decode("c0", 9, BOTH_PHASES)), MODEL) == 9 * tokens - 1
 
 
@@ -366,14 +363,14 @@ def test_a_prefill_instance_whose_queue_is_full_takes_no_request() -> None:
     assert chosen(status("p0", queue_room=0), status("p1", queue_room=1, queued_prefill_tokens=99)) == status(
         "p1", queue_room=1, queued_prefill_tokens=99
     )
-    # Also with those that it cannot know of yet, however few tokens they have.
+    # Requests sent since its heartbeat fill the queue too, however few tokens they have.
     for number in range(2):
         assert chosen(target) is target
         sent.add(f"r{number}", target, 0)
     assert chosen(target) is None
     sent.remove("r0", "p0")
     assert chosen(target) is target
-    # Not taken at all, where those to avoid are taken when nothing else is left.
+    # An excluded instance is never taken, unlike one to avoid.
     assert chosen(target, exclude={"p0"}) is None
     assert chosen(target, avoid={"p0"}) is target
     assert chosen(target, status("p1"), avoid={"p1"}, exclude={"p0"}) == status("p1")

@@ -1,5 +1,3 @@
-"""Policies of other packages: they decide where their answer is good, and the default does where it is not."""
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,7 +55,7 @@ BAD_PLACEMENTS: list[Callable[..., Any]] = [
 
 
 def _plugin(kind: type[Any], decide: Callable[..., Any]) -> Any:
-    """A plug-in of this kind whose one method is `decide`."""
+    """Return a plug-in of the given kind whose one method is `decide`."""
     (method,) = kind.__abstractmethods__
     return type("_Plugin", (kind,), {method: lambda self, *arguments: decide(*arguments)})()
 

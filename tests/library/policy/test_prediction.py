@@ -1,5 +1,3 @@
-"""Which predictor to ask, when not to, how long to wait, and what an answer is worth."""
-
 import random
 
 from hypothesis import given
@@ -100,7 +98,7 @@ def test_a_usable_length_is_within_what_may_be_generated_and_not_outlived(
     predicted = TokenRange(low, low + width)
     usable = usable_length(predicted, generated, most, least)
     if usable is None:
-        # The answer goes on, so that it is longer than what it has.
+        # The answer has not ended, so it will have at least one more token.
         assert generated + 1 >= min(max(predicted.high, least + 1), most + 1)
     else:
         assert usable.high <= most + 1

@@ -1,5 +1,3 @@
-"""How many prompts the engine has ahead, and what the queue counts."""
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -33,7 +31,6 @@ def add(queue: PromptQueue[QueuedPrompt], *token_counts: int) -> list[QueuedProm
 
 
 def submitted(queue: PromptQueue[QueuedPrompt]) -> Iterator[QueuedPrompt]:
-    """What an engine with free blocks is given now."""
     while (prompt := queue.next()) is not None:
         queue.submitted(prompt)
         yield prompt

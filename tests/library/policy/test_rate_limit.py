@@ -1,5 +1,3 @@
-"""How often something may happen."""
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,5 +1,3 @@
-"""Recovery: which lost requests are resumed from their replicas, and which are computed again."""
-
 from dataclasses import replace
 
 import pytest

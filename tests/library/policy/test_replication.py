@@ -1,5 +1,3 @@
-"""Who holds copies: never the owner, only who has room; what is worth a copy; what a full holder drops."""
-
 import random
 import time
 from collections import Counter

@@ -1,5 +1,3 @@
-"""Retry: what ends a request, how long instances rest, and that another one is asked meanwhile."""
-
 import math
 import random
 from dataclasses import replace
@@ -22,7 +20,7 @@ from kaveri.policy.retry import (
 LIMITS = RetryLimits(max_attempts=3, unavailable_after_s=10.0)
 
 SETBACKS = tuple(setback for setback in Setback if setback is not Setback.REFUSED)
-"""Those of prefill instances. A holder that refuses is not asked again."""
+"""Failures of prefill instances."""
 
 
 def record(number: int = 0, incarnation: int = 1) -> InstanceRecord:

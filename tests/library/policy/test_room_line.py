@@ -1,5 +1,3 @@
-"""The line of requests that wait for room on a decode instance."""
-
 from collections import Counter
 
 from hypothesis import given
@@ -9,7 +7,7 @@ from kaveri.policy.admission import AdmissionPolicy, DecodeBatch
 from kaveri.policy.decode_room import DecodeRoom, FreeRoom
 
 POOL = 10
-"""Blocks, of one token each."""
+"""KV blocks in the pool, of one token each."""
 
 
 def line(**limits: int) -> DecodeRoom:
@@ -25,12 +23,12 @@ def next_to_ask(room: DecodeRoom, blocks: int, attainable_blocks: int = POOL) ->
 
 
 class LineMachine:
-    """A pool of blocks with a line in front of it; counts who was overtaken how often."""
+    """State machine: a block pool and its queue of requests; counts how often each is overtaken."""
 
     def __init__(self, max_overtakes: int) -> None:
         self.line = line(max_overtakes=max_overtakes)
         self.waiting: dict[str, int] = {}
-        """Needed blocks, in the order in which the requests came."""
+        """Needed blocks by request id, in order of arrival."""
         self.asked: list[str] = []
         self.holds: dict[str, int] = {}
         self.overtaken: Counter[str] = Counter()
@@ -68,7 +66,6 @@ class LineMachine:
         self._leave(request_id)
 
     def end(self, request_id: str) -> None:
-        """It gives up, or gives its room back."""
         if request_id in self.asked:
             self.asked.remove(request_id)
         self._leave(request_id)

@@ -1,5 +1,3 @@
-"""Where a computed prompt asks for room, and where it waits."""
-
 import random
 from typing import Any
 
@@ -23,7 +21,6 @@ def new_search() -> RoomSearch[str]:
 
 
 def seeker(token_count: int = 40, **fields: object) -> Seeker[str]:
-    """By default of three blocks."""
     return Seeker("a", token_count, **fields)  # type: ignore[arg-type]
 
 

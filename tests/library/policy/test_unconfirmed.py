@@ -1,5 +1,3 @@
-"""Running sums of unconfirmed work equal the plain sums over all pieces."""
-
 from hypothesis import given
 from hypothesis import strategies as st
 

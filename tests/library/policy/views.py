@@ -1,5 +1,3 @@
-"""Views of clusters of engines."""
-
 from dataclasses import replace
 
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Phase, Role
@@ -21,7 +19,7 @@ def instance(
     failure_domain: str = "",
     **load: object,
 ) -> InstanceStatus:
-    """served: phases of its record; () for a router. load: fields of its InstanceLoad."""
+    """Return an instance's status. served: phases of its record; () for a router. load: fields of its InstanceLoad."""
     role = Role.ENGINE if served else Role.ROUTER
     record = InstanceRecord(
         instance_id, incarnation, role, "h:1", model, layout=layout, phases=served, failure_domain=failure_domain

@@ -1,4 +1,4 @@
-"""A gRPC service on loopback that ends its RPCs as a test wishes."""
+"""Test double: a gRPC service on loopback whose RPCs end as the test wishes."""
 # ruff: noqa: N802 - gRPC names the methods
 
 import asyncio
@@ -14,7 +14,7 @@ SERVICE_NAME = "kaveri.v1.FeedService"
 
 
 class EchoService(feed_pb2_grpc.FeedServiceServicer):
-    """Abort answers at once, or does what `on_abort` says; Follow stays open until it is cancelled."""
+    """Test double: Abort returns at once or runs `on_abort`; Follow stays open until it is cancelled."""
 
     def __init__(self) -> None:
         self.on_abort: Callable[[Any], Awaitable[None]] | None = None
@@ -39,7 +39,6 @@ class EchoService(feed_pb2_grpc.FeedServiceServicer):
 
 @contextlib.asynccontextmanager
 async def serving(service: EchoService) -> AsyncIterator[RpcServer]:
-    """Serves `service` on loopback, not ready yet; `port` says where."""
     server = RpcServer("127.0.0.1", 0, [SERVICE_NAME])
     server.add(partial(feed_pb2_grpc.add_FeedServiceServicer_to_server, service))
     await server.start()

@@ -1,5 +1,3 @@
-"""Channels to peers: which of them close when peers leave, and what happens to the calls on them."""
-
 import asyncio
 
 import pytest
@@ -13,8 +11,6 @@ WAIT_S = 60.0
 
 
 class _Slow(FeedServiceServicer):
-    """Answers Abort once it may."""
-
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.may_answer = asyncio.Event()

@@ -1,13 +1,9 @@
-"""Which peers are noticed when they hang. The beats are the test's own."""
-
 import asyncio
 
 from kaveri.rpc.liveness import Liveness
 
 
 class HeldCall:
-    """A call that a caller waits for."""
-
     target = "peer"
     leaves_unheard = True
 
@@ -31,7 +27,7 @@ async def test_a_peer_that_hangs_after_its_first_message_and_before_it_has_answe
 
 
 async def test_a_peer_that_answers_slowly_is_not_suspected_once_it_has_answered_a_beat() -> None:
-    """One that is far away. It is watched by gRPC's keep-alive."""
+    """A distant peer, for example. gRPC's keep-alive watches it."""
     answered = asyncio.Event()
 
     async def one_slow_answer(target: str) -> None:
@@ -46,7 +42,7 @@ async def test_a_peer_that_answers_slowly_is_not_suspected_once_it_has_answered_
     other = HeldCall()
     other.target = "another peer"
     liveness.begin(other)
-    # It was never heard, and is found later than the first one would be.
+    # It has never sent anything, so it is suspected later than the first one would be.
     await asyncio.wait_for(other.suspected.wait(), 30)
     assert not call.suspected.is_set()
     liveness.close()
@@ -61,7 +57,7 @@ async def test_a_call_with_nowhere_else_to_go_waits_on_while_others_of_its_peer_
     liveness.begin(other)
     await asyncio.wait_for(other.suspected.wait(), 30)
     assert not alone.suspected.is_set()
-    # A call that comes later is noticed as well, though the first one still waits.
+    # A later call is failed too, while the first one still waits.
     later = HeldCall()
     liveness.begin(later)
     await asyncio.wait_for(later.suspected.wait(), 30)

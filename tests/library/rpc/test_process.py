@@ -1,5 +1,3 @@
-"""run_service as a process: settings, signals, exit status."""
-
 import json
 import os
 import signal

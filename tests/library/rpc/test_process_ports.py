@@ -1,5 +1,3 @@
-"""The ports of a service process: what they ask for, and which of them are open."""
-
 import http.client
 import shutil
 import signal
@@ -45,7 +43,7 @@ def test_with_tls_metrics_ask_for_a_certificate_and_health_has_a_plain_port_of_i
         process.send_signal(signal.SIGTERM)
         assert said(process) == "draining"
         assert _get(health, "/readyz") == 503
-        # Renewed by another authority: the port takes it up, and refuses those of the former one.
+        # Renewed by another authority: the port then refuses certificates of the old one.
         renewed = Authority(others, "renewed-authority").certify("renewed")
         former = replace(files, authority=renewed.authority)
         shutil.copy(files.certificate, former_certificate := str(tmp_path / "former.pem"))
@@ -102,7 +100,7 @@ def _until_answered(port: int, tls: TlsFiles) -> None:
 
 
 def _get(port: int, path: str, tls: TlsFiles | None = None) -> int:
-    """The status. tls: None: plain HTTP."""
+    """Return the HTTP status. tls: None: plain HTTP."""
     if tls is None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
     else:

@@ -1,5 +1,3 @@
-"""RpcServer on loopback: health, reflection, addresses that cannot be bound, limits, and garbage."""
-
 import asyncio
 import os
 import time
@@ -34,7 +32,7 @@ async def test_health_is_serving_between_ready_and_drain(name: str) -> None:
         states.append(await health_of(channel, name))
         not_serving, is_serving = (health_pb2.HealthCheckResponse.NOT_SERVING, health_pb2.HealthCheckResponse.SERVING)
         assert states == [not_serving, is_serving, not_serving]
-        # Draining refuses nothing by itself: the service decides what it still takes.
+        # Draining refuses nothing by itself: the service decides what it still accepts.
         await feed_pb2_grpc.FeedServiceStub(channel).Abort(feed_pb2.AbortRequest())
 
 

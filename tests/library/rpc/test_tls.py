@@ -1,5 +1,3 @@
-"""Mutual TLS on gRPC: who is refused, and how renewed certificates are taken up."""
-
 import asyncio
 import contextlib
 import os
@@ -60,7 +58,6 @@ async def _serving(files: TlsFiles) -> AsyncIterator[str]:
 
 
 async def _ask(address: str, tls: RpcTls | None) -> None:
-    """Raises what the server, or the handshake, answers with."""
     async with open_channel(address, tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
@@ -88,7 +85,7 @@ async def test_a_caller_of_another_authority_or_with_an_expired_certificate_is_r
     authority: Authority, files: TlsFiles, tmp_path: Path
 ) -> None:
     (others := tmp_path / "others").mkdir()
-    # It trusts the server, so that only the server can refuse it.
+    # The caller trusts the server, so only the server can refuse.
     foreign = replace(Authority(others, "others").certify("foreign"), authority=files.authority, name=files.name)
     async with _serving(files) as address:
         for refused in (foreign, authority.certify("expired", days=-1)):
@@ -134,7 +131,7 @@ async def test_certificates_of_a_new_authority_are_taken_up_by_ports_and_channel
     (others := tmp_path / "others").mkdir()
     renewed = Authority(others, "others").certify("renewed")
     former = authority.certify("former")
-    # Its own: the authority's file is replaced, too.
+    # With its own authority: its file is replaced too.
     shutil.copy(former.authority, former.authority + ".former")
     former = replace(former, authority=former.authority + ".former")
     ours = RpcTls(files)
@@ -144,7 +141,6 @@ async def test_certificates_of_a_new_authority_are_taken_up_by_ports_and_channel
         stub = channels.stub(health_pb2_grpc.HealthStub, address)
         await stub.Check(health_pb2.HealthCheckRequest(), timeout=WITHIN_S)
         _replace(files, renewed)
-        # A connection that is open goes on; new ones use what the files say now.
         await stub.Check(health_pb2.HealthCheckRequest(), timeout=WITHIN_S)
         assert channels.stub(health_pb2_grpc.HealthStub, address) is stub
         with pytest.raises(Unavailable):

@@ -1,5 +1,3 @@
-"""Log lines say whose they are, and a line that cannot be written is no error."""
-
 import contextlib
 import json
 import subprocess
@@ -24,7 +22,6 @@ get_logger().warning("of the rank")
 
 
 def test_a_rank_logs_as_its_instance_with_its_number() -> None:
-    # Logging is set up once in a process.
     ran = subprocess.run([sys.executable, "-c", _LOG], stderr=subprocess.PIPE, text=True, timeout=60, check=True)
     instance, rank = (json.loads(line) for line in ran.stderr.splitlines())
     assert {**instance, "timestamp": ""} == {

@@ -1,5 +1,3 @@
-"""The metrics port answers what it is asked, and stays small and quiet whatever connects to it."""
-
 import asyncio
 import contextlib
 import logging
@@ -20,8 +18,6 @@ _WITHIN_S = 60.0
 
 
 class _MetricsPort:
-    """A served port, and whether its process is ready."""
-
     def __init__(self) -> None:
         self.number = free_port()
         self.ready = True
@@ -41,7 +37,7 @@ async def _connect(port: _MetricsPort) -> tuple[asyncio.StreamReader, asyncio.St
 
 
 async def _send(port: _MetricsPort, request: str) -> tuple[int, dict[str, str], str]:
-    """Status, headers by their name in lower case, and body of the answer."""
+    """Send a request; return status, headers by lower-case name, and body of the response."""
     async with asyncio.timeout(_WITHIN_S):
         reader, writer = await _connect(port)
         writer.write(request.encode())
@@ -58,7 +54,7 @@ async def _ask(port: _MetricsPort, path: str, method: str = "GET", *headers: str
 
 
 async def _is_closed(reader: asyncio.StreamReader) -> bool:
-    """Waits for the other side to close; what it sent before is dropped."""
+    """Wait until the other side closes the connection; drop what it sent before."""
     async with asyncio.timeout(_WITHIN_S):
         with contextlib.suppress(ConnectionError):
             await reader.read()
@@ -138,7 +134,7 @@ async def test_connection_that_does_not_read_its_answer_is_closed_after_a_while(
     monkeypatch.setattr(metrics, "RESPONSE_TIMEOUT_S", 0.2)
     wide = Gauge("tests_wide", "Wide.", ["label"], registry=port.registry)
     for number in range(40_000):
-        # More than two sockets hold.
+        # More than the buffers of two sockets hold.
         wide.labels(label="x" * 200 + str(number)).set(1)
     with socket.create_connection(("127.0.0.1", port.number)) as slow:
         slow.setblocking(False)
@@ -182,7 +178,6 @@ async def test_early_hang_up_prints_nothing(
     for _ in range(5):
         _, writer = await _connect(port)
         writer.write(request_text.encode())
-        # A reset, not a polite end.
         writer.transport.abort()
     assert (await _ask(port, "/livez"))[0] == HTTPStatus.OK
     assert capfd.readouterr() == ("", "")

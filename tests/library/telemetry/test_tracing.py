@@ -1,5 +1,3 @@
-"""When a process traces, and what it says when it cannot."""
-
 import asyncio
 import itertools
 import socket

@@ -1,5 +1,3 @@
-"""What names an attempt, and what a new owner shows, is checked where it arrives: the field and its limit are named."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""What a message says is checked where it becomes a value of ours."""
-
 import pytest
 
 from kaveri.errors import InvalidArgument, Unavailable

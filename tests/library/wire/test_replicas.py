@@ -1,5 +1,3 @@
-"""What owners, holders and routers say of replicas survives the wire, and is checked where it arrives."""
-
 from dataclasses import replace
 
 import pytest

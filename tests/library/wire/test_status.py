@@ -1,4 +1,4 @@
-"""Errors over real gRPC: each arrives as itself with its data, and a stranger's status as the nearest of ours."""
+"""Errors over real gRPC: each arrives with its data, and a foreign server's status as the closest KaveriError."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -71,7 +71,6 @@ def subclasses(root: type[KaveriError]) -> Iterator[type[KaveriError]]:
 
 
 async def call(service: EchoService, **options: Any) -> aio.AioRpcError:
-    """Makes one RPC and returns the gRPC error that it ends with."""
     async with serving(service) as server, open_channel(f"127.0.0.1:{server.port}") as channel:
         with pytest.raises(aio.AioRpcError) as caught:
             await feed_pb2_grpc.FeedServiceStub(channel).Abort(feed_pb2.AbortRequest(), **options)
@@ -79,7 +78,7 @@ async def call(service: EchoService, **options: Any) -> aio.AioRpcError:
 
 
 async def arrived_as(code: grpc.StatusCode, message: str, details: bytes | None = None, **known: str) -> KaveriError:
-    """The error that a stranger's status with these details becomes."""
+    """Return the KaveriError made from a foreign server's status with these details."""
     metadata = () if details is None else ((DETAILS_KEY, details),)
     service = EchoService()
     service.on_abort = lambda context: context.abort(code, message, trailing_metadata=metadata)
@@ -87,7 +86,6 @@ async def arrived_as(code: grpc.StatusCode, message: str, details: bytes | None 
 
 
 def packed(detail: Message) -> bytes:
-    """A google.rpc.Status with this detail."""
     wrapped = any_pb2.Any()
     wrapped.Pack(detail)
     return status_pb2.Status(details=[wrapped]).SerializeToString()
