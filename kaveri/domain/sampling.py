@@ -49,7 +49,7 @@ apart."""
 
 
 class FinishReason(enum.StrEnum):
-    """Reason why a request ended."""
+    """Reason why an answer ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -58,7 +58,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopConditions:
-    """Length of an answer, and what ends it."""
+    """Limits on the length of an answer, and the texts and tokens that end it."""
 
     max_tokens: int | None = None
     """Max tokens to generate, at least 1. None: the model's default, or all that its length leaves after the prompt."""
@@ -122,8 +122,8 @@ class SamplingParams(StopConditions):
             object.__setattr__(self, name, checked)
 
     def resolved(self, defaults: "SamplingParams | None" = None) -> "ResolvedParams":
-        """Return these parameters, with None replaced by the `chosen` ones of `defaults`. Raises InvalidArgument when
-        the default of max_tokens is below min_tokens."""
+        """Return the parameters for an engine: None becomes the value of `defaults`, or else the built-in one. Raises
+        InvalidArgument when the default of max_tokens is below min_tokens."""
         given = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
         return ResolvedParams(**({} if defaults is None else defaults.chosen) | given)
 
@@ -143,13 +143,13 @@ class ResolvedParams(SamplingParams):
 
 
 def derived_seed(seed: int | None, number: int) -> int | None:
-    """Seed of the answer with this number to one prompt, in [0, 2**64). The first one is the request's own, modulo
-    2**64. None: no seed; the router chooses one for each."""
+    """Seed for answer `number`, from 0, of several to one prompt, in [0, 2**64). Number 0 has `seed` modulo 2**64.
+    None: no seed."""
     return None if seed is None else (seed + number * _SEED_STEP) % 2**64
 
 
 def check_prompt_report(params: SamplingParams, prompt_tokens: int) -> None:
-    """Raise InvalidArgument if prompt logprobs for `prompt_tokens` would be too large."""
+    """Raise InvalidArgument if the log-probabilities for a prompt of `prompt_tokens` exceed MAX_PROMPT_REPORT."""
     if params.prompt_logprobs is None:
         return
     most = MAX_PROMPT_REPORT // (params.prompt_logprobs + 1)
@@ -176,7 +176,7 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
 
 
 def whole_number(value: object) -> int | None:
-    """`value` as an int if it is a whole number of any type, such as numpy's; None otherwise, and for bools."""
+    """Return `value` as an int if it is a whole number of any type, such as numpy's; None otherwise, and for bools."""
     if type(value) is int:
         return value
     try:
@@ -186,7 +186,8 @@ def whole_number(value: object) -> int | None:
 
 
 def ordered_items(field: str, value: object, limit: str) -> Iterable[object]:
-    """Return `value` if it is an ordered collection. Raises InvalidArgument, naming `field` and `limit`."""
+    """Return `value` if it is an ordered collection of items, not a text, mapping or set. Raises InvalidArgument,
+    naming `field` and `limit`."""
     # Strings and mappings iterate over letters or keys, and sets in no order.
     unordered = isinstance(value, str | bytes | bytearray | Mapping | AbstractSet)
     if unordered or not isinstance(value, Iterable):
@@ -228,7 +229,7 @@ def _check_stop_text(text: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """The model's log-probabilities at one position, before temperature, top_k and top_p."""
+    """Log-probabilities at one token position, before temperature, top_k and top_p are applied."""
 
     logprob: float
     """Natural logarithm of the probability of the sampled token, or of the prompt's token."""

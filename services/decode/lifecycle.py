@@ -23,7 +23,7 @@ from kaveri.kv.transfer.ticket import Ticket
 
 @dataclass(frozen=True, slots=True)
 class InLine:
-    """State: the request waits in line for room."""
+    """State of a request at decode: it waits in line for free KV blocks."""
 
     stays: bool
     """True if the request may wait when there is no room now."""
@@ -31,7 +31,8 @@ class InLine:
 
 @dataclass(frozen=True, slots=True)
 class Reserving:
-    """State: the engine was asked to reserve room for the request, or to adopt it."""
+    """State of a request at decode: the engine was asked to reserve KV blocks for it, or to adopt it from its own
+    prefill."""
 
     stays: bool
     asked_s: float
@@ -39,14 +40,14 @@ class Reserving:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """State: room is reserved, and the request's KV is expected."""
+    """State of a request at decode: KV blocks are reserved, and a push of its KV is expected."""
 
     asked_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """State: the request's KV has landed; it waits for a seat in the batch."""
+    """State of a request at decode: its KV has arrived; it waits to join the running batch."""
 
     landed_s: float
     preemptions: int = 0
@@ -54,7 +55,7 @@ class Ready:
 
 
 class Running(NamedTuple):
-    """State: the request is in the batch. A tuple, because each token creates a new one."""
+    """State of a request at decode: it is in the running batch. A tuple, because each token creates a new one."""
 
     landed_s: float
     first_step_s: float | None = None
@@ -66,7 +67,7 @@ class Running(NamedTuple):
 
 
 class DecodeOutcome(enum.StrEnum):
-    """Reason for a request's end on this instance."""
+    """Reason for a request's end on a decode instance."""
 
     FINISHED = "finished"
     ABORTED = "aborted"
@@ -85,7 +86,7 @@ class DecodeOutcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """State: the request has ended on this instance and holds no resources."""
+    """State of a request at decode: it has ended on this instance and holds no resources."""
 
     outcome: DecodeOutcome
 
@@ -112,42 +113,42 @@ class BareEvent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RoomGranted:
-    """Event: the engine has reserved room for the request."""
+    """Event for a request at decode: the engine has reserved KV blocks."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class RoomRefused:
-    """Event: the engine has refused room; or the request may not wait in line: its call forbids that, the line is full,
-    or the instance drains."""
+    """Event for a request at decode: it gets no KV blocks. The engine refused, or it may not wait in line: its call
+    forbids that, the line is full, or the instance drains."""
 
     error: KaveriError
 
 
 @dataclass(frozen=True, slots=True)
 class KvLanded:
-    """Event: the request's whole KV cache has landed."""
+    """Event for a request at decode: its whole KV cache has arrived."""
 
     kv_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class KvNotLanded:
-    """Event: the request's KV will not arrive. The push reports this to the prefill side."""
+    """Event for a request at decode: its KV will not arrive. The push reports this to the prefill side."""
 
     reason: str
 
 
 class Drew(NamedTuple):
-    """Event: the engine has sampled a token for the request."""
+    """Event for a request at decode: the engine has sampled a token."""
 
     is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class AbortAsked:
-    """Event: the request's prefill instance or router aborts it."""
+    """Event for a request at decode: its prefill instance or router aborts it."""
 
     by_router: bool
 
@@ -166,7 +167,7 @@ class Rival(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RivalCame:
-    """Event: another Reserve call arrived with the same request id."""
+    """Event for a request at decode: a newer Reserve call with the same request id replaces it."""
 
     rival: Rival
     error: KaveriError
@@ -175,14 +176,15 @@ class RivalCame:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Event: the engine has released the request: the holder of its copy has the KV of all tokens but the last."""
+    """Event for a request at decode: the engine has stopped it, and another instance, which has the KV of all tokens
+    but the last, resumes it."""
 
     holder_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Event: the engine failed the request, or the instance ends."""
+    """Event for a request at decode: the engine failed on it, or the instance ends."""
 
     error: EngineError | Unavailable
     """EngineError: the request must not be placed again."""
@@ -192,7 +194,7 @@ Event = BareEvent | RoomGranted | RoomRefused | KvLanded | KvNotLanded | Drew | 
 
 
 class BareAction(enum.Enum):
-    """Actions without data."""
+    """Action for a request at decode, without data."""
 
     LEAVE_LINE = enum.auto()
     """Remove the request from the line."""
@@ -206,7 +208,7 @@ class BareAction(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AnswerReserve:
-    """Set the result of the request's Reserve call, if still waiting."""
+    """Action for a request at decode: set the result of its Reserve call, if still waiting."""
 
     result: Ticket | KaveriError | None
     """The ticket or the error; None: the request was aborted."""
@@ -214,7 +216,7 @@ class AnswerReserve:
 
 @dataclass(frozen=True, slots=True)
 class TellRouter:
-    """Send the router the error that ends the request on this instance, after its tokens."""
+    """Action for a request at decode: send its router the error that ends it on this instance, after its tokens."""
 
     error: str
     replaced: bool = False
@@ -226,7 +228,8 @@ class TellRouter:
 
 @dataclass(frozen=True, slots=True)
 class KeepTokens:
-    """Send the router nothing more; keep the tokens, followed by `error`, for a router that attaches later."""
+    """Action for a request at decode: send its router no more, but keep the tokens, with `error` as their end, for a
+    later attach."""
 
     error: str
 
@@ -239,7 +242,7 @@ class CountLanding:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Durations and token counts of a finished request."""
+    """Durations and token counts of a request that has finished at decode."""
 
     queue_s: float
     decode_s: float
@@ -252,7 +255,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class NoteEnd:
-    """Log and count the request's end; always the last action."""
+    """Action for a request at decode: log and count its end; always the last action."""
 
     outcome: DecodeOutcome
     reason: str | None = None
@@ -266,7 +269,7 @@ Step = tuple[State, tuple[Action, ...]]
 
 
 def step(state: State, event: Event, now_s: float) -> Step:
-    """Return the next state and the actions. An impossible pair raises an AssertionError that names both."""
+    """Return the next state of a request at decode and the actions. An impossible event raises AssertionError."""
     match event, state:
         case Drew(), Running():
             first_step_s = now_s if state.first_step_s is None else state.first_step_s
@@ -358,7 +361,7 @@ def _ended(
     tell: TellRouter | KeepTokens | None = None,
     aborts: bool = True,
 ) -> Step:
-    """error: result for a waiting Reserve call; None: aborted. tell: ignored in line, where the router does not know
+    """error: result of a waiting Reserve call; None: aborted. tell: not sent from the line, as the router does not know
     this instance yet."""
     preemptions = state.preemptions if isinstance(state, Ready | Running) else 0
     report = NoteEnd(outcome, reason, preemptions)
