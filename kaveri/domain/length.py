@@ -12,7 +12,6 @@ class RangeEnd(enum.StrEnum):
     LOW = "low"
     """Lower end; used by TetriInfer's policies (arXiv 2401.11181, section 5.2.2)."""
     HIGH = "high"
-    """Upper end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,11 @@ MAX_STOP_TEXT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_PROMPT_REPORT = 2**17
-"""Max prompt log-probabilities of one request: (prompt_logprobs + 1) * tokens. Each takes 100 to 200 bytes in the
-processes."""
+"""Max prompt log-probabilities of one request, (prompt_logprobs + 1) * tokens, of 100 to 200 bytes each."""
 MAX_N = 128
 """Max answers to one prompt in one call, for protocols with such a parameter."""
 MAX_COPIED_TOKENS = 2**20
-"""Max prompt tokens of one call in total, each counted once per answer, if there are several answers. Each answer is a
-request with a prompt of its own."""
+"""Max prompt tokens of one call in total, each counted once per answer: each answer is a request."""
 MAX_COPIED_CHARACTERS = 2**24
 """Max prompt characters of one call in total, before the prompts are tokenized; see MAX_COPIED_TOKENS."""
 _UINT32_MAX = 2**32 - 1
@@ -44,8 +42,7 @@ _NUMBERS = {"temperature": (0.0, _FLOAT32_MAX), "top_p": (_FLOAT32_MIN, 1.0)}
 _WITH_DEFAULTS = ("max_tokens", "temperature", "top_p", "top_k")
 """Parameters for which a model may have defaults."""
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio: odd, so that the seeds of one request differ, and large, so that they are far
-apart."""
+"""2**64 / golden ratio: odd, so that seeds of one request differ, and large, so that they are far apart."""
 
 
 class FinishReason(enum.StrEnum):
@@ -63,8 +60,7 @@ class StopConditions:
     max_tokens: int | None = None
     """Max tokens to generate, at least 1. None: the model's default, or all that its length leaves after the prompt."""
     min_tokens: int = 0
-    """Min answer length, at most max_tokens. Until then end tokens are not sampled and complete stop texts are
-    ignored."""
+    """Min answer length, at most max_tokens. Until then end tokens are not sampled and stop texts are ignored."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; the text is cut before the match."""
     stop_token_ids: tuple[int, ...] = ()
@@ -80,8 +76,7 @@ class SamplingParams(StopConditions):
     temperature: float | None = None
     """Divides the logits. 0 is greedy. None: the model's, as ModelInfo.default_params says, or 1."""
     top_p: float | None = None
-    """Sample only from the smallest set of tokens whose probability reaches top_p, in (0, 1]. None: the model's, or
-    1."""
+    """Sample only from the smallest token set with a total probability of top_p, in (0, 1]. None: the model's, or 1."""
     top_k: int | None = None
     """Sample only from the top_k most likely tokens. 0: all. None: the model's, or 0."""
     seed: int | None = None

@@ -15,17 +15,14 @@ ParamsT = ParamSpec("ParamsT")
 
 
 WIRE = 1
-"""Number of the contracts between processes (protos/), raised with each incompatible change. Processes ignore instances
-of another number."""
+"""Version of the contracts (protos/), raised with each incompatible change. Processes ignore other versions."""
 
 
 class Role(enum.StrEnum):
     """Kind of a process in the cluster."""
 
     ROUTER = "router"
-    """The entry that clients talk to."""
     PREDICTOR = "predictor"
-    """Predicts the lengths of answers."""
     GATEWAY = "gateway"
     """Serves HTTP as a client of the routers."""
     ENGINE = "engine"
@@ -36,9 +33,7 @@ class Phase(enum.StrEnum):
     """Part of a request's work that an instance with an engine can do."""
 
     PREFILL = "prefill"
-    """Computes prompts."""
     DECODE = "decode"
-    """Generates tokens."""
 
 
 BOTH_PHASES = (Phase.PREFILL, Phase.DECODE)
@@ -86,7 +81,6 @@ class InstanceRecord(InstanceIdentity):
     metrics_address: str = ""
     """"host:port" of its metrics. Empty: none, or not reported by its version."""
     wire: int = WIRE
-    """Number of the contracts that it speaks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +214,7 @@ class ClusterView:
     store_connected: bool = True
     """False while the store cannot be reached and this is the last view known."""
     incompatible: Mapping[str, ViewedInstance] = field(default_factory=dict)
-    """Instances of another wire number: shown to operators, and ignored."""
+    """Instances with another WIRE number: shown to operators, and ignored."""
     _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @once_per_view

@@ -21,8 +21,7 @@ MIN_READER_ID_CHARACTERS = 16
 MAX_READER_ID_CHARACTERS = 128
 _MOST_PARTS = 32
 _MOST_PART_TOKENS = 64
-"""Limits on parts per message and tokens per part: a message is encoded, and decoded at the client, in one turn of the
-event loop."""
+"""Limits on parts per message and tokens per part: a message is encoded in one turn of the event loop."""
 MAX_READERS = 1024
 """Max clients with an open stream."""
 
@@ -101,8 +100,7 @@ class AnswerReader:
         log = self.request.log
         tokens = log.token_ids[self._next_index - log.first_index :]
         if log.end.finish is FinishReason.STOP:
-            # The router sends the last token with the end. A client that had the token alone would re-attach after the
-            # end.
+            # The router sends the last token with the end. A client with the token alone would attach again.
             tokens = tokens[:-1]
         if taken := tokens[:most_tokens]:
             self._next_index += len(taken)

@@ -26,7 +26,7 @@ class Holder(NamedTuple):
     incarnation: int
     address: str
     number: int = 0
-    """Number of the copy, assigned by the owner."""
+    """Serial number of the copy, assigned by the instance that decodes the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Alone:
     until_s: float = 0.0
     """Earliest time of the next search for a holder."""
     failures: int = 0
-    """Consecutive failures; each doubles the pause."""
+    """Consecutive failures; each doubles the pause before the next search."""
     former: Holder | None = None
     """Previous holder, which may still have a copy."""
 
@@ -96,7 +96,7 @@ class CopyRoomGranted:
 
 @dataclass(frozen=True, slots=True)
 class CopyLost:
-    """Event for a request's KV copy: the holder refused memory, or the engine's push to it has failed."""
+    """Event for a request's KV copy: the holder refused memory, or the engine's push to it has ended."""
 
     pause_s: float
     """Pause after a first failure."""
@@ -122,8 +122,7 @@ class RequestEnded:
     """Event for a request's KV copy: the request has ended on this instance, and with it the push of its KV."""
 
     is_given_up: bool = False
-    """True if no router will resume the request. Otherwise the holder keeps the copy for a while: this instance may die
-    before the router has received the end of the answer."""
+    """True if no router will resume the request, so that the holder need not keep the copy for a while."""
 
 
 Event = HolderChosen | CopyRoomGranted | CopyLost | CopyGrew | BareEvent | MoveDone | RequestEnded

@@ -37,14 +37,13 @@ from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.requests import DecodeRequest
 
 _QUIET_S = 120.0
-"""Owner is presumed dead after this long without a mark; requests that wait for a seat do not grow."""
+"""A copy's owner instance is presumed dead after this long without a mark; waiting requests do not grow."""
 _UNUSED_S = 5.0
-"""Time after which a copy without a block is dropped: its owner may have missed the reservation."""
+"""A copy without a block is dropped after this long: its owner instance may have missed the reservation."""
 _ARRIVAL_LOOKS = 50
 _ARRIVAL_LOOK_S = 0.002
 _LEAVING_S = 1.0
-"""Time for which a draining holder keeps its copies: owners find other holders, and requests that were just lost or
-moved are resumed."""
+"""Time that a draining holder keeps copies, for other holders to be found and lost requests to be resumed."""
 _LOOK_EVERY_S = 0.25
 _SCARCE = 1 / 8
 """Copies of complete answers are dropped while less than this share of the memory is free."""

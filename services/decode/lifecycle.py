@@ -80,7 +80,7 @@ class DecodeOutcome(enum.StrEnum):
     NOT_LANDED = "not_landed"
     ROUTER_GONE = "router_gone"
     MOVED = "moved"
-    """The holder of the request's copy continues it."""
+    """The instance that holds the request's KV copy continues it."""
     FAILED = "failed"
 
 
@@ -98,7 +98,6 @@ class BareEvent(enum.Enum):
     ROOM_ASKED = enum.auto()
     """The request is next in line; the service asks the engine for room."""
     ADOPTED = enum.auto()
-    """The engine that prefilled the request also decodes it."""
     SEAT_TAKEN = enum.auto()
     """The request joins the batch."""
     BLOCKS_LOST = enum.auto()
@@ -159,10 +158,9 @@ class Rival(enum.Enum):
     NEWER_OWNER = "newer owner"
     """Same request, newer attempt or session."""
     SAME_OWNER = "same owner"
-    """Same attempt: prefill missed the landing. The router may have tokens and wait for more."""
+    """Same attempt: prefill missed the arrival of its KV. The router may have tokens and wait for more."""
     OTHER_REQUEST = "other request"
-    """Different request. The former router must not place its request again, or the two would replace each other
-    forever."""
+    """Different request. Its former router must not place it again: the two would replace each other forever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +195,6 @@ class BareAction(enum.Enum):
     """Action for a request at decode, without data."""
 
     LEAVE_LINE = enum.auto()
-    """Remove the request from the line."""
     KEEP_PLACE = enum.auto()
     """Keep the request waiting at its place in line."""
     ABORT_IN_ENGINE = enum.auto()
@@ -261,7 +258,7 @@ class NoteEnd:
     reason: str | None = None
     preemptions: int = 0
     times: RequestTimes | None = None
-    """Durations and counts; None unless the request finished."""
+    """None unless the request finished."""
 
 
 Action = BareAction | AnswerReserve | TellRouter | KeepTokens | CountLanding | NoteEnd

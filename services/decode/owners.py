@@ -54,8 +54,8 @@ class RequestOwners:
         self.feeds = feeds
         feeds.join(router_gone, self._unsent_of)
         self.readers = AnswerReaders(self.by_id.get, self._reader_changed, tokenizer, metrics.read_tokens.inc)
-        # Newest owner of each request, kept for a while after its end to refuse late messages. Keyed by request id and
-        # secret, and by router id, because a router's attempt numbers grow even when a request id is reused.
+        # Refuses late messages after a request's end. Keyed by request id and secret, and by router id, because a
+        # router's attempt numbers grow even when a request id is reused.
         self._newest: ExpiringMap[tuple[str, str | bytes], Owner] = ExpiringMap(
             STRAGGLER_S, max_count=_OWNERS_REMEMBERED_COUNT
         )

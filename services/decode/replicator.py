@@ -76,7 +76,7 @@ class _Owned:
     request: DecodeRequest
     copy: Copy
     told: Ownership
-    """Owner last reported to the holder."""
+    """Session and attempt last reported to the holder."""
 
 
 class Replicator:

@@ -37,7 +37,7 @@ class End:
 
 GOING_ON = End()
 READ_HERE_TOKENS = 32
-"""Tokens per message to the router of an answer that a caller reads here."""
+"""Tokens per message to the router of an answer that a client reads directly from this instance."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,9 +52,9 @@ class GainedTokens:
     logprobs: list[Logprobs] = field(default_factory=list)
     end: End = GOING_ON
     replica: ReplicaLocation | None = None
-    """News of the request's copy; None: no news."""
+    """New location of the request's KV copy; None: unchanged."""
     read_here: bool = False
-    """A caller reads the answer here."""
+    """True if a client reads the answer directly from this instance."""
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +63,7 @@ class AnswerLog:
 
     first_index: int
     sent: int
-    """Index of the next token to send."""
+    """Index, within the answer, of the next token to send to the router."""
     # An array, because garbage collection visits each item of a list, of all answers in one turn of the event loop.
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -71,7 +71,7 @@ class AnswerLog:
     end: End = GOING_ON
     end_sent: bool = False
     replica: ReplicaLocation | None = None
-    """Location of the request's copy; None: none so far."""
+    """Location of the request's KV copy; None: none so far."""
     replica_sent: bool = True
 
     @property
@@ -142,7 +142,6 @@ class ResumedHere:
     """KV copy from which a request was resumed on this instance."""
 
     held_tokens: int
-    """Number of tokens whose KV comes from the copy."""
     landed: asyncio.Future[bool]
     """Done when the KV has landed. False: the request ended before."""
 

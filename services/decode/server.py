@@ -37,8 +37,7 @@ SLOW_READER_S = 10.0
 """Limit on the time to write one message. Slower clients get their answers from routers."""
 
 _MAX_TOKENS_BYTES = 2**13
-"""Limit on the estimated size of one message. A router decodes a message in one turn of its event loop: some
-milliseconds for 60 entries of one token, or 1,600 tokens of one answer."""
+"""Limit on the estimated size of a message, which a router decodes in one turn of its event loop, in milliseconds."""
 _ENTRY_BYTES = 128
 """Size of an entry without ids, tokens and error."""
 _TOKEN_BYTES = 5

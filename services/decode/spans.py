@@ -29,7 +29,6 @@ class DecodeSpans:
         """came_s: time.monotonic() of the request's arrival."""
         self.spans = spans
         self._phase = "decode.room"
-        """Name of the open span."""
         self._since_s = came_s
 
     def adopted(self, now_s: float) -> None:

@@ -24,7 +24,7 @@ _MAX_CALL_PROMPTS = 64
 _MAX_CALL_TOKENS = 2**18
 """Limits of a call, except for a single longer prompt: well within the size limit of a message."""
 _LATE_IN_A_ROW = 8
-"""Consecutive calls answered after the placement of all their requests that are logged."""
+"""Consecutive calls, each answered after all its requests were placed, that are logged."""
 
 
 @dataclass(eq=False, slots=True)
@@ -62,9 +62,8 @@ class LengthForecaster:
         self._timeout_s = answer_within_s(mode, budget_s)
         self._metrics = metrics
         self._unsent: dict[str, _Call] = {}
-        """By the predictor's name."""
         self._watched: dict[str, _Call] = {}
-        """By the predictor's name: calls whose outcome alone is of interest, for its health."""
+        """Calls that continue only to learn whether the predictor works; by its name."""
         self._late_in_a_row = 0
         self._tasks = asyncio.TaskGroup()
 

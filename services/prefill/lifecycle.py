@@ -47,7 +47,6 @@ class Terms:
 
     arrived_s: float
     token_count: int
-    """Tokens to compute."""
     generated_count: int
     """Tokens that earlier attempts generated."""
     most_tokens: int
@@ -55,9 +54,6 @@ class Terms:
     place_search: PlaceSearch
     least_tokens: int = 0
     """The shortest answer, earlier attempts included: min_tokens."""
-
-
-# Knowledge of the answer's length before the search for a place.
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +78,6 @@ class Predicted:
 Forecast = Known | LengthPending | Predicted
 
 
-# Progress of the prompt.
-
-
 @dataclass(frozen=True, slots=True)
 class FirstChunkBegun:
     """Progress of a prompt at prefill: the engine has begun its first chunk."""
@@ -98,9 +91,6 @@ class PromptComputed:
     """Progress of a prompt at prefill: it is computed, and the first token is sampled."""
 
     first_token_s: float
-
-
-# The states.
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +161,6 @@ Alive = AwaitingLength | Queued | ComputingPrompt | Placing | Pushing
 State = Alive | EndedAtPrefill
 
 
-# The events: the engine's, the hand-over's (RoomReserved, Adopted, HandOverFailed), and these.
-
-
 @dataclass(frozen=True, slots=True)
 class LengthAnswered:
     """Event for a request at prefill: the predictor has responded; None: without a prediction."""
@@ -190,11 +177,7 @@ class EndRequested:
 
 
 EngineReport = PrefillStarted | PrefillProgress | PromptLogprobs | FirstToken | KvPushed | KvPushFailed | RequestFailed
-"""Engine events of the prefill side."""
 Event = EngineReport | LengthAnswered | RoomReserved | Adopted | HandOverFailed | EndRequested
-
-
-# The actions.
 
 
 class Do(enum.Enum):
@@ -260,7 +243,7 @@ class Close:
     outcome: PrefillOutcome
     error: KaveriError | None
     seconds: float
-    """Duration of the life."""
+    """From the request's arrival to its end."""
 
 
 Action = Do | Advance | Tell | CountPrediction | FindPlace | FindAnotherPlace | EndHandOver | Close

@@ -80,7 +80,7 @@ HandOverReport = RoomReserved | Adopted | HandOverFailed
 
 
 _Kind = type[Progress] | int
-"""Key of an entry; for the parts of a prompt's report, the first position."""
+"""Key of a report; for parts of the prompt's log-probabilities, the first position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,7 @@ class HandOver(Protocol):
     """Moves prefilled requests to a decode instance, or to the decode side of the same engine."""
 
     report: Callable[[PrefillRequest, HandOverReport], None]
-    """Set by the prefill side, which may end the request within a call: RoomReserved when a push has begun, Adopted,
-    or HandOverFailed."""
+    """Set by the prefill side, and called with each report; it may end the request within the call."""
     at_first_token: Callable[[], bool]
     """True if requests are placed at their first token now, not before."""
 

@@ -83,7 +83,6 @@ class _Life:
     """The pending question about its length."""
     deadline: asyncio.TimerHandle
     spans: PrefillSpans | None = None
-    """Spans of a traced request."""
 
 
 class PrefillRole:
@@ -109,14 +108,12 @@ class PrefillRole:
         self._queue = queue
         self._has_room = has_room
         self._retry: asyncio.TimerHandle | None = None
-        """Looks for blocks again."""
         self._hand_over = hand_over
         hand_over.report = self._happened
         self._forecaster = forecaster
         self._metrics = metrics
         self._serials = serials
         self._lives: dict[str, _Life] = {}
-        """By request id."""
         self.feeds = feeds
         feeds.join(self._router_gone, self._unsent_of)
         self._kept: ExpiringMap[str, PrefillRequest] = ExpiringMap(orphan_grace_s, max_bytes=MAX_ANSWER_BYTES)

@@ -48,7 +48,7 @@ class Room:
     target: ViewedInstance
     ticket: Ticket
     incarnation: int
-    """The life that granted it: not always the one that the view named."""
+    """Incarnation of the instance that granted it; the view may show another."""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,7 +57,7 @@ class _ReserveCall:
 
     target: ViewedInstance
     owner: Owner
-    """The owner of the request at that time."""
+    """Session and attempt of the request at that time."""
     waits: bool
     patient_until_s: float
     answer: asyncio.Task[Room | Exception]
