@@ -1,4 +1,4 @@
-"""Requests that no pool can hold are refused at once; a push that stands still keeps little from others."""
+"""Requests that no pool can hold are refused at once; a stalled push does not block others for long."""
 
 import asyncio
 from typing import Any
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.usefixtures("fake_blocks")
 
 
 def answer_of(length: int) -> dict[str, Any]:
-    """Fields of a reservation for an answer that is known to have this length."""
     return {
         "params": params_to_proto(SamplingParams(max_tokens=length, seed=0)),
         "predicted_length": predictor_pb2.PredictedLength(low=length, high=length + 1),

@@ -1,4 +1,4 @@
-"""Requests that are given up, in every phase and by everybody: within a second no block is held anywhere."""
+"""Requests cancelled in every phase, by everybody: within a second no block is held anywhere."""
 
 from typing import Any
 
@@ -10,7 +10,6 @@ from tests.services.refusals import refuses
 
 
 def ended(prefill: Any, outcome: str) -> float:
-    """How many requests have ended so at the prefill instance."""
     count: float = prefill.metric("kaveri_prefill_requests_total", outcome=outcome)
     return count
 

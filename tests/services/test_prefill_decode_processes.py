@@ -1,4 +1,4 @@
-"""Prefill and decode services as the processes they are, around a real Redis: terminated, replaced, misconfigured."""
+"""Prefill and decode processes with a real Redis: terminated, replaced, misconfigured."""
 
 import asyncio
 import socket

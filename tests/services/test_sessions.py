@@ -1,4 +1,4 @@
-"""Clients that re-attach through another router, or the same one: real routers, prefill and decode, real gRPC."""
+"""Clients that attach again through the same or another router: real routers, prefill, decode and gRPC."""
 
 import asyncio
 from dataclasses import replace
