@@ -1,5 +1,4 @@
-"""Attachment: another router, or a later session of the client, takes over a running request. Pure: no clock, no
-I/O."""
+"""Attachment: another router, or a later session of the client, takes over a request. Pure: no clock, no I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from kaveri.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Attachment(OwnedRequest):
-    """Request by a router to take over a running request, with the tokens that its client already has."""
+    """Call of a router to take over a running or kept request, with the tokens that its client already has."""
 
     token_ids: tuple[int, ...]
     """Prompt, followed by the tokens that the client has."""

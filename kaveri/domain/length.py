@@ -7,7 +7,7 @@ from kaveri.domain.sampling import SamplingParams
 
 
 class RangeEnd(enum.StrEnum):
-    """End of a predicted range of answer lengths that a policy counts with."""
+    """End (low or high) of a predicted range of answer lengths that a policy uses."""
 
     LOW = "low"
     """Lower end; used by TetriInfer's policies (arXiv 2401.11181, section 5.2.2)."""

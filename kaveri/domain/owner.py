@@ -23,7 +23,8 @@ class Owner(NamedTuple):
 
 
 class Ownership(NamedTuple):
-    """Owner of a request, and what identifies the request beside its id: the client's secret, or else its router."""
+    """Owner (session and attempt) of a request, and what identifies the request beside its id: the client's secret, or
+    without one its router."""
 
     owner: Owner
     router_id: str
@@ -38,8 +39,8 @@ class Ownership(NamedTuple):
         return self.router_id == other.router_id
 
     def comparable(self, held: "Ownership") -> Owner | None:
-        """Return this owner in a form comparable with `held.owner`, for the same request id; None if the requests
-        differ. A router that reuses a request id continues its attempt numbers across sessions."""
+        """Return this session and attempt, comparable with those of `held` under the same request id; None if
+        unrelated. Attempts of one router compare even if it reuses the id, since it continues their numbers."""
         if self.is_same_request(held):
             return self.owner
         if self.router_id == held.router_id:
@@ -49,7 +50,7 @@ class Ownership(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OwnedRequest:
-    """Base of messages about a request: its id and its owner."""
+    """Base class of messages about a request: its id and its owner."""
 
     request_id: str
     ownership: Ownership

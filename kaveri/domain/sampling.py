@@ -224,7 +224,7 @@ def _check_stop_text(text: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities at one token position, before temperature, top_k and top_p are applied."""
+    """Log-probabilities of one token and the likeliest at its position, before temperature, top_k and top_p."""
 
     logprob: float
     """Natural logarithm of the probability of the sampled token, or of the prompt's token."""

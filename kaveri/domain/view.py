@@ -41,7 +41,7 @@ BOTH_PHASES = (Phase.PREFILL, Phase.DECODE)
 
 
 class InstanceState(enum.StrEnum):
-    """Availability of an instance for new work."""
+    """Availability of an instance for new requests."""
 
     READY = "ready"
     DRAINING = "draining"
@@ -64,7 +64,7 @@ class InstanceIdentity:
 
 @dataclass(frozen=True, slots=True)
 class InstanceRecord(InstanceIdentity):
-    """Data about an instance that are fixed for one incarnation (one start)."""
+    """Properties of an instance that are fixed for one incarnation (one start)."""
 
     layout: KvLayout | None = None
     kv_endpoints: tuple[KvEndpoint, ...] = ()
@@ -85,7 +85,8 @@ class InstanceRecord(InstanceIdentity):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCounts:
-    """Counts of the KV copies that other instances hold for a decode instance, at its last heartbeat."""
+    """Replication counts of a decode instance at its last heartbeat: requests with and without KV copies, resumed,
+    moved."""
 
     owned: int = 0
     """Requests here with a replica at another instance."""
@@ -144,7 +145,7 @@ class ViewedInstance(Protocol):
 
     @property
     def record(self) -> InstanceRecord:
-        """Data that are fixed for the instance's incarnation."""
+        """Properties that are fixed for the instance's incarnation."""
 
     @property
     def load(self) -> InstanceLoad:

@@ -127,8 +127,8 @@ class RouterFeeds:
         return feed
 
     def close(self, feed: RouterFeed) -> None:
-        """Remove the feed of a broken or cancelled stream. Starts the router's grace time unless a newer stream is
-        open."""
+        """Remove the feed of a broken or cancelled stream. Without a newer one, the router has grace_s seconds to open
+        one."""
         if self._feeds.get(feed.router_id) is feed:
             del self._feeds[feed.router_id]
             self.expect(feed.router_id)
@@ -142,8 +142,8 @@ class RouterFeeds:
             self._end_grace(router_id)
 
     def expect(self, router_id: str) -> None:
-        """Record that a router has requests here: its stream starts to send heartbeats; without a stream its grace time
-        starts."""
+        """Record that a router has requests here: its stream starts heartbeats; without one it must open one within
+        grace_s."""
         feed = self._feeds.get(router_id)
         if feed is not None:
             feed.wake()

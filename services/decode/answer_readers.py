@@ -39,7 +39,7 @@ class AnswerTokenizer(Protocol):
 
 
 class AnswerAsked(NamedTuple):
-    """Client's request to read an answer directly, after the tokens and characters that it already has."""
+    """Client's request to read an answer from this decode instance, not its router, after the tokens that it has."""
 
     reader_id: str
     request_id: str
@@ -50,7 +50,7 @@ class AnswerAsked(NamedTuple):
 
 
 class ReadPart(NamedTuple):
-    """Unread output of one answer, in a message to a client that reads it directly."""
+    """New output of one answer, for a client that reads it from this decode instance and not its router."""
 
     request_id: str
     session: int
@@ -77,7 +77,7 @@ class AnswerReader:
         self._stream.add(self)
 
     def leave(self) -> None:
-        """End the client's read of the answer; output so far is still sent. Idempotent."""
+        """Detach the client from the answer; output so far is still sent to it. Idempotent."""
         if not self._left:
             self._pull()
             self._left = True
@@ -109,7 +109,7 @@ class AnswerReader:
 
 
 class CallerStream(Feed[AnswerReader]):
-    """Stream to one client that reads answers directly. Its backlog is at most the unread rest of each answer."""
+    """Stream to a client that reads answers from this decode instance. Its backlog is at most their unread rest."""
 
     def __init__(self, reader_id: str) -> None:
         super().__init__()
@@ -209,8 +209,7 @@ class AnswerReaders:
         return stream, request, tokenizer
 
     async def next_parts(self, stream: CallerStream, beat_s: float = BEAT_S) -> list[ReadPart]:
-        """Return unread output for one message, one part per answer, after waiting at most `beat_s` seconds for
-        some."""
+        """Return new output for one message, one part per answer, after waiting up to `beat_s` seconds for it."""
         parts = []
         for reader in await stream.take(beat_s, _MOST_PARTS):
             read = reader.take()

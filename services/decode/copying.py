@@ -178,7 +178,7 @@ Step = tuple[Copy, tuple[Action, ...]]
 
 
 def step(copy: Copy, event: Event, now_s: float) -> Step:
-    """Return the next state of a request's KV copy and the actions. Events too late for the state change nothing."""
+    """Return the next state of a request's KV copy and the actions. Events that no longer apply change nothing."""
     match event, copy:
         case HolderChosen(holder), Alone():
             return Opening(holder, copy.failures, copy.former), (AskHolder(holder),)

@@ -173,9 +173,9 @@ class ReplicaHolder:
             raise
 
     def update(self, request_id: str, ownership: Ownership, number: int) -> None:
-        """Record a new attempt or session of a request that keeps running where it is, with its copy here. Ignored if
-        copy `number` is unknown or has a newer one. Raises InvalidArgument (wrong secret), StaleAttempt,
-        RequestAlreadyExists."""
+        """Record a newer attempt or session of a request that stays on its instance and has its KV copy `number` here.
+        Ignored if that copy is unknown or has a newer one. Raises InvalidArgument (wrong secret), StaleAttempt and
+        RequestAlreadyExists (a newer one ran here)."""
         held = self._copy(request_id, ownership, number)
         if held is not None and ownership.owner > held.newest:
             self._instance.owners.note_owner(request_id, ownership)
@@ -190,7 +190,7 @@ class ReplicaHolder:
 
     def close(self, request_id: str, ownership: Ownership, number: int = 0) -> None:
         """Drop the KV copy of a request, unless a newer attempt or session of the request is known. number: serial
-        number that the decode instance gave to its copy; later copies are kept. 0: drop any."""
+        number that the copy's sender gave to it; later copies are kept. 0: drop any."""
         held = self._held.get(request_id)
         if held is None or 0 < number < held.offer.number:
             return

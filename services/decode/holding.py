@@ -61,8 +61,7 @@ class BareEvent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class OwnerLost:
-    """Event for a held KV copy: its owner instance lost the connection, sent no mark for too long, or left the
-    cluster."""
+    """Event for a held KV copy: its owner instance is disconnected, silent for too long, or gone from the cluster."""
 
     reason: str
 
@@ -77,7 +76,7 @@ class HolderDrains:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """Event for a held KV copy: periodic check, which drops it when it is no longer worth its memory."""
+    """Event for a held KV copy: periodic check, with reasons to drop it."""
 
     is_unused: bool = False
     """True if no block has arrived for too long."""
@@ -139,7 +138,7 @@ HoldingStep = tuple[Holding, tuple[HoldingAction, ...]]
 
 
 def step(state: Holding, event: HoldingEvent, now_s: float, grace_s: float) -> HoldingStep:
-    """Return the next state of a held KV copy and the actions. Events too late for the state change nothing. grace_s:
+    """Return the next state of a held KV copy and the actions. Events that no longer apply change nothing. grace_s:
     seconds to keep a copy whose owner instance is lost."""
     match event, state:
         case _, Freed():
@@ -190,8 +189,8 @@ def _gone(cause: str) -> HoldingStep:
 
 
 def usable_tokens(held: tuple[int, ...], resumption: Resumption, block_tokens: int) -> int:
-    """Return how many leading tokens' KV a resumed request can take from a copy. held: token ids of the copy. Raises
-    InvalidArgument (copy of another prompt) and RequestNotFound (no whole block is usable)."""
+    """Return the number of leading tokens whose KV a resumed request can take from a held copy. held: token ids of the
+    copy. Raises InvalidArgument (copy of another prompt) and RequestNotFound (no whole block is usable)."""
     token_ids = resumption.token_ids
     common = _common_prefix(held, token_ids)
     prompt_tokens = len(token_ids) - resumption.generated_count

@@ -65,8 +65,8 @@ class _Terms:
 
 
 class DecodeInstance:
-    """Decode side of an instance, a PhaseService. services.decode.lifecycle decides each request's next state,
-    kaveri.policy.decode_room who is admitted. Not thread-safe."""
+    """Decode side of an instance: carries out what services.decode.lifecycle (states of requests) and
+    kaveri.policy.decode_room (admission to the batch) decide. Implements PhaseService. Not thread-safe."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class DecodeInstance:
         self._idle.set()
 
     async def run(self) -> None:
-        """Do nothing: there is no background work."""
+        """Do nothing: decoding needs no background task."""
 
     async def reserve(
         self,
@@ -125,10 +125,11 @@ class DecodeInstance:
         ends an earlier reservation of the request, whose place in line a newer attempt takes over, and any other
         request with the same id.
 
-        timeout_s: seconds until the request is ended here. layout: the pushing engine's. waits: True: wait in line for
-        blocks; False: refuse. reservation: number of this call within the attempt; an earlier call that arrives late is
-        stale. traceparent: parent span; empty: not traced. placed_by: id of the prefill instance; empty: unknown.
-        suspect_until: answer length up to which the request is suspected of breaking an engine's step; 0: not.
+        token_ids: the prompt and `generated_count` answer tokens. timeout_s: seconds until the request is ended here.
+        layout: the pushing engine's. waits: True: wait in line for blocks; False: refuse. reservation: number of this
+        call within the attempt; an earlier call that arrives late is stale. traceparent: parent span; empty: not
+        traced. placed_by: id of the prefill instance; empty: unknown. suspect_until: answer length up to which the
+        request is suspected of breaking an engine's step; 0: not.
 
         Raises Unavailable (draining, also during the wait), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument
         (can never fit), RequestAlreadyExists (replaced by another request or a later session), DeadlineExceeded, and
@@ -223,9 +224,10 @@ class DecodeInstance:
             request.spans.adopted(time.monotonic())
 
     def abort(self, request_id: str, ownership: Ownership, by_router: bool, reservation: int = 0) -> None:
-        """End a request. Ignored if the id is unknown or another request's, or has a newer attempt or session, or a
-        later reservation than number `reservation` (0: any). by_router: False if a prefill instance calls; then the
-        router of a request whose KV has arrived gets an error, because it may wait for tokens of this instance only."""
+        """End a request. Ignored if its id is unknown or now another request's, or it has a newer attempt or session,
+        or a later reservation than number `reservation` (0: any). by_router: False if a prefill instance calls; then
+        the router of a request whose KV has arrived gets an error, because it may wait for tokens of this instance
+        only."""
         request = self.owners.by_id.get(request_id)
         if request is None:
             return
@@ -319,7 +321,7 @@ class DecodeInstance:
         return FreeRoom(stats.free_blocks, quarantined_blocks, stats.running_requests)
 
     def _give(self) -> None:
-        """Reserve KV blocks for waiting requests while there are some."""
+        """Reserve free KV blocks for waiting requests, in the policy's order."""
         room = self._room
         while room.waiting_count:
             request_id = room.next_to_ask(self._free_room(), time.monotonic())

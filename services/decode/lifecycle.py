@@ -225,8 +225,8 @@ class TellRouter:
 
 @dataclass(frozen=True, slots=True)
 class KeepTokens:
-    """Action for a request at decode: send its router no more, but keep the tokens, with `error` as their end, for a
-    later attach."""
+    """Action for a request at decode: send its router no more; keep the tokens for a router that takes it over
+    later."""
 
     error: str
 
@@ -239,7 +239,7 @@ class CountLanding:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Durations and token counts of a request that has finished at decode."""
+    """Durations, in seconds, and token counts of a request that has finished at decode."""
 
     queue_s: float
     decode_s: float
@@ -358,8 +358,8 @@ def _ended(
     tell: TellRouter | KeepTokens | None = None,
     aborts: bool = True,
 ) -> Step:
-    """error: result of a waiting Reserve call; None: aborted. tell: not sent from the line, as the router does not know
-    this instance yet."""
+    """End the request. error: result of a waiting Reserve call; None: aborted. tell: not sent from the line, as the
+    router does not know this instance yet."""
     preemptions = state.preemptions if isinstance(state, Ready | Running) else 0
     report = NoteEnd(outcome, reason, preemptions)
     actions: tuple[Action, ...] = ()

@@ -13,7 +13,8 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True)
 class RequestGauges:
-    """Gauges of requests at decode. Their values come from functions, called in the thread that serves metrics."""
+    """Gauges of requests at decode: waiting for KV blocks, without a stream of their router, ended and kept. Their
+    values come from functions, called in the thread that serves metrics."""
 
     in_line: Gauge
     orphans: Gauge

@@ -83,7 +83,8 @@ class RequestOwners:
         return router_id in self._by_router
 
     def gain(self, request: DecodeRequest, step: TokenStep, times: RequestTimes | None) -> None:
-        """Add one sampled token to the request's log and schedule its message. times: only with the last token."""
+        """Add one sampled token to the request's log, and queue the request for its router. times: with the last
+        token."""
         request.log.gain(step, times)
         if request.reader is not None:
             request.reader.changed()
@@ -92,20 +93,19 @@ class RequestOwners:
         self.feeds.add(request.ownership.router_id, request)
 
     def announce(self, request: DecodeRequest) -> None:
-        """Send the router an entry without tokens: the request's KV has arrived, and it waits to join the batch. A
+        """Send the request's router an entry without tokens: its KV has arrived, and it waits to join the batch. A
         router that has given the request up meanwhile answers with an abort."""
         self.feeds.add(request.ownership.router_id, request)
 
     def announce_replica(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
-        """Send the router the new location of the KV copy of a request, with the request's next tokens at the
-        latest."""
+        """Send the request's router the new location of its KV copy, at the latest with the next tokens."""
         request.log.note_replica(replica)
         if isinstance(request.state, Ready):
             # A running request's next token carries the location.
             self.announce(request)
 
     def fail(self, request: DecodeRequest, end: End) -> None:
-        """Send the router the error that ends the request here, after its tokens."""
+        """Send the request's router the error that ends the request here, after its tokens."""
         request.log.end = end
         if request.reader is not None:
             request.reader.changed()
@@ -179,13 +179,14 @@ class RequestOwners:
         return unknown
 
     def resumed(self, request_id: str, ownership: Ownership) -> DecodeRequest | None:
-        """Return the request that this attempt has resumed here from a KV copy, also orphan_grace_s after its end."""
+        """Return the present or kept request that this session and attempt resumed here from a KV copy; else None."""
         request = self._find(request_id, time.monotonic())
         is_owners = request is not None and request.resumed is not None and request.ownership == ownership
         return request if is_owners else None
 
     def begin(self, request_id: str, ownership: Ownership) -> None:
-        """Record the attempt of a new request. Raises StaleAttempt or RequestAlreadyExists if a newer one is known."""
+        """Record the session and attempt of a new request. Raises StaleAttempt or RequestAlreadyExists if a newer one
+        is known."""
         self._note_newest(request_id, ownership, time.monotonic())
         self._kept.pop(request_id)
 

@@ -28,7 +28,7 @@ from services.decode.replicator import Replicator
 
 
 class ReplicatedDecode:
-    """Decode PhaseService with replication: decodes, holds KV copies for others, and has its own requests copied."""
+    """Decode side of an instance that holds KV copies for others and has its own requests copied."""
 
     def __init__(self, instance: DecodeInstance, holder: ReplicaHolder, replicator: Replicator) -> None:
         self._instance = instance

@@ -42,7 +42,7 @@ READ_HERE_TOKENS = 32
 
 @dataclass(eq=False, slots=True)
 class GainedTokens:
-    """Unsent tokens of one request, for its router."""
+    """Message entry for a router: new tokens of one request, its end, or the location of its KV copy."""
 
     request_id: str
     owner: Owner
@@ -59,7 +59,7 @@ class GainedTokens:
 
 @dataclass(eq=False, slots=True)
 class AnswerLog:
-    """Tokens of one answer from index first_index on, with the position up to which the router was sent them."""
+    """Tokens of one answer from index first_index on, and how many of them its router was sent."""
 
     first_index: int
     sent: int
@@ -91,7 +91,8 @@ class AnswerLog:
 
     @property
     def is_due(self) -> bool:
-        """True if the router needs a message now although a client reads the answer directly from this instance."""
+        """True if the router of an answer that a client reads here needs a message now: end, new KV copy, many
+        tokens."""
         return self.has_ended or not self.replica_sent or self.next_index - self.sent >= READ_HERE_TOKENS
 
     def begin_with(self, token_id: int, logprobs: Logprobs | None) -> None:

@@ -175,7 +175,7 @@ class DecodeServer(DecodeServiceServicer):
 
 
 def messages_of(batch: Sequence[GainedTokens]) -> Iterator[list[GainedTokens]]:
-    """Split entries for a router into messages of limited size, in order; an entry that is too large is cut."""
+    """Split new tokens for a router into messages of limited size, in order; an entry that is too large is cut."""
     message: list[GainedTokens] = []
     room = _MAX_TOKENS_BYTES
     for gained in batch:

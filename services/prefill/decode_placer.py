@@ -22,7 +22,7 @@ _AFTER_FIRST_TOKEN_S = 0.002
 
 
 class DecodePlacer:
-    """HandOver of one prefill instance: moves its requests to decode instances. Not thread-safe."""
+    """Moves one prefill instance's requests to decode instances. Implements HandOver. Not thread-safe."""
 
     report: Callable[[PrefillRequest, HandOverReport], None]
 

@@ -107,8 +107,8 @@ class LengthForecaster:
         return question
 
     def decided(self, question: Question, outcome: PredictionOutcome) -> None:
-        """Close the question of a request that is placed at decode now. outcome: counted; LATE: no prediction came in
-        time."""
+        """Close the question of a request that is placed at decode now. outcome: use of the prediction, for the metric;
+        LATE: none came in time."""
         self._count(outcome)
         call, task = question.call, _close(question)
         # One such call per predictor continues, because its outcome shows whether the predictor works.

@@ -120,7 +120,7 @@ class ComputingPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """State of a request at prefill: room for it is searched for at decode instances."""
+    """State of a request at prefill: a decode instance with free KV blocks for it is searched for."""
 
     terms: Terms
     compute: FirstChunkBegun | PromptComputed

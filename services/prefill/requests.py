@@ -174,8 +174,8 @@ class HandOver(Protocol):
         """Serve hand-overs until cancelled; begin() is called only while this runs."""
 
     def begin(self, request: PrefillRequest) -> None:
-        """Begin a request's hand-over to decode, before or after its prompt is computed; with at_first_token, after its
-        first token."""
+        """Begin a request's hand-over to decode, before or after its prompt is computed; if at_first_token(), only
+        after its first token."""
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
         """Search for another decode instance after a failed push of the request's KV."""

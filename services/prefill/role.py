@@ -86,7 +86,8 @@ class _Life:
 
 
 class PrefillRole:
-    """Prefill side of an instance, a PhaseService: queues and computes prompts. Not thread-safe."""
+    """Prefill side of an instance: queues prompts, has them computed and hands them over. Implements PhaseService. Not
+    thread-safe."""
 
     def __init__(
         self,
@@ -144,10 +145,10 @@ class PrefillRole:
         suspect_until: int = 0,
     ) -> PrefillRequest:
         """Queue an attempt of a request. Ends an older attempt of it, and another request with the same id. If the
-        attempt is here already, all its reports are sent again. timeout_s: seconds until the request is ended.
-        silent_decode_ids: decode instances that do not answer the router, used only if there is no other. traceparent:
-        parent span; empty: not traced. suspect_until: answer length up to which the request is suspected of breaking an
-        engine's step; 0: not.
+        attempt is here already, all its reports are sent again. token_ids: the prompt and `generated_count` answer
+        tokens. timeout_s: seconds until the request is ended. silent_decode_ids: decode instances that do not answer
+        the router, used only if there is no other. traceparent: parent span; empty: not traced. suspect_until: answer
+        length up to which the request is suspected of breaking an engine's step; 0: not.
 
         Raises Unavailable (draining), StaleAttempt (also: it was aborted), RequestAlreadyExists (a later session is
         known), NoCapacity (queue full) and InvalidArgument (does not fit this engine).

@@ -43,7 +43,7 @@ _ABORT_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """KV blocks that a decode instance has reserved for a request."""
+    """KV blocks that a decode instance has reserved for a request, with the ticket for the push."""
 
     target: ViewedInstance
     ticket: Ticket
@@ -65,7 +65,7 @@ class _ReserveCall:
 
 @dataclass(eq=False, slots=True)
 class Placement:
-    """Request for which room is searched for at decode instances, or reserved."""
+    """Search of one request for KV blocks at decode instances, and its result."""
 
     request: PrefillRequest
     heavy: bool = False
@@ -81,7 +81,7 @@ class Placement:
 
 
 class RoomFinder:
-    """Searches for room at decode instances for one prefill instance's requests. Not thread-safe."""
+    """Reserves KV blocks (room) at decode instances for one prefill instance's requests. Not thread-safe."""
 
     def __init__(
         self,
@@ -117,10 +117,10 @@ class RoomFinder:
             await self._channels.close()
 
     async def find(self, placement: Placement) -> Room:
-        """Wait for room at a decode instance; other rooms and places in line are given up. Raises StaleAttempt and
-        RequestAlreadyExists (decode knows a newer attempt or session), InvalidArgument and LayoutMismatch (no instance
-        can ever take the request), Unavailable (there is none), DeadlineExceeded. On errors and cancellation the caller
-        must call give_up()."""
+        """Wait until a decode instance has reserved KV blocks for the request; give up those of others, and places in
+        line. Raises StaleAttempt and RequestAlreadyExists (decode knows a newer attempt or session), InvalidArgument
+        and LayoutMismatch (no instance can ever take the request), Unavailable (no decode instance), DeadlineExceeded.
+        On errors and cancellation the caller must call give_up()."""
         request = placement.request
         none_since_s: float | None = None
         while True:
@@ -174,19 +174,20 @@ class RoomFinder:
                 return room
 
     def give_up(self, placement: Placement) -> None:
-        """End a request's search: leave lines at decode instances, and give back room granted meanwhile. Idempotent."""
+        """End a request's search: leave lines at decode instances, and give back blocks granted meanwhile.
+        Idempotent."""
         for instance_id in list(placement.calls):
             self._drop(placement, instance_id)
 
     def give_back(self, request: PrefillRequest, target: ViewedInstance) -> None:
-        """Give back room that the request has, or may have, at decode instance `target`, without waiting."""
+        """Give back KV blocks that the request has, or may have, at decode instance `target`, without waiting."""
         self._search.forget(request.engine_request.key, target.record.instance_id)
         # A task of its own: it must be sent even if the caller is cancelled.
         self._tasks.create_task(self._abort(target, request, request.reservation_count))
 
     def failed_there(self, request: PrefillRequest, target: ViewedInstance, outcome: str, reason: str) -> None:
-        """Count and log a failure at decode instance `target`, and ask it for no request for a while. outcome: label of
-        the metric."""
+        """Count and log a failure at decode instance `target`, and avoid it for a while. outcome: label of the
+        metric."""
         self._metrics.placements.labels(outcome).inc()
         self._search.rest(target.record.instance_id, time.monotonic() + ROOM_REST_WHEN_FAILED_S)
         get_logger().warning(

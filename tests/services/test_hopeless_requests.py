@@ -48,7 +48,7 @@ async def test_a_reservation_that_can_never_fit_gets_no_place_in_line(cluster: A
     await decode.reserve("taken", 79)
     waits = asyncio.create_task(decode.reserve("large", 127, wait=True))
     await eventually(lambda: decode.metric("kaveri_decode_line_requests") == 1, "it waits")
-    # What comes free is for one that has waited: all others must wait.
+    # Freed blocks are kept for a request that has waited.
     for number in range(MAX_OVERTAKES):
         await decode.reserve(f"overtakes {number}", 1)
         await decode.abort(f"overtakes {number}")

@@ -81,7 +81,7 @@ class Owned:
 @pytest.fixture
 def begin(cluster: Any) -> Any:
     async def begin(max_tokens: int = 200, prompt_tokens: int = 50, copied: int = 48, **settings: Any) -> Owned:
-        """A request whose copy has at least so many tokens."""
+        """Begin a request; return once its KV copy has at least `copied` tokens."""
         prefill = await cluster.prefill()
         decodes = {name: await cluster.decode(name, **REPLICATED | settings) for name in ("decode-0", "decode-1")}
         router = await cluster.router(ROUTER)

@@ -122,7 +122,6 @@ async def test_room_is_reserved_then_the_kv_is_pushed_to_the_ticket_and_the_rout
     assert (asked.predicted_length.low, asked.predicted_length.high) == (7, 9)
     assert 0 < asked.timeout_s <= 60
     assert world.outcome("reserved") == 1
-    # Once is enough.
     world.decode_placer.begin(request)
     world.decode_placer.end(request, handed_over=True)
     later = world.begin("later")

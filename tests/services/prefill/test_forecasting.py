@@ -361,7 +361,7 @@ async def test_a_call_ends_when_no_request_waits_for_any_of_it(
     new_predictor: NewPredictor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Not by its own time limit.
+    # The call must not end by its own time limit.
     monkeypatch.setattr(forecaster, "_timeout_s", 1000.0)
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))

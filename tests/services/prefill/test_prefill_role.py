@@ -198,7 +198,7 @@ async def test_an_end_frees_what_the_engine_holds_unless_the_engine_has_freed_it
     end.happens(world, request)
     assert world.count(end.outcome) == 1
     assert world.engine.aborted == ([] if end.by_engine else [request.engine_request.key])
-    # Once is enough: nothing is freed or counted twice.
+    # Repeated ends free and count nothing.
     world.role.cancel(request)
     world.hand_over.report(request, HandOverFailed(Unavailable("again")))
     assert world.engine.aborted == ([] if end.by_engine else [request.engine_request.key])
