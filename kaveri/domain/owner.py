@@ -23,8 +23,7 @@ class Owner(NamedTuple):
 
 
 class Ownership(NamedTuple):
-    """Owner (session and attempt) of a request, and what identifies the request beside its id: the client's secret, or
-    without one its router."""
+    """Owner (session and attempt) of a request, and what identifies the request beside its id: secret or router."""
 
     owner: Owner
     router_id: str

@@ -43,8 +43,8 @@ class ReplicaOffer(OwnedRequest):
 
 @dataclass(frozen=True, slots=True)
 class Resumption(OwnedRequest):
-    """Call to the instance that holds a request's KV copy (the holder) to resume the request, which its own instance
-    has lost or moved."""
+    """Call to the instance that holds a request's KV copy (the holder) to resume the request, whose own instance is
+    lost or has released it."""
 
     token_ids: tuple[int, ...]
     """Prompt, followed by the tokens that its router has."""

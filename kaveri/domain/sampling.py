@@ -138,8 +138,7 @@ class ResolvedParams(SamplingParams):
 
 
 def derived_seed(seed: int | None, number: int) -> int | None:
-    """Seed for answer `number`, from 0, of several to one prompt, in [0, 2**64). Number 0 has `seed` modulo 2**64.
-    None: no seed."""
+    """Seed for answer `number`, from 0, of several to one prompt; for number 0, `seed` modulo 2**64. None: no seed."""
     return None if seed is None else (seed + number * _SEED_STEP) % 2**64
 
 
@@ -181,8 +180,7 @@ def whole_number(value: object) -> int | None:
 
 
 def ordered_items(field: str, value: object, limit: str) -> Iterable[object]:
-    """Return `value` if it is an ordered collection of items, not a text, mapping or set. Raises InvalidArgument,
-    naming `field` and `limit`."""
+    """Return `value` if it is an ordered collection, not a text, mapping or set. Raises InvalidArgument otherwise."""
     # Strings and mappings iterate over letters or keys, and sets in no order.
     unordered = isinstance(value, str | bytes | bytearray | Mapping | AbstractSet)
     if unordered or not isinstance(value, Iterable):

@@ -19,8 +19,7 @@ class SilenceWatch(Generic[PeerT]):
     all are slow, suspicions slow them further."""
 
     def __init__(self, after_s: float, now_s: float) -> None:
-        """after_s: seconds of silence after which a peer is suspected, unless it was late before. now_s: of a monotonic
-        clock."""
+        """after_s: silence after which a peer that was never late is suspected. now_s: of a monotonic clock."""
         self.after_s = after_s
         self.elapsed_s = 0.0
         """Time in which this process ran and ticked: messages that wait unread while it stands still are no silence."""

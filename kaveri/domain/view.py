@@ -85,8 +85,7 @@ class InstanceRecord(InstanceIdentity):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCounts:
-    """Replication counts of a decode instance at its last heartbeat: requests with and without KV copies, resumed,
-    moved."""
+    """Counts of a decode instance's requests with KV copies, resumed and moved, at its last heartbeat."""
 
     owned: int = 0
     """Requests here with a replica at another instance."""
@@ -207,8 +206,7 @@ def once_per_view(
 @dataclass(frozen=True, slots=True)
 class ClusterView:
     """All instances with a valid lease and a compatible protocol. Their set, states, phases and pool sizes are constant
-    within one view; the rest of their loads follows heartbeats. A decision therefore uses one view, and does not
-    await."""
+    within one view; the rest of their loads follows heartbeats. So a decision uses one view, without an await."""
 
     instances: Mapping[str, ViewedInstance] = field(default_factory=dict)
     """Instances by id. Views with the same mapping object have the same instances in the same states."""

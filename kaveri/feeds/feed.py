@@ -127,8 +127,7 @@ class RouterFeeds:
         return feed
 
     def close(self, feed: RouterFeed) -> None:
-        """Remove the feed of a broken or cancelled stream. Without a newer one, the router has grace_s seconds to open
-        one."""
+        """Remove the feed of a broken stream. Without a newer one, the router has grace_s seconds to open another."""
         if self._feeds.get(feed.router_id) is feed:
             del self._feeds[feed.router_id]
             self.expect(feed.router_id)
@@ -142,8 +141,7 @@ class RouterFeeds:
             self._end_grace(router_id)
 
     def expect(self, router_id: str) -> None:
-        """Record that a router has requests here: its stream starts heartbeats; without one it must open one within
-        grace_s."""
+        """Record that a router has requests here: its stream starts heartbeats, or it has grace_s to open one."""
         feed = self._feeds.get(router_id)
         if feed is not None:
             feed.wake()

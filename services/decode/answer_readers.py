@@ -63,8 +63,7 @@ class AnswerReader:
     """Direct read of one answer by one client: from this decode instance, not through a router."""
 
     def __init__(self, request: DecodeRequest, stream: "CallerStream", answer: Answer, asked: AnswerAsked) -> None:
-        """stream: the client's stream, shared by its answers. answer: detokenizer state after the tokens the client
-        has."""
+        """stream: shared by the client's answers. answer: detokenizer state after the tokens that the client has."""
         self.request = request
         self._stream = stream
         self._answer = answer

@@ -62,8 +62,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """State of a request's KV copy: the engine stops the request and pushes the rest of its KV, so that the holder can
-    resume it."""
+    """State of a request's KV copy: the engine stops the request and pushes the rest, for the holder to resume it."""
 
     holder: Holder
     failures: int
@@ -111,8 +110,7 @@ class CopyGrew:
 
 @dataclass(frozen=True, slots=True)
 class MoveDone:
-    """Event for a request's KV copy: the holder has the KV of all tokens but the last, and the engine has stopped the
-    request."""
+    """Event for a request's KV copy: it lacks only the last token, and the engine has stopped the request."""
 
     token_count: int
 

@@ -122,9 +122,9 @@ class ReplicaHolder:
     def open(self, offer: ReplicaOffer) -> Ticket:
         """Reserve memory for a copy of another instance's request; return the ticket with which that instance pushes
         KV. Drops an older copy of the request first. When the memory is full, copies that are far cheaper to recompute
-        are dropped, and NoCapacity asks the caller to try again. Raises Unavailable (draining, or the id has a copy of
-        another request), LayoutMismatch, NoCapacity, StaleAttempt and RequestAlreadyExists (a newer attempt or session
-        is known)."""
+        are dropped, and the caller has to ask again. Raises Unavailable (draining, or the id has another request's
+        copy), LayoutMismatch, NoCapacity, StaleAttempt and RequestAlreadyExists (a newer attempt or session is
+        known)."""
         if self._drained is not None:
             raise Unavailable("the holder is draining", retry_after_s=_RETRY_AFTER_S)
         request_id, owner = offer.request_id, offer.ownership.owner

@@ -23,8 +23,7 @@ class Growing:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """State of a held KV copy: its owner instance is lost or may write no more; a router may resume the request from
-    it."""
+    """State of a held KV copy: its owner instance is lost or may not write; the request may be resumed from it."""
 
     until_s: float
 

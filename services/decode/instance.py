@@ -187,8 +187,7 @@ class DecodeInstance:
         return (request for request in self.owners.by_serial.values() if isinstance(request.state, Ready | Running))
 
     def move(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
-        """End a request that the engine has stopped; its router resumes it from `replica`, a KV copy at another
-        instance."""
+        """End a request that the engine has stopped; its router resumes it from `replica` at another instance."""
         request.log.note_replica(replica)
         self._take(request, lifecycle.Moved(replica.holder_id))
 
@@ -207,8 +206,8 @@ class DecodeInstance:
         traceparent: str = "",
     ) -> None:
         """Take over a request that this engine has prefilled, without a push; also while draining. Arguments as for
-        reserve(). first_token: sampled by prefill. Raises StaleAttempt, RequestAlreadyExists, and Unavailable when the
-        engine has stopped."""
+        reserve(). first_token: sampled by prefill. Raises StaleAttempt, RequestAlreadyExists, and Unavailable (the
+        engine has stopped)."""
         self._end_former(engine_request.key.request_id, ownership)
         request = self._open(engine_request, ownership, timeout_s, predicted_length, False, traceparent)
         request.log.begin_with(*first_token)
@@ -226,8 +225,7 @@ class DecodeInstance:
     def abort(self, request_id: str, ownership: Ownership, by_router: bool, reservation: int = 0) -> None:
         """End a request. Ignored if its id is unknown or now another request's, or it has a newer attempt or session,
         or a later reservation than number `reservation` (0: any). by_router: False if a prefill instance calls; then
-        the router of a request whose KV has arrived gets an error, because it may wait for tokens of this instance
-        only."""
+        the router of a request whose KV has arrived gets an error, as it may be waiting for tokens."""
         request = self.owners.by_id.get(request_id)
         if request is None:
             return
@@ -289,8 +287,8 @@ class DecodeInstance:
         )
 
     def kept_blocks(self, coming: tuple[EngineRequest, TokenRange | None] | None = None) -> int:
-        """Number of free KV blocks that the admission policy keeps for present requests. coming: the next request to be
-        adopted, with its predicted answer length."""
+        """Number of free KV blocks that the admission policy keeps for requests already here. coming: the next request
+        to be taken over from this engine's prefill, with its predicted answer length."""
         member = self._member(*coming) if coming is not None else None
         return self._room.batch.kept_blocks(time.monotonic(), member)
 

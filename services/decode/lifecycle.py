@@ -31,8 +31,7 @@ class InLine:
 
 @dataclass(frozen=True, slots=True)
 class Reserving:
-    """State of a request at decode: the engine was asked to reserve KV blocks for it, or to adopt it from its own
-    prefill."""
+    """State of a request at decode: the engine was asked for KV blocks, or to take it over from its own prefill."""
 
     stays: bool
     asked_s: float
@@ -174,8 +173,7 @@ class RivalCame:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Event for a request at decode: the engine has stopped it, and another instance, which has the KV of all tokens
-    but the last, resumes it."""
+    """Event for a request at decode: the engine has stopped it; another instance, which has its KV, resumes it."""
 
     holder_id: str
 
@@ -225,8 +223,7 @@ class TellRouter:
 
 @dataclass(frozen=True, slots=True)
 class KeepTokens:
-    """Action for a request at decode: send its router no more; keep the tokens for a router that takes it over
-    later."""
+    """Action for a request at decode: send its router no more; keep the tokens for a later takeover."""
 
     error: str
 

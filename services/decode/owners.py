@@ -84,7 +84,7 @@ class RequestOwners:
 
     def gain(self, request: DecodeRequest, step: TokenStep, times: RequestTimes | None) -> None:
         """Add one sampled token to the request's log, and queue the request for its router. times: with the last
-        token."""
+        one."""
         request.log.gain(step, times)
         if request.reader is not None:
             request.reader.changed()
@@ -191,8 +191,8 @@ class RequestOwners:
         self._kept.pop(request_id)
 
     def note_owner(self, request_id: str, ownership: Ownership) -> None:
-        """Record an attempt that runs on another instance. Raises StaleAttempt or RequestAlreadyExists if a newer
-        attempt or session is known."""
+        """Record a session and attempt of a request that another instance runs. Raises StaleAttempt or
+        RequestAlreadyExists if a newer one is known."""
         request = self.by_id.get(request_id)
         owner = ownership.comparable(request.ownership) if request is not None else None
         if request is not None and owner is not None and owner < request.ownership.owner:

@@ -93,8 +93,7 @@ class Replicator:
         rng: random.Random,
         metrics: ReplicaMetrics,
     ) -> None:
-        """own: record of this instance; its address is not read. mode: chooses the holders. rules: which requests to
-        copy."""
+        """own: this instance; its address is not read. mode: chooses holders. rules: which requests to copy."""
         self._engine = engine
         self._instance = instance
         self._store = store

@@ -91,8 +91,7 @@ class AnswerLog:
 
     @property
     def is_due(self) -> bool:
-        """True if the router of an answer that a client reads here needs a message now: end, new KV copy, many
-        tokens."""
+        """True if the router needs a message even while a client reads the answer here: end, KV copy, many tokens."""
         return self.has_ended or not self.replica_sent or self.next_index - self.sent >= READ_HERE_TOKENS
 
     def begin_with(self, token_id: int, logprobs: Logprobs | None) -> None:
@@ -123,8 +122,7 @@ class AnswerLog:
         self.replica, self.replica_sent = replica, False
 
     def take(self, request_id: str, owner: Owner, read_here: bool = False) -> GainedTokens:
-        """Return unsent tokens and mark them as sent. read_here: True if a client reads the answer from this
-        instance."""
+        """Return unsent tokens and mark them as sent. read_here: True if a client reads the answer here."""
         start = self.sent - self.first_index
         token_ids = self.token_ids[start:].tolist()
         gained = GainedTokens(
@@ -194,8 +192,7 @@ class DecodeRequest:
 
     @property
     def rest_tokens(self) -> int | None:
-        """Remaining answer tokens, the lower of the predicted number and the limit max_tokens; None if neither is
-        known."""
+        """Remaining answer tokens: the lower of prediction and max_tokens; None if neither is known."""
         drawn = self.state.drawn if isinstance(self.state, Running) else 0
         predicted = self.member.remaining_tokens - drawn
         most = self.engine_request.params.max_tokens

@@ -52,7 +52,7 @@ class _Call:
 
 
 class LengthForecaster:
-    """Asks predictors how long the answers to one prefill instance's prompts will be. Not thread-safe; run() must be
+    """Asks predictors for the lengths of the answers to one prefill instance's prompts. Not thread-safe; run() must be
     running when ask() is called."""
 
     def __init__(self, predictors: Predictors, mode: PredictionMode, budget_s: float, metrics: PrefillMetrics) -> None:
@@ -107,8 +107,8 @@ class LengthForecaster:
         return question
 
     def decided(self, question: Question, outcome: PredictionOutcome) -> None:
-        """Close the question of a request that is placed at decode now. outcome: use of the prediction, for the metric;
-        LATE: none came in time."""
+        """Close the question of a request that is being placed at decode. outcome: use of the prediction, for the
+        metric; LATE: no prediction came in time."""
         self._count(outcome)
         call, task = question.call, _close(question)
         # One such call per predictor continues, because its outcome shows whether the predictor works.

@@ -95,8 +95,7 @@ class PromptComputed:
 
 @dataclass(frozen=True, slots=True)
 class AwaitingLength:
-    """State of a request at prefill: it waits for a predicted answer length before it is queued; it counts as queued
-    already."""
+    """State of a request at prefill: it waits for a predicted answer length, and is queued afterwards."""
 
     terms: Terms
 

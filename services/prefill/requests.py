@@ -21,8 +21,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class RoomReserved:
-    """Report on a request at prefill, for its router: a decode instance has reserved room, and the push of its KV
-    begins."""
+    """Report on a request at prefill, for its router: a decode instance has reserved room; the push begins."""
 
     decode_instance_id: str
     decode_incarnation: int
@@ -30,8 +29,7 @@ class RoomReserved:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenDrawn:
-    """Report on a request at prefill, for its router: prompt computed, first token sampled. With `finish` it is the
-    last report."""
+    """Report on a request at prefill, for its router: its first token is sampled. With `finish`, the last report."""
 
     token_id: int
     logprobs: Logprobs | None
@@ -51,8 +49,7 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True)
 class PromptScored:
-    """Report on a request at prefill, for its router: log-probabilities of its prompt tokens from position `first`
-    on."""
+    """Report on a request at prefill, for its router: log-probabilities of prompt tokens from `first` on."""
 
     first: int
     entries: tuple[Logprobs, ...]
@@ -141,8 +138,8 @@ class ReportLog:
 
 @dataclass(eq=False, slots=True)
 class PrefillRequest:
-    """One attempt of a request at prefill, with the log of its reports. deadline_s is time.monotonic()'s, as uvloop's
-    clock counts in milliseconds."""
+    """One attempt of a request at prefill. deadline_s is time.monotonic()'s, as uvloop's clock counts in
+    milliseconds."""
 
     request_id: str
     ownership: Ownership
@@ -174,8 +171,7 @@ class HandOver(Protocol):
         """Serve hand-overs until cancelled; begin() is called only while this runs."""
 
     def begin(self, request: PrefillRequest) -> None:
-        """Begin a request's hand-over to decode, before or after its prompt is computed; if at_first_token(), only
-        after its first token."""
+        """Begin a request's hand-over to decode, also before its prompt is computed unless at_first_token()."""
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
         """Search for another decode instance after a failed push of the request's KV."""

@@ -86,8 +86,7 @@ class _Life:
 
 
 class PrefillRole:
-    """Prefill side of an instance: queues prompts, has them computed and hands them over. Implements PhaseService. Not
-    thread-safe."""
+    """Prefill side of an instance: has prompts computed and handed over. Implements PhaseService. Not thread-safe."""
 
     def __init__(
         self,

@@ -174,8 +174,7 @@ class RoomFinder:
                 return room
 
     def give_up(self, placement: Placement) -> None:
-        """End a request's search: leave lines at decode instances, and give back blocks granted meanwhile.
-        Idempotent."""
+        """End a request's search: leave lines at decode instances, give back blocks granted meanwhile. Idempotent."""
         for instance_id in list(placement.calls):
             self._drop(placement, instance_id)
 
@@ -186,8 +185,7 @@ class RoomFinder:
         self._tasks.create_task(self._abort(target, request, request.reservation_count))
 
     def failed_there(self, request: PrefillRequest, target: ViewedInstance, outcome: str, reason: str) -> None:
-        """Count and log a failure at decode instance `target`, and avoid it for a while. outcome: label of the
-        metric."""
+        """Count and log a failure at decode instance `target`, and avoid it for a while. outcome: metric label."""
         self._metrics.placements.labels(outcome).inc()
         self._search.rest(target.record.instance_id, time.monotonic() + ROOM_REST_WHEN_FAILED_S)
         get_logger().warning(
@@ -250,8 +248,7 @@ class RoomFinder:
             return error
 
     async def _abort(self, target: ViewedInstance, request: PrefillRequest, reservation: int) -> None:
-        """Free the room of this and earlier reservations at `target`. An unreachable instance frees it when it
-        expires."""
+        """Free the room of this and earlier reservations at `target`. If unreachable, it frees the room on expiry."""
         attempt = decode_pb2.AttemptId(
             request_id=request.request_id,
             session=request.ownership.owner.session,
