@@ -166,9 +166,9 @@ class AnswerReaders:
             self._end(stream, reader)
 
     async def read(self, asked: AnswerAsked) -> None:
-        """Add an answer to its client's stream, ending any other direct read of it. Raises InvalidArgument (wrong
-        secret), RequestNotFound (unknown request, session or token position), Unsupported (log-probabilities were
-        requested) and Unavailable (the client has no stream)."""
+        """Add an answer to its client's stream, in place of another client that reads it from this instance. Raises
+        InvalidArgument (wrong secret), RequestNotFound (unknown request, session or token position), Unsupported
+        (log-probabilities were requested) and Unavailable (the client has no stream)."""
         stream, request, tokenizer = self._check(asked)
         params, prompt_ids = request.engine_request.params, request.engine_request.token_ids
         detokenizer = tokenizer.detokenizer(

@@ -43,8 +43,8 @@ class RequestOwners:
         feeds: RouterFeeds,
     ) -> None:
         """orphan_grace_s: seconds for which ended answers are kept. router_gone: called with the id of a router that
-        had no stream for the grace time of `feeds`. tokenizer: None disables direct reads by clients. feeds: streams to
-        routers, shared with the prefill side."""
+        had no stream for the grace time of `feeds`. tokenizer: for clients that read answers here; None disables that.
+        feeds: streams to routers, shared with the prefill side."""
         self.by_serial: dict[int, DecodeRequest] = {}
         """Present requests, by the serials of their engine keys."""
         self.by_id: dict[str, DecodeRequest] = {}

@@ -58,19 +58,19 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Predicted answer length of a request at prefill: final, as no prediction is pending; None: unknown."""
+    """Answer length of a request at prefill, without a pending prediction; None: unknown."""
 
     length: TokenRange | None
 
 
 @dataclass(frozen=True, slots=True)
 class LengthPending:
-    """Predicted answer length of a request at prefill: the predictor has not responded yet."""
+    """Answer length of a request at prefill: the predictor has not responded yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Predicted answer length of a request at prefill: the predictor has responded."""
+    """Answer length of a request at prefill, as the predictor responded."""
 
     length: TokenRange
 
