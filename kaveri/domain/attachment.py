@@ -1,4 +1,4 @@
-"""Re-attachment to a request begun by another router or an earlier session. Pure: no clock, no I/O."""
+"""Attachment: another router, or a later session of the client, takes over a request. Pure: no clock, no I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from kaveri.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Attachment(OwnedRequest):
-    """Credentials of the new owner, and its client's tokens."""
+    """Call of a router to take over a running or kept request, with the tokens that its client already has."""
 
     token_ids: tuple[int, ...]
     """Prompt, followed by the tokens that the client has."""
@@ -26,7 +26,7 @@ class Attachment(OwnedRequest):
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """State of the request that the new owner needs."""
+    """Response to an attachment: the state of the request that the new owner needs."""
 
     params: SamplingParams
     """Only max_tokens, temperature, top_p and top_k, as resolved by the request's first router."""
@@ -39,8 +39,9 @@ class Attached:
 def check_received(
     attachment: Attachment, prompt: Sequence[int], generated: Sequence[int | None], *, is_all: bool
 ) -> None:
-    """Raise InvalidArgument unless the attachment has the request's own prompt, and tokens that were generated.
-    generated: from index 0 on; None: a token unknown here. is_all: no more were generated anywhere."""
+    """Raise InvalidArgument unless the attachment has the request's own prompt, and answer tokens that were generated.
+    generated: answer tokens from index 0 on; None: a token unknown here. is_all: True if no more were generated
+    anywhere."""
     count = attachment.generated_count
     prompt_count = len(attachment.token_ids) - count
     if attachment.token_ids[:prompt_count] != tuple(prompt):

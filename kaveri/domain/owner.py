@@ -1,4 +1,4 @@
-"""Ownership of a request, and the order of successive owners. Pure: no clock, no I/O."""
+"""Ownership of a request: the order of its sessions and attempts. Pure: no clock, no I/O."""
 
 from dataclasses import dataclass
 from hmac import compare_digest
@@ -8,21 +8,22 @@ from kaveri.errors import RequestAlreadyExists, StaleAttempt
 
 
 class Owner(NamedTuple):
-    """One placement of a request. Ordered as a pair: the client counts sessions, a router its attempts within one."""
+    """Session and attempt of a request; the greater pair is newer. Sessions count a client's connections to its
+    request, attempts a router's placements of it in one session."""
 
     session: int
     attempt: int
 
     def stale(self, request_id: str, newest: "Owner") -> StaleAttempt | RequestAlreadyExists:
-        """Error for this owner when a newer one is known. A router may try a greater attempt; an older session has lost
-        the request."""
+        """Return the error for this owner when `newest` is known. StaleAttempt: its router may try a greater attempt.
+        RequestAlreadyExists: a newer session has taken the request."""
         if self.session < newest.session:
             return RequestAlreadyExists(request_id)
         return StaleAttempt(request_id, self.attempt, newest.attempt)
 
 
 class Ownership(NamedTuple):
-    """Identity and owner of a request in a message, beside the request's id."""
+    """Owner (session and attempt) of a request, and what identifies the request beside its id: secret or router."""
 
     owner: Owner
     router_id: str
@@ -31,14 +32,14 @@ class Ownership(NamedTuple):
     """The client's secret. Empty: the request belongs to its router."""
 
     def is_same_request(self, other: "Ownership") -> bool:
-        """Return True if both mean the same request, not two with the same id."""
+        """Return True if both mean the same request; False if two requests have the same id."""
         if self.secret or other.secret:
             return compare_digest(self.secret, other.secret)
         return self.router_id == other.router_id
 
     def comparable(self, held: "Ownership") -> Owner | None:
-        """Return this owner in a form comparable with `held`'s, which has the same request id; None if the requests are
-        unrelated. A router that reuses a request id continues its attempt numbers across sessions."""
+        """Return this session and attempt, comparable with those of `held` under the same request id; None if
+        unrelated. Attempts of one router compare even if it reuses the id, since it continues their numbers."""
         if self.is_same_request(held):
             return self.owner
         if self.router_id == held.router_id:
@@ -48,7 +49,7 @@ class Ownership(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OwnedRequest:
-    """A request and its owner."""
+    """Base class of messages about a request: its id and its owner."""
 
     request_id: str
     ownership: Ownership

@@ -10,7 +10,7 @@ from kaveri.kv.layout.layout import KvLayout
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLocation:
-    """Location of a request's copy, as known by its owner."""
+    """Location of a request's KV copy, as known by the instance that decodes the request (the owner)."""
 
     holder_id: str
     """Id of the instance that holds it. Empty: the request has no copy any more."""
@@ -21,7 +21,7 @@ class ReplicaLocation:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOffer(OwnedRequest):
-    """Offer by an owner to replicate a request to another instance."""
+    """Call by the instance that decodes a request (the owner) to keep a copy of its KV at another instance."""
 
     owner_id: str
     """Id of the instance that owns the request."""
@@ -36,14 +36,15 @@ class ReplicaOffer(OwnedRequest):
     """Serial number of the copy among the owner's, from 1 on. 0: not counted."""
 
     def comes_before(self, other: "ReplicaOffer") -> bool:
-        """Return True if the same incarnation of the owner made `other` later."""
+        """Return True if `other` is a later offer of the same owner instance in the same incarnation."""
         is_from_same = (self.owner_id, self.owner_incarnation) == (other.owner_id, other.owner_incarnation)
         return is_from_same and 0 < self.number < other.number
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption(OwnedRequest):
-    """Data with which a holder resumes a request for its new owner, after the loss of the former one."""
+    """Call to the instance that holds a request's KV copy (the holder) to resume the request, whose own instance is
+    lost or has released it."""
 
     token_ids: tuple[int, ...]
     """Prompt, followed by the tokens that its router has."""
@@ -65,7 +66,7 @@ class Resumption(OwnedRequest):
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Result of a resumption at the holder."""
+    """Response of an instance that has resumed a request from its KV copy."""
 
     incarnation: int
     held_tokens: int

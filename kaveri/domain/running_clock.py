@@ -1,13 +1,12 @@
-"""Measures the silence of others, excluding the time in which this process itself did not run. Pure."""
+"""Clock that excludes the time in which this process did not run. Pure."""
 
 
 class RunningClock:
-    """Clock that advances only while its process runs and ticks. While a process stands still (a stalled event loop, a
-    stopped process) messages wait unread, so that time says nothing about their senders. A late tick adds at most
-    `longest_tick_s`."""
+    """Clock for the silence of peers that advances only while this process runs and ticks: while it stands still,
+    messages wait unread. A late tick adds at most `longest_tick_s`."""
 
     def __init__(self, now_s: float, longest_tick_s: float) -> None:
-        """longest_tick_s: more than the usual time between two ticks."""
+        """now_s: of a monotonic clock. longest_tick_s: more than the usual time between two ticks."""
         self.elapsed_s = 0.0
         self._ticked_at_s = now_s
         self._longest_tick_s = longest_tick_s
@@ -18,5 +17,5 @@ class RunningClock:
         self._ticked_at_s = now_s
 
     def skip(self, now_s: float) -> None:
-        """Skip the time since the last tick."""
+        """Exclude the time since the last tick."""
         self._ticked_at_s = now_s

@@ -16,13 +16,11 @@ MAX_STOP_TEXT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_PROMPT_REPORT = 2**17
-"""Max prompt log-probabilities of one request: (prompt_logprobs + 1) * tokens. Each takes 100 to 200 bytes in the
-processes."""
+"""Max prompt log-probabilities of one request, (prompt_logprobs + 1) * tokens, of 100 to 200 bytes each."""
 MAX_N = 128
 """Max answers to one prompt in one call, for protocols with such a parameter."""
 MAX_COPIED_TOKENS = 2**20
-"""Max prompt tokens of one call in total, each counted once per answer, if there are several answers. Each answer is a
-request with a prompt of its own."""
+"""Max prompt tokens of one call in total, each counted once per answer: each answer is a request."""
 MAX_COPIED_CHARACTERS = 2**24
 """Max prompt characters of one call in total, before the prompts are tokenized; see MAX_COPIED_TOKENS."""
 _UINT32_MAX = 2**32 - 1
@@ -44,12 +42,11 @@ _NUMBERS = {"temperature": (0.0, _FLOAT32_MAX), "top_p": (_FLOAT32_MIN, 1.0)}
 _WITH_DEFAULTS = ("max_tokens", "temperature", "top_p", "top_k")
 """Parameters for which a model may have defaults."""
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio: odd, so that the seeds of one request differ, and large, so that they are far
-apart."""
+"""2**64 / golden ratio: odd, so that seeds of one request differ, and large, so that they are far apart."""
 
 
 class FinishReason(enum.StrEnum):
-    """Reason why a request ended."""
+    """Reason why an answer ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -58,13 +55,12 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopConditions:
-    """Length of an answer, and what ends it."""
+    """Limits on the length of an answer, and the texts and tokens that end it."""
 
     max_tokens: int | None = None
     """Max tokens to generate, at least 1. None: the model's default, or all that its length leaves after the prompt."""
     min_tokens: int = 0
-    """Min answer length, at most max_tokens. Until then end tokens are not sampled and complete stop texts are
-    ignored."""
+    """Min answer length, at most max_tokens. Until then end tokens are not sampled and stop texts are ignored."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; the text is cut before the match."""
     stop_token_ids: tuple[int, ...] = ()
@@ -80,8 +76,7 @@ class SamplingParams(StopConditions):
     temperature: float | None = None
     """Divides the logits. 0 is greedy. None: the model's, as ModelInfo.default_params says, or 1."""
     top_p: float | None = None
-    """Sample only from the smallest set of tokens whose probability reaches top_p, in (0, 1]. None: the model's, or
-    1."""
+    """Sample only from the smallest token set with a total probability of top_p, in (0, 1]. None: the model's, or 1."""
     top_k: int | None = None
     """Sample only from the top_k most likely tokens. 0: all. None: the model's, or 0."""
     seed: int | None = None
@@ -122,8 +117,8 @@ class SamplingParams(StopConditions):
             object.__setattr__(self, name, checked)
 
     def resolved(self, defaults: "SamplingParams | None" = None) -> "ResolvedParams":
-        """Return these parameters, with None replaced by the `chosen` ones of `defaults`. Raises InvalidArgument when
-        the default of max_tokens is below min_tokens."""
+        """Return the parameters for an engine: None becomes the value of `defaults`, or else the built-in one. Raises
+        InvalidArgument when the default of max_tokens is below min_tokens."""
         given = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
         return ResolvedParams(**({} if defaults is None else defaults.chosen) | given)
 
@@ -143,13 +138,12 @@ class ResolvedParams(SamplingParams):
 
 
 def derived_seed(seed: int | None, number: int) -> int | None:
-    """Seed of the answer with this number to one prompt, in [0, 2**64). The first one is the request's own, modulo
-    2**64. None: no seed; the router chooses one for each."""
+    """Seed for answer `number`, from 0, of several to one prompt; for number 0, `seed` modulo 2**64. None: no seed."""
     return None if seed is None else (seed + number * _SEED_STEP) % 2**64
 
 
 def check_prompt_report(params: SamplingParams, prompt_tokens: int) -> None:
-    """Raise InvalidArgument if prompt logprobs for `prompt_tokens` would be too large."""
+    """Raise InvalidArgument if the log-probabilities for a prompt of `prompt_tokens` exceed MAX_PROMPT_REPORT."""
     if params.prompt_logprobs is None:
         return
     most = MAX_PROMPT_REPORT // (params.prompt_logprobs + 1)
@@ -176,7 +170,7 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
 
 
 def whole_number(value: object) -> int | None:
-    """`value` as an int if it is a whole number of any type, such as numpy's; None otherwise, and for bools."""
+    """Return `value` as an int if it is a whole number of any type, such as numpy's; None otherwise, and for bools."""
     if type(value) is int:
         return value
     try:
@@ -186,7 +180,7 @@ def whole_number(value: object) -> int | None:
 
 
 def ordered_items(field: str, value: object, limit: str) -> Iterable[object]:
-    """Return `value` if it is an ordered collection. Raises InvalidArgument, naming `field` and `limit`."""
+    """Return `value` if it is an ordered collection, not a text, mapping or set. Raises InvalidArgument otherwise."""
     # Strings and mappings iterate over letters or keys, and sets in no order.
     unordered = isinstance(value, str | bytes | bytearray | Mapping | AbstractSet)
     if unordered or not isinstance(value, Iterable):
@@ -228,7 +222,7 @@ def _check_stop_text(text: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """The model's log-probabilities at one position, before temperature, top_k and top_p."""
+    """Log-probabilities of one token and the likeliest at its position, before temperature, top_k and top_p."""
 
     logprob: float
     """Natural logarithm of the probability of the sampled token, or of the prompt's token."""

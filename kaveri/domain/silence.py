@@ -14,12 +14,12 @@ PeerT = TypeVar("PeerT")
 
 
 class SilenceWatch(Generic[PeerT]):
-    """Watches peers that should send something all the time. Only time in which the observer itself runs counts as
-    silence. A peer on a busy machine is slightly late before it is very late, so late peers are given more time. So is
-    one that was found silent and is heard soon after: where all are slow, suspicions slow them further."""
+    """Watches peers that should send messages all the time, and suspects those that are silent for too long. Only time
+    in which this process runs counts. A peer that was late, or suspected and then heard again, gets more time: where
+    all are slow, suspicions slow them further."""
 
     def __init__(self, after_s: float, now_s: float) -> None:
-        """after_s: seconds of silence after which a peer is suspected, unless it was late before."""
+        """after_s: silence after which a peer that was never late is suspected. now_s: of a monotonic clock."""
         self.after_s = after_s
         self._most_s = max(after_s, MOST_PATIENCE_S)
         self.elapsed_s = 0.0
@@ -51,12 +51,12 @@ class SilenceWatch(Generic[PeerT]):
         self._heard_s.pop(peer, None)
 
     def silence_s(self, peer: PeerT) -> float:
-        """Seconds since the last message of a peer, as of the last tick; infinite if it is not watched."""
+        """Seconds from a peer's last message to the last tick; infinite if the peer is not watched."""
         heard_s = self._heard_s.get(peer)
         return self.elapsed_s - heard_s if heard_s is not None else float("inf")
 
     def tick(self, now_s: float) -> list[PeerT]:
-        """Advance the clock. Returns the peers that have gone silent, and stops watching them."""
+        """Advance the clock. Returns the peers that are silent for too long, and stops watching them."""
         self.elapsed_s += min(now_s - self._ticked_at_s, _LONGEST_TICK_S)
         self._ticked_at_s = now_s
         elapsed_s = self.elapsed_s

@@ -1,4 +1,4 @@
-"""One process's view of the cluster: the input of policies. Pure."""
+"""View of the cluster, as one process has it: the input of policies. Pure."""
 
 import enum
 from collections.abc import Callable, Hashable, Mapping
@@ -15,17 +15,14 @@ ParamsT = ParamSpec("ParamsT")
 
 
 WIRE = 1
-"""Number of the contracts between processes (protos/), raised with each incompatible change. Processes ignore instances
-of another number."""
+"""Version of the contracts (protos/), raised with each incompatible change. Processes ignore other versions."""
 
 
 class Role(enum.StrEnum):
-    """Role of an instance."""
+    """Kind of a process in the cluster."""
 
     ROUTER = "router"
-    """The entry that clients talk to."""
     PREDICTOR = "predictor"
-    """Predicts the lengths of answers."""
     GATEWAY = "gateway"
     """Serves HTTP as a client of the routers."""
     ENGINE = "engine"
@@ -33,12 +30,10 @@ class Role(enum.StrEnum):
 
 
 class Phase(enum.StrEnum):
-    """A part of a request's work that an instance with an engine can do."""
+    """Part of a request's work that an instance with an engine can do."""
 
     PREFILL = "prefill"
-    """Computes prompts."""
     DECODE = "decode"
-    """Generates tokens."""
 
 
 BOTH_PHASES = (Phase.PREFILL, Phase.DECODE)
@@ -46,7 +41,7 @@ BOTH_PHASES = (Phase.PREFILL, Phase.DECODE)
 
 
 class InstanceState(enum.StrEnum):
-    """Availability of an instance for new work."""
+    """Availability of an instance for new requests."""
 
     READY = "ready"
     DRAINING = "draining"
@@ -54,7 +49,7 @@ class InstanceState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InstanceIdentity:
-    """Name, address and service of one incarnation of an instance."""
+    """Name, address and service of one incarnation (one start) of an instance."""
 
     instance_id: str
     """Stable across restarts: "decode-0"."""
@@ -69,7 +64,7 @@ class InstanceIdentity:
 
 @dataclass(frozen=True, slots=True)
 class InstanceRecord(InstanceIdentity):
-    """Immutable facts about one incarnation of an instance."""
+    """Properties of an instance that are fixed for one incarnation (one start)."""
 
     layout: KvLayout | None = None
     kv_endpoints: tuple[KvEndpoint, ...] = ()
@@ -86,12 +81,11 @@ class InstanceRecord(InstanceIdentity):
     metrics_address: str = ""
     """"host:port" of its metrics. Empty: none, or not reported by its version."""
     wire: int = WIRE
-    """Number of the contracts that it speaks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCounts:
-    """Replication counts of a decode instance at its last heartbeat."""
+    """Counts of a decode instance's requests with KV copies, resumed and moved, at its last heartbeat."""
 
     owned: int = 0
     """Requests here with a replica at another instance."""
@@ -125,7 +119,7 @@ class WorkLoad:
 
 @dataclass(frozen=True, slots=True)
 class InstanceLoad(WorkLoad):
-    """Load of an instance at its last heartbeat, with its phases and its room for replicas."""
+    """Load of an instance at its last heartbeat, with the phases that it serves and its memory for KV copies."""
 
     heavy_requests: int = 0
     """Decode: heavy requests here in any phase (kaveri.policy.placement.HeavyThresholds)."""
@@ -146,24 +140,24 @@ class InstanceLoad(WorkLoad):
 
 
 class ViewedInstance(Protocol):
-    """An instance as a view shows it."""
+    """Instance in a view of the cluster: its record, and its load at the last heartbeat."""
 
     @property
     def record(self) -> InstanceRecord:
-        """Immutable facts of its incarnation."""
+        """Properties that are fixed for the instance's incarnation."""
 
     @property
     def load(self) -> InstanceLoad:
-        """Load at its last heartbeat."""
+        """Load of the instance at its last heartbeat."""
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds since that heartbeat."""
+        """Seconds since the instance's last heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceStatus:
-    """Snapshot of an instance, as carried by messages. Is a ViewedInstance."""
+    """Snapshot of an instance's record and load, as carried by messages. Is a ViewedInstance."""
 
     record: InstanceRecord
     load: InstanceLoad
@@ -172,30 +166,30 @@ class InstanceStatus:
 
 
 def phases_now(instance: ViewedInstance) -> tuple[Phase, ...]:
-    """Phases that the instance serves now. A draining one still serves its requests."""
+    """Phases (prefill, decode) that the instance serves now, also while it drains."""
     return instance.load.phases if instance.load.phase_order else instance.record.phases
 
 
 def takes_pushes(instance: ViewedInstance) -> bool:
-    """Return True if prefill instances push KV to it: it decodes, and computes no prompts itself."""
+    """Return True if prefill instances push KV to the instance: it decodes, and does not prefill."""
     return phases_now(instance) == (Phase.DECODE,)
 
 
 def is_broadcast(instance: ViewedInstance) -> bool:
-    """Return True if the cluster monitor broadcasts its load: prefill instances choose among these, and owners of
-    requests among those that hold copies of KV."""
+    """Return True if the cluster monitor broadcasts the instance's load: it is a predictor, takes KV pushes, or holds
+    KV copies."""
     return instance.record.role is Role.PREDICTOR or takes_pushes(instance) or instance.load.replica_total_bytes > 0
 
 
 def status_now(instance: ViewedInstance) -> InstanceStatus:
-    """Snapshot of the instance now."""
+    """Return a snapshot of the instance's record and load."""
     return InstanceStatus(instance.record, instance.load, instance.heartbeat_age_s)
 
 
 def once_per_view(
     compute: Callable[Concatenate["ClusterView", ParamsT], ValueT],
 ) -> Callable[Concatenate["ClusterView", ParamsT], ValueT]:
-    """Decorate a function of a view that is computed once per view and arguments; see ClusterView.derive()."""
+    """Decorate a function of a ClusterView, to compute it once per view and arguments."""
 
     def derived(view: "ClusterView", /, *args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ValueT:
         key = (compute, args, *kwargs.items()) if kwargs else (compute, args)
@@ -211,21 +205,20 @@ def once_per_view(
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """All instances with a valid lease that speak this process's contracts. The set of instances, their states, phases
-    and pool sizes are constant within one view; the rest of their loads follows their heartbeats. So a decision uses
-    one view, without waiting in between."""
+    """All instances with a valid lease and a compatible protocol. Their set, states, phases and pool sizes are constant
+    within one view; the rest of their loads follows heartbeats. So a decision uses one view, without an await."""
 
     instances: Mapping[str, ViewedInstance] = field(default_factory=dict)
     """Instances by id. Views with the same mapping object have the same instances in the same states."""
     store_connected: bool = True
     """False while the store cannot be reached and this is the last view known."""
     incompatible: Mapping[str, ViewedInstance] = field(default_factory=dict)
-    """Instances of another wire number: shown to operators, and ignored."""
+    """Instances with another WIRE number: shown to operators, and ignored."""
     _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @once_per_view
     def ready(self, phase: Phase, model: str | None = None) -> tuple[ViewedInstance, ...]:
-        """The instances that take requests of `phase` now (for `model`, if given), ordered by id."""
+        """Return the instances that take new requests for `phase` (and `model`, if given), ordered by id."""
         return tuple(
             each
             for _, each in sorted(self.instances.items())
@@ -237,7 +230,7 @@ class ClusterView:
 
     @once_per_view
     def ready_predictors(self, model: str) -> tuple[ViewedInstance, ...]:
-        """The predictors of `model` that take work, ordered by id."""
+        """Return the predictors of `model` that take requests, ordered by id."""
         return tuple(
             each
             for _, each in sorted(self.instances.items())
@@ -252,7 +245,7 @@ class ClusterView:
 
     @once_per_view
     def broadcast_lives(self) -> frozenset[tuple[str, int, InstanceState]]:
-        """Id, incarnation and state of every broadcast instance."""
+        """Id, incarnation and state of every instance whose load is broadcast (see is_broadcast)."""
         return frozenset(
             (instance_id, instance.record.incarnation, instance.load.state)
             for instance_id, instance in self.instances.items()
@@ -260,7 +253,7 @@ class ClusterView:
         )
 
     def derive(self, key: Hashable, compute: Callable[..., ValueT], *args: object) -> ValueT:
-        """Return `compute(*args)`, called once per view and key. It must depend only on what is constant in a view."""
+        """Return `compute(*args)`, cached per view and key. It must depend only on what is constant in a view."""
         try:
             return cast(ValueT, self._derived[key])
         except KeyError:
@@ -270,7 +263,7 @@ class ClusterView:
 
 @dataclass(frozen=True, slots=True)
 class LoadBroadcast:
-    """Loads that the cluster monitor sends to prefill instances."""
+    """Message of the cluster monitor to prefill instances: the loads of instances that they choose from."""
 
     leader_id: str
     fencing_token: int

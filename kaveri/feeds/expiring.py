@@ -1,4 +1,4 @@
-"""A map whose entries live for a while, with limits on their count and size. No clock, no I/O."""
+"""A map whose entries expire, with limits on their count and size. No clock, no I/O."""
 
 import math
 from collections import OrderedDict
@@ -26,10 +26,10 @@ class _Entry(NamedTuple, Generic[ValueT]):
 
 
 class ExpiringMap(Generic[KeyT, ValueT]):
-    """Values by key, until ttl_s after their last put(). Beyond a limit the oldest are evicted."""
+    """Map whose entries expire ttl_s seconds after their last put(). Beyond a limit the oldest are evicted."""
 
     def __init__(self, ttl_s: float = math.inf, *, max_count: int = MAX_COUNT, max_bytes: float = math.inf) -> None:
-        """ttl_s: 0 keeps nothing. max_bytes: of the sizes given to put()."""
+        """ttl_s: 0 keeps nothing. max_bytes: limit on the sum of the sizes given to put()."""
         self._ttl_s = ttl_s
         self._max_count = max_count
         self._max_bytes = max_bytes
@@ -61,7 +61,7 @@ class ExpiringMap(Generic[KeyT, ValueT]):
         return entry.value
 
     def prune(self, now_s: float) -> None:
-        """Remove expired values, and the oldest beyond the limits."""
+        """Remove expired values, and the oldest beyond the limits. now_s: time.monotonic()."""
         while self._entries:
             oldest, entry = next(iter(self._entries.items()))
             fits = len(self._entries) <= self._max_count and self._bytes <= self._max_bytes
@@ -70,14 +70,14 @@ class ExpiringMap(Generic[KeyT, ValueT]):
             self.pop(oldest)
 
     def values(self) -> Iterable[ValueT]:
-        """All values, oldest first, with those that have expired since the last prune()."""
+        """Return all values, oldest first, including any that have expired since the last prune()."""
         return [entry.value for entry in self._entries.values()]
 
     def keys(self) -> Iterable[KeyT]:
-        """All keys, oldest first, with those that have expired since the last prune()."""
+        """Return all keys, oldest first, including any that have expired since the last prune()."""
         return self._entries.keys()
 
 
 def answer_bytes(token_count: int, logprobs: Iterable[Logprobs]) -> int:
-    """Memory of an ended answer's tokens and log-probabilities, in bytes."""
+    """Estimate the memory that the tokens and log-probabilities of an ended answer take, in bytes."""
     return _ANSWER_BYTES + _TOKEN_BYTES * token_count + _LOGPROB_BYTES * sum(1 + len(each.top) for each in logprobs)

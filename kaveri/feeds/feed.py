@@ -1,4 +1,4 @@
-"""Unsent news of requests, one feed per reader for both phases. No I/O."""
+"""Queues of requests with unsent output, one queue per stream to a router or client. No I/O."""
 
 import asyncio
 from collections.abc import Callable, Hashable, Iterable
@@ -11,10 +11,8 @@ ItemT = TypeVar("ItemT", bound=Hashable)
 
 
 class Feed(Generic[ItemT]):
-    """Items with news for one reader. Each is queued once, so a slow reader costs no more memory.
-
-    For one event loop and one task that takes.
-    """
+    """Queue of items with something to send to one reader. An item is queued once however much it has to send, so a
+    slow reader costs no more memory. For one event loop and one task that calls take()."""
 
     def __init__(self, news: Iterable[ItemT] = ()) -> None:
         self._news: dict[ItemT, None] = dict.fromkeys(news)
@@ -23,7 +21,7 @@ class Feed(Generic[ItemT]):
 
     @property
     def ended(self) -> bool:
-        """True once close() was called and everything is taken."""
+        """True once close() was called and all items are taken."""
         return self._closed and not self._news
 
     @property
@@ -50,19 +48,17 @@ class Feed(Generic[ItemT]):
         return items
 
     def wake(self) -> None:
-        """Let take() return, if need be without items."""
+        """Make a waiting take() return, even without items."""
         self._changed.set()
 
     def close(self) -> None:
-        """End the feed once all of its items are taken."""
+        """Close the feed, which ends once all of its items are taken."""
         self._closed = True
         self._changed.set()
 
     async def take(self, beat_s: float | None = None, most: int | None = None) -> list[ItemT]:
-        """Remove and return the first items, at most `most`, after waiting for some.
-
-        Returns an empty list after beat_s seconds, after wake(), and once the feed has ended.
-        """
+        """Wait for items; remove and return the first ones, at most `most` (None: all). Returns an empty list after
+        beat_s seconds (None: no limit), after wake(), and once the feed has ended."""
         if not (self._news or self._closed):
             self._changed.clear()
             beat = asyncio.get_running_loop().call_later(beat_s, self._changed.set) if beat_s is not None else None
@@ -78,7 +74,7 @@ class Feed(Generic[ItemT]):
 
 
 class RouterFeed(Feed[Hashable]):
-    """News for one router, over one of its streams."""
+    """Queue of requests with unsent output for one router, read by one of its streams."""
 
     def __init__(self, router_id: str, news: Iterable[Hashable]) -> None:
         super().__init__(news)
@@ -91,13 +87,11 @@ class _Phase(NamedTuple):
 
 
 class RouterFeeds:
-    """The feeds of all routers at one instance. For one event loop.
-
-    Items are requests and notices. Logs of requests keep what was not sent, so a broken stream loses nothing of them.
-    """
+    """Queues of unsent output for all routers with a stream to one instance. Not thread-safe. Items are requests and
+    notices. Requests' own logs keep what was not sent, so a broken stream loses only notices."""
 
     def __init__(self, grace_s: float) -> None:
-        """grace_s: seconds within which a router without a stream must open one."""
+        """grace_s: seconds that a router without a stream has to open one."""
         self._grace_s = grace_s
         self._phases: list[_Phase] = []
         self._feeds: dict[str, RouterFeed] = {}
@@ -106,13 +100,13 @@ class RouterFeeds:
         self._closed = False
 
     def join(self, router_gone: Callable[[str], None], unsent_of: Callable[[str], Iterable[Hashable]]) -> None:
-        """Add a phase. router_gone: called when a router's grace is over. unsent_of: returns a router's requests, ended
-        ones included, that have unsent news."""
+        """Add a phase, prefill or decode. router_gone: called with the id of a router that has had no stream for the
+        grace time. unsent_of: returns a router's requests with unsent output, ended ones included."""
         self._phases.append(_Phase(router_gone, unsent_of))
 
     @property
     def missing_routers(self) -> tuple[str, ...]:
-        """Routers without a stream whose requests are, or were, here. Those requests are orphans."""
+        """Ids of routers that have, or had, requests here but no stream. Their requests are called orphans."""
         return tuple(self._grace)
 
     def has(self, router_id: str) -> bool:
@@ -120,7 +114,7 @@ class RouterFeeds:
         return router_id in self._feeds
 
     def open(self, router_id: str) -> RouterFeed:
-        """Create the feed of a router's new stream. It continues the feed of an older stream, which ends."""
+        """Create the feed of a router's new stream. It takes over the items of an older stream, which ends."""
         self._end_grace(router_id)
         former = self._feeds.get(router_id)
         unsent = dict.fromkeys(item for phase in self._phases for item in phase.unsent_of(router_id))
@@ -133,13 +127,13 @@ class RouterFeeds:
         return feed
 
     def close(self, feed: RouterFeed) -> None:
-        """End a broken or cancelled stream. Begins the router's grace unless a newer stream is open."""
+        """Remove the feed of a broken stream. Without a newer one, the router has grace_s seconds to open another."""
         if self._feeds.get(feed.router_id) is feed:
             del self._feeds[feed.router_id]
             self.expect(feed.router_id)
 
     def close_all(self) -> None:
-        """End every stream, later ones included, once its news is sent."""
+        """End every stream, later ones included, once its items are sent."""
         self._closed = True
         for feed in self._feeds.values():
             feed.close()
@@ -147,7 +141,7 @@ class RouterFeeds:
             self._end_grace(router_id)
 
     def expect(self, router_id: str) -> None:
-        """Expect the router to read news of its requests: its stream begins to beat, or its grace begins."""
+        """Record that a router has requests here: its stream starts heartbeats, or it has grace_s to open one."""
         feed = self._feeds.get(router_id)
         if feed is not None:
             feed.wake()
@@ -156,19 +150,19 @@ class RouterFeeds:
             self._grace[router_id] = loop.call_later(self._grace_s, self._grace_over, router_id)
 
     def add(self, router_id: str, item: Hashable) -> None:
-        """Queue the item for the router; no-op without a stream."""
+        """Queue the item for the router's stream; does nothing without a stream."""
         feed = self._feeds.get(router_id)
         if feed is not None:
             feed.add(item)
 
     def discard(self, router_id: str, item: Hashable) -> None:
-        """Remove the item from the router's queue."""
+        """Remove the item from the queue for the router's stream."""
         feed = self._feeds.get(router_id)
         if feed is not None:
             feed.discard(item)
 
     async def wait_sent(self, is_idle: asyncio.Event) -> None:
-        """Wait until the instance is idle and routers had time to read the last news, before they see it leave."""
+        """Wait until the instance is idle (`is_idle` is set) and routers have had time to read the last output."""
         while True:
             await is_idle.wait()
             if not self._feeds:

@@ -1,6 +1,6 @@
-"""Direct reads: clients read answers from this instance, one stream per client, a small message per engine step. The
-router still owns the request. During a direct read it gets the tokens in larger pieces (RequestOwners.gain), and all of
-them when the client stops. Text is detokenized as in routers, so a client may switch between the two at any token."""
+"""Direct reads: clients stream answers from this decode instance instead of through a router. The router still owns the
+request and receives its tokens in larger batches, and all of them once the client stops. Text is detokenized as in
+routers, so a client may switch between the two at any token."""
 
 import asyncio
 import contextlib
@@ -21,8 +21,7 @@ MIN_READER_ID_CHARACTERS = 16
 MAX_READER_ID_CHARACTERS = 128
 _MOST_PARTS = 32
 _MOST_PART_TOKENS = 64
-"""Limits on parts per message and tokens per part: a message is encoded, and decoded at the client, in one turn of the
-event loop."""
+"""Limits on parts per message and tokens per part: a message is encoded in one turn of the event loop."""
 MAX_READERS = 1024
 """Max clients with an open stream."""
 
@@ -40,7 +39,7 @@ class AnswerTokenizer(Protocol):
 
 
 class AnswerAsked(NamedTuple):
-    """A client's request to read an answer after the tokens and characters that it already has."""
+    """Client's request to read an answer from this decode instance, not its router, after the tokens that it has."""
 
     reader_id: str
     request_id: str
@@ -51,7 +50,7 @@ class AnswerAsked(NamedTuple):
 
 
 class ReadPart(NamedTuple):
-    """Unread output of one answer."""
+    """New output of one answer, for a client that reads it from this decode instance and not its router."""
 
     request_id: str
     session: int
@@ -61,10 +60,10 @@ class ReadPart(NamedTuple):
 
 
 class AnswerReader:
-    """Direct read of one answer by one client."""
+    """Direct read of one answer by one client: from this decode instance, not through a router."""
 
     def __init__(self, request: DecodeRequest, stream: "CallerStream", answer: Answer, asked: AnswerAsked) -> None:
-        """answer: positioned after the tokens that the client already has."""
+        """stream: shared by the client's answers. answer: detokenizer state after the tokens that the client has."""
         self.request = request
         self._stream = stream
         self._answer = answer
@@ -73,11 +72,11 @@ class AnswerReader:
         self._left = False
 
     def changed(self) -> None:
-        """Schedule a message after the request's log has grown or ended."""
+        """Schedule a message to the client after the request's log of tokens has grown or ended."""
         self._stream.add(self)
 
     def leave(self) -> None:
-        """Detach the client; output so far is still sent. Idempotent."""
+        """Detach the client from the answer; output so far is still sent to it. Idempotent."""
         if not self._left:
             self._pull()
             self._left = True
@@ -85,7 +84,7 @@ class AnswerReader:
             self._stream.add(self)
 
     def take(self) -> ReadPart:
-        """Return unread output, up to the size limit of one part."""
+        """Return unread output, up to the size limit of one message part, and schedule the rest."""
         has_rest = not self._left and self._pull(_MOST_PART_TOKENS)
         answer = self._answer
         part = answer.take()
@@ -96,12 +95,11 @@ class AnswerReader:
         return ReadPart(self.request.request_id, self._session, part, ended)
 
     def _pull(self, most_tokens: int | None = None) -> bool:
-        """Append new tokens of the request's log to the answer, at most `most_tokens`. Returns True if more remain."""
+        """Detokenize up to `most_tokens` new tokens of the request's log (None: all). Returns True if more remain."""
         log = self.request.log
         tokens = log.token_ids[self._next_index - log.first_index :]
         if log.end.finish is FinishReason.STOP:
-            # The router sends the last token with the end. A client that had the token alone would re-attach after the
-            # end.
+            # The router sends the last token with the end. A client with the token alone would attach again.
             tokens = tokens[:-1]
         if taken := tokens[:most_tokens]:
             self._next_index += len(taken)
@@ -110,7 +108,7 @@ class AnswerReader:
 
 
 class CallerStream(Feed[AnswerReader]):
-    """A client's subscription. Unread output is coalesced, so the backlog is at most the rest of each answer."""
+    """Stream to a client that reads answers from this decode instance. Its backlog is at most their unread rest."""
 
     def __init__(self, reader_id: str) -> None:
         super().__init__()
@@ -119,7 +117,7 @@ class CallerStream(Feed[AnswerReader]):
 
 
 class AnswerReaders:
-    """Client streams of one decode instance. Not thread-safe."""
+    """Streams of all clients that read answers directly from one decode instance. Not thread-safe."""
 
     def __init__(
         self,
@@ -128,8 +126,8 @@ class AnswerReaders:
         tokenizer: AnswerTokenizer | None,
         count_read: Callable[[int], object],
     ) -> None:
-        """find: looks up a running request by its id. send: sends unsent tokens to a request's router. tokenizer: None
-        disables direct reads. count_read: called with the number of tokens of each message."""
+        """find: returns a running request by its id. send: sends a request's unsent tokens to its router. tokenizer:
+        None disables direct reads. count_read: called with the number of tokens of each message to a client."""
         self._find = find
         self._send = send
         self._tokenizer = tokenizer
@@ -144,8 +142,8 @@ class AnswerReaders:
         return len(self._streams)
 
     def open(self, reader_id: str) -> CallerStream:
-        """Open a client's stream and end the client's former one. Raises Unsupported without a tokenizer,
-        InvalidArgument, and Unavailable when MAX_READERS is reached."""
+        """Open a client's stream and end its earlier one. Raises Unsupported without a tokenizer, InvalidArgument for
+        an id of a wrong length, and Unavailable when MAX_READERS is reached."""
         if self._tokenizer is None:
             raise Unsupported("answers are not read here: --direct-answers off")
         if not MIN_READER_ID_CHARACTERS <= len(reader_id) <= MAX_READER_ID_CHARACTERS:
@@ -160,7 +158,7 @@ class AnswerReaders:
         return stream
 
     def close(self, stream: CallerStream) -> None:
-        """End a stream; routers send the rest of its answers. Idempotent."""
+        """End a client's stream; routers send the rest of its answers. Idempotent."""
         if self._streams.get(stream.reader_id) is stream:
             del self._streams[stream.reader_id]
         stream.close()
@@ -168,11 +166,9 @@ class AnswerReaders:
             self._end(stream, reader)
 
     async def read(self, asked: AnswerAsked) -> None:
-        """Add an answer to its client's stream, replacing another reader of the answer.
-
-        Raises InvalidArgument (wrong secret), RequestNotFound (unknown request, session or token position), Unsupported
-        (log-probabilities were requested) and Unavailable (the client has no stream).
-        """
+        """Add an answer to its client's stream, in place of another client that reads it from this instance. Raises
+        InvalidArgument (wrong secret), RequestNotFound (unknown request, session or token position), Unsupported
+        (log-probabilities were requested) and Unavailable (the client has no stream)."""
         stream, request, tokenizer = self._check(asked)
         params, prompt_ids = request.engine_request.params, request.engine_request.token_ids
         detokenizer = tokenizer.detokenizer(
@@ -196,7 +192,6 @@ class AnswerReaders:
         self._send(request)
 
     def _check(self, asked: AnswerAsked) -> tuple["CallerStream", DecodeRequest, AnswerTokenizer]:
-        """Find the stream and the request. Raises as read()."""
         stream, tokenizer = self._streams.get(asked.reader_id), self._tokenizer
         if stream is None or tokenizer is None:
             raise Unavailable("the reader has no stream here")
@@ -213,7 +208,7 @@ class AnswerReaders:
         return stream, request, tokenizer
 
     async def next_parts(self, stream: CallerStream, beat_s: float = BEAT_S) -> list[ReadPart]:
-        """Return the unread parts for one message, after waiting at most `beat_s` seconds for some."""
+        """Return new output for one message, one part per answer, after waiting up to `beat_s` seconds for it."""
         parts = []
         for reader in await stream.take(beat_s, _MOST_PARTS):
             read = reader.take()

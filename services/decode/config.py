@@ -16,7 +16,7 @@ _WITHOUT_MODEL = ("fake", "timed")
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(InstanceConfig):
-    """Settings of an instance that decodes in a running batch, for pushed and local KV."""
+    """Settings of an instance's decode side: admission to the batch, reservations, and copies of requests' KV."""
 
     HELP_TITLE: ClassVar = "Decoding"
 

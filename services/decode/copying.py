@@ -1,9 +1,9 @@
-"""State machine of a request's KV copy, on the owner's side. Pure: no clock, no waiting, no I/O.
+"""State machine of a request's KV copy, which another instance holds, on the instance that decodes the request.
 
     Alone <-> Opening -> Copied -> Alone        until the request ends
               Copied <-> Moving -> end
 
-step() returns the next state and the actions for the service, in order.
+step() returns the next state and the actions for the service, in order. Pure: no clock, no waiting, no I/O.
 """
 
 import enum
@@ -20,30 +20,30 @@ _DOUBLINGS = 6
 
 
 class Holder(NamedTuple):
-    """Incarnation of an instance that holds, or is asked to hold, a copy."""
+    """Instance, in one incarnation, that holds or is asked to hold a copy of a request's KV."""
 
     instance_id: str
     incarnation: int
     address: str
     number: int = 0
-    """Number of the copy, assigned by the owner."""
+    """Serial number of the copy, assigned by the instance that decodes the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """State: the request has no holder."""
+    """State of a request's KV copy: no other instance holds one."""
 
     until_s: float = 0.0
     """Earliest time of the next search for a holder."""
     failures: int = 0
-    """Consecutive failures; each doubles the pause."""
+    """Consecutive failures; each doubles the pause before the next search."""
     former: Holder | None = None
     """Previous holder, which may still have a copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """State: a holder was asked to reserve memory for the copy."""
+    """State of a request's KV copy: another instance, the holder, was asked to reserve memory for it."""
 
     holder: Holder
     failures: int
@@ -52,7 +52,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """State: the engine copies KV to a holder in the background."""
+    """State of a request's KV copy: the engine pushes KV to the holder in the background."""
 
     holder: Holder
     failures: int
@@ -62,7 +62,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """State: the engine is releasing the request to the holder."""
+    """State of a request's KV copy: the engine stops the request and pushes the rest, for the holder to resume it."""
 
     holder: Holder
     failures: int
@@ -86,7 +86,7 @@ class HolderChosen:
 
 @dataclass(frozen=True, slots=True)
 class CopyRoomGranted:
-    """Event: the holder has reserved memory for the copy."""
+    """Event for a request's KV copy: the holder has reserved memory."""
 
     ticket: Ticket
     incarnation: int
@@ -95,7 +95,7 @@ class CopyRoomGranted:
 
 @dataclass(frozen=True, slots=True)
 class CopyLost:
-    """Event: the holder has no memory for the copy, or the engine's push has ended."""
+    """Event for a request's KV copy: the holder refused memory, or the engine's push to it has ended."""
 
     pause_s: float
     """Pause after a first failure."""
@@ -103,25 +103,24 @@ class CopyLost:
 
 @dataclass(frozen=True, slots=True)
 class CopyGrew:
-    """Event: the watermark has risen."""
+    """Event for a request's KV copy: the holder has verified the KV of more tokens."""
 
     token_count: int
 
 
 @dataclass(frozen=True, slots=True)
 class MoveDone:
-    """Event: the holder has the KV of all tokens but the last, and the engine has ended the request."""
+    """Event for a request's KV copy: it lacks only the last token, and the engine has stopped the request."""
 
     token_count: int
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """Event: the request has ended, and with it the push of its copy."""
+    """Event for a request's KV copy: the request has ended on this instance, and with it the push of its KV."""
 
     is_given_up: bool = False
-    """True if no router will resume the request. Otherwise the holder keeps the copy for a while: this instance may die
-    before the router has received the end of the answer."""
+    """True if no router will resume the request, so that the holder need not keep the copy for a while."""
 
 
 Event = HolderChosen | CopyRoomGranted | CopyLost | CopyGrew | BareEvent | MoveDone | RequestEnded
@@ -129,40 +128,40 @@ Event = HolderChosen | CopyRoomGranted | CopyLost | CopyGrew | BareEvent | MoveD
 
 @dataclass(frozen=True, slots=True)
 class AskHolder:
-    """Ask a holder to reserve memory for the copy."""
+    """Action for a request's KV copy: ask an instance to reserve memory for it."""
 
     holder: Holder
 
 
 @dataclass(frozen=True, slots=True)
 class BeginCopy:
-    """Start copying in the engine."""
+    """Action for a request's KV copy: let the engine push KV into the memory that the ticket names."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class CloseCopy:
-    """Tell a holder to drop its copy. If the message is lost, the copy expires."""
+    """Action for a request's KV copy: ask its holder to drop it. If the message is lost, the copy expires."""
 
     holder: Holder
 
 
 @dataclass(frozen=True, slots=True)
 class TellRouterOfCopy:
-    """Send the request's router the new location of the copy."""
+    """Action for a request's KV copy: send its location to the request's router."""
 
     replica: ReplicaLocation
 
 
 @dataclass(frozen=True, slots=True)
 class LetGoInEngine:
-    """Tell the engine to release the request to the holder."""
+    """Action for a request's KV copy: let the engine stop the request and push the rest of its KV to the holder."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndAsMoved:
-    """End the request on this instance; its router resumes it from the replica."""
+    """Action for a request's KV copy: end the request on this instance; its router resumes it at the holder."""
 
     replica: ReplicaLocation
 
@@ -177,7 +176,7 @@ Step = tuple[Copy, tuple[Action, ...]]
 
 
 def step(copy: Copy, event: Event, now_s: float) -> Step:
-    """Return the next state and the actions. Late events change nothing."""
+    """Return the next state of a request's KV copy and the actions. Events that no longer apply change nothing."""
     match event, copy:
         case HolderChosen(holder), Alone():
             return Opening(holder, copy.failures, copy.former), (AskHolder(holder),)

@@ -1,5 +1,5 @@
-"""Holds KV copies of other instances' requests and resumes requests whose owner was lost. A ReplicaStore owns the
-bytes, the DecodeInstance owns resumed requests."""
+"""Holds copies of the KV of requests that other instances decode, and resumes a request from its copy when its instance
+is lost. A ReplicaStore owns the bytes, the DecodeInstance owns resumed requests."""
 
 import asyncio
 import time
@@ -37,14 +37,13 @@ from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.requests import DecodeRequest
 
 _QUIET_S = 120.0
-"""Owner is presumed dead after this long without a mark; requests that wait for a seat do not grow."""
+"""A copy's owner instance is presumed dead after this long without a mark; waiting requests do not grow."""
 _UNUSED_S = 5.0
-"""Time after which a copy without a block is dropped: its owner may have missed the reservation."""
+"""A copy without a block is dropped after this long: its owner instance may have missed the reservation."""
 _ARRIVAL_LOOKS = 50
 _ARRIVAL_LOOK_S = 0.002
 _LEAVING_S = 1.0
-"""Time for which a draining holder keeps its copies: owners find other holders, and requests that were just lost or
-moved are resumed."""
+"""Time that a draining holder keeps copies, for other holders to be found and lost requests to be resumed."""
 _LOOK_EVERY_S = 0.25
 _SCARCE = 1 / 8
 """Copies of complete answers are dropped while less than this share of the memory is free."""
@@ -53,7 +52,7 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class HeldReplica:
-    """A KV copy of another instance's request."""
+    """KV copy, held here, of a request that another instance decodes."""
 
     key: ReplicaKey
     offer: ReplicaOffer
@@ -76,7 +75,7 @@ class HeldReplica:
 
 
 class ReplicaHolder:
-    """Copies held by one decode instance, at most one per request id. Not thread-safe."""
+    """KV copies that one decode instance holds for other instances' requests, one per request id. Not thread-safe."""
 
     def __init__(
         self,
@@ -87,8 +86,8 @@ class ReplicaHolder:
         is_there: Callable[[str, int], bool],
         metrics: ReplicaMetrics,
     ) -> None:
-        """store: owned from now on. orphan_grace_s: seconds for which a copy is kept after its owner was lost.
-        is_there: True if the cluster has this instance id and incarnation."""
+        """store: memory of the copies; closed by run(). orphan_grace_s: seconds to keep a copy whose decode instance is
+        lost. is_there: returns True if an instance with this id and incarnation is in the cluster."""
         self._instance = instance
         self._incarnation = incarnation
         self._orphan_grace_s = orphan_grace_s
@@ -103,7 +102,7 @@ class ReplicaHolder:
         metrics.watch(store)
 
     async def run(self) -> None:
-        """Expire copies until cancelled; then close the store."""
+        """Drop expired copies until cancelled; then close the store."""
         loop = asyncio.get_running_loop()
 
         def forward(event: ReplicaEvent) -> None:
@@ -121,14 +120,11 @@ class ReplicaHolder:
             await asyncio.to_thread(self._store.close)
 
     def open(self, offer: ReplicaOffer) -> Ticket:
-        """Reserve memory for a copy of a request.
-
-        First drops a copy of the same request by the same or an older owner. When the memory is full, copies that are
-        far cheaper to recompute are dropped, and the owner has to ask again.
-
-        Raises Unavailable (draining, or a copy of another request with the same id exists), LayoutMismatch, NoCapacity,
-        StaleAttempt and RequestAlreadyExists (a newer owner is known).
-        """
+        """Reserve memory for a copy of another instance's request; return the ticket with which that instance pushes
+        KV. Drops an older copy of the request first. When the memory is full, copies that are far cheaper to recompute
+        are dropped, and the caller has to ask again. Raises Unavailable (draining, or the id has another request's
+        copy), LayoutMismatch, NoCapacity, StaleAttempt and RequestAlreadyExists (a newer attempt or session is
+        known)."""
         if self._drained is not None:
             raise Unavailable("the holder is draining", retry_after_s=_RETRY_AFTER_S)
         request_id, owner = offer.request_id, offer.ownership.owner
@@ -159,13 +155,10 @@ class ReplicaHolder:
         return ticket
 
     async def resume(self, resumption: Resumption) -> Resumed:
-        """Resume a request from its copy; return once its KV has landed in the engine. Idempotent per owner.
-
-        Cancellation does not end the request; its router ends it by an abort.
-
-        Raises RequestNotFound, InvalidArgument (another secret, other tokens, an owner that is not newer), StaleAttempt
-        and RequestAlreadyExists (a newer owner is known), NoCapacity. The copy is kept on errors.
-        """
+        """Resume a request from its KV copy; return once the KV is in the engine. Repeated calls of one attempt share
+        the result. Cancellation does not end the request; its router ends it by an abort. Raises RequestNotFound,
+        InvalidArgument (another secret, other tokens, an attempt that is not newer), StaleAttempt and
+        RequestAlreadyExists (a newer attempt or session is known), NoCapacity. The copy is kept on errors."""
         try:
             return await asyncio.shield(self._resuming(resumption))
         except KaveriError as error:
@@ -180,26 +173,24 @@ class ReplicaHolder:
             raise
 
     def update(self, request_id: str, ownership: Ownership, number: int) -> None:
-        """Record a new owner of a copied request that stays at its instance. Ignored if the copy `number` is unknown or
-        belongs to a newer owner. Raises InvalidArgument (another secret), StaleAttempt and RequestAlreadyExists."""
+        """Record a newer attempt or session of a request that stays on its instance and has its KV copy `number` here.
+        Ignored if that copy is unknown or has a newer one. Raises InvalidArgument (wrong secret), StaleAttempt and
+        RequestAlreadyExists (a newer one ran here)."""
         held = self._copy(request_id, ownership, number)
         if held is not None and ownership.owner > held.newest:
             self._instance.owners.note_owner(request_id, ownership)
             held.offer = replace(held.offer, ownership=ownership)
 
     async def await_resumed(self, request_id: str, ownership: Ownership, number: int) -> None:
-        """Wait until the request was resumed from the copy `number`, or that copy was dropped. Raises InvalidArgument
-        (another secret)."""
+        """Wait until a request was resumed from its KV copy `number`, or that copy was dropped. Raises InvalidArgument
+        (wrong secret)."""
         held = self._copy(request_id, ownership, number)
         if held is not None:
             await held.left.wait()
 
     def close(self, request_id: str, ownership: Ownership, number: int = 0) -> None:
-        """Drop the copy of a request on behalf of its owner, its router or a newer owner. Ignored while a newer owner
-        resumes the request.
-
-        number: owners number their copies of a request; copies later than this one are kept. 0: drop any.
-        """
+        """Drop the KV copy of a request, unless a newer attempt or session of the request is known. number: serial
+        number that the copy's sender gave to it; later copies are kept. 0: drop any."""
         held = self._held.get(request_id)
         if held is None or 0 < number < held.offer.number:
             return
@@ -208,8 +199,8 @@ class ReplicaHolder:
             self._take(held, holding.Unwanted("given_up" if isinstance(held.state, Complete) else "closed"))
 
     def drain(self) -> None:
-        """Refuse new copies and seal the present ones, so owners look for other holders. Requests can be resumed from
-        sealed copies until wait_idle() has returned."""
+        """Refuse new copies, and further KV for present ones, so that decode instances choose other holders. Requests
+        can be resumed from the copies until wait_idle() has returned."""
         self._drained = self._drained or asyncio.Event()
         for held in list(self._held.values()):
             self._take(held, holding.HolderDrains(self._store.watermark(held.key)))
@@ -223,7 +214,7 @@ class ReplicaHolder:
 
     @property
     def is_idle(self) -> bool:
-        """True unless a drain waits for copies."""
+        """True unless a drain still waits for copies to be dropped or resumed."""
         return self._drained is None or self._drained.is_set()
 
     async def wait_idle(self) -> None:
@@ -231,7 +222,7 @@ class ReplicaHolder:
             await self._drained.wait()
 
     def with_room(self, load: InstanceLoad) -> InstanceLoad:
-        """Return the load with the free memory for copies filled in."""
+        """Return the load with the free and total memory for KV copies filled in."""
         usage = self._store.usage()
         complete = (held for held in self._held.values() if isinstance(held.state, Complete))
         unneeded_bytes = sum(copy_bytes(held.offer.layout, held.watermark, ahead=0) for held in complete)
@@ -239,13 +230,12 @@ class ReplicaHolder:
         return replace(load, replica_free_bytes=free_bytes, replica_total_bytes=usage.total_bytes)
 
     def check_integrity(self) -> None:
-        """Assert that table and store agree."""
+        """Assert that the holder's table of copies and its store agree."""
         self._store.check_integrity()
         usage = self._store.usage()
         assert usage.replica_count == len(self._held), (usage, self._held)
 
     def _copy(self, request_id: str, ownership: Ownership, number: int) -> HeldReplica | None:
-        """Find the copy `number` of a request. Raises InvalidArgument (another secret)."""
         held = self._held.get(request_id)
         if held is None or held.offer.number != number:
             return None
@@ -268,7 +258,6 @@ class ReplicaHolder:
                 raise NoCapacity("replica", COPY_MADE_ROOM_RETRY_S, reason) from error
 
     def _drop_complete(self) -> bool:
-        """Drop the first copy of a complete answer, which frees its blocks at once. Returns False if there is none."""
         complete = next((held for held in self._held.values() if isinstance(held.state, Complete)), None)
         if complete is not None:
             self._take(complete, holding.Unwanted("given_up"))
@@ -285,7 +274,6 @@ class ReplicaHolder:
         return bool(dropped)
 
     def _resuming(self, resumption: Resumption) -> asyncio.Future[Resumed]:
-        """Begin a resumption unless one is under way; return its future result."""
         request_id, ownership = resumption.request_id, resumption.ownership
         held = self._held.get(request_id)
         if held is not None and held.outcome is not None and held.state == BeingResumed(ownership):
@@ -302,7 +290,6 @@ class ReplicaHolder:
         return outcome
 
     def _resumable(self, resumption: Resumption) -> HeldReplica:
-        """Find the copy and check the new owner."""
         request_id, ownership = resumption.request_id, resumption.ownership
         if resumption.holder_incarnation != self._incarnation:
             raise RequestNotFound(request_id, "its copy was in a former life of this instance")
@@ -361,8 +348,7 @@ class ReplicaHolder:
         return Resumed(self._incarnation, held_tokens)
 
     async def _seal(self, held: HeldReplica, resumption: Resumption) -> None:
-        """Seal the copy against further tokens of its owner. Blocks already reported to the owner may still be on their
-        way from the store's receiver."""
+        """Refuse further KV for a copy, after blocks that its decode instance counts as received have arrived."""
         expected = min(resumption.replica_tokens, len(resumption.token_ids) - 1)
         for _ in range(_ARRIVAL_LOOKS):
             if self._store.watermark(held.key) >= expected:
@@ -382,7 +368,6 @@ class ReplicaHolder:
             raise Unavailable("the request has ended before its copy had landed")
 
     def _hear(self, event: ReplicaEvent) -> None:
-        """Handle an event of the store; its copy may have been dropped."""
         held = self._held.get(event.key.request_id)
         if held is None or held.key != event.key:
             return
@@ -424,7 +409,6 @@ class ReplicaHolder:
 
     @property
     def _grace_s(self) -> float:
-        """Seconds for which a copy without an owner is kept."""
         return self._orphan_grace_s if self._drained is None else min(_LEAVING_S, self._orphan_grace_s)
 
     def _take(self, held: HeldReplica, event: holding.HoldingEvent, now_s: float | None = None) -> None:

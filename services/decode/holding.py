@@ -1,10 +1,10 @@
-"""State machine of a KV copy, on the holder's side. Pure: no clock, no waiting, no I/O.
+"""State machine of a KV copy on the instance that holds it for a request of another instance (the copy's owner).
 
     Growing -> Orphan <-> BeingResumed -> Freed
        +----> Complete <----+
 
 Every state may go to Freed; Growing and Complete may be resumed as well. step() returns the next state and the actions
-for the holder, in order.
+for the holder, in order. Pure: no clock, no waiting, no I/O.
 """
 
 import enum
@@ -18,34 +18,34 @@ from kaveri.timeouts import COMPLETE_COPY_S
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """State: the copy's owner pushes KV."""
+    """State of a held KV copy: the instance that decodes the request (the owner) pushes KV into it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """State: the copy's owner is lost or the copy was sealed; a router may resume the request."""
+    """State of a held KV copy: its owner instance is lost or may not write; the request may be resumed from it."""
 
     until_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """State: the owner gave the copy up, mostly because the answer is complete. The owner may die before the router has
-    received the end."""
+    """State of a held KV copy: its owner instance needs it no longer, mostly because the answer is complete. Kept for a
+    while, as the owner may die before the router has received the end."""
 
     until_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class BeingResumed:
-    """State: the request is being resumed from the sealed copy on this instance."""
+    """State of a held KV copy: the request is being resumed from it on this instance."""
 
     ownership: Ownership
 
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """State: the copy's memory was returned."""
+    """State of a held KV copy: its memory was returned."""
 
 
 Holding = Growing | Orphan | Complete | BeingResumed | Freed
@@ -60,14 +60,14 @@ class BareEvent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class OwnerLost:
-    """Event: the owner's connection ended, its marks stopped, or it left the cluster."""
+    """Event for a held KV copy: its owner instance is disconnected, silent for too long, or gone from the cluster."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class HolderDrains:
-    """Event: the holder refuses new copies."""
+    """Event for a held KV copy: this instance drains and refuses new copies."""
 
     token_count: int
     """Watermark: number of tokens whose KV was verified."""
@@ -75,7 +75,7 @@ class HolderDrains:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """Event: timer tick."""
+    """Event for a held KV copy: periodic check, with reasons to drop it."""
 
     is_unused: bool = False
     """True if no block has arrived for too long."""
@@ -86,14 +86,14 @@ class Looked:
 
 @dataclass(frozen=True, slots=True)
 class ResumeBegun:
-    """Event: a newer owner began to resume the request on this instance."""
+    """Event for a held KV copy: a newer attempt or session began to resume the request from it."""
 
     ownership: Ownership
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeFailed:
-    """Event: the resumption failed; the same or a newer owner may retry."""
+    """Event for a held KV copy: the resumption failed; the same or a newer attempt may retry."""
 
     ownership: Ownership
 
@@ -105,7 +105,7 @@ class ResumeLanded:
 
 @dataclass(frozen=True, slots=True)
 class Unwanted:
-    """Event: the copy was closed, replaced, or others need its memory more."""
+    """Event for a held KV copy: it was closed or replaced, or others need its memory more."""
 
     cause: str
 
@@ -115,19 +115,19 @@ HoldingEvent = BareEvent | OwnerLost | HolderDrains | Looked | ResumeBegun | Res
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Refuse further writes of the owner, which then looks for another holder."""
+    """Action for a held KV copy: refuse further KV from its owner instance, which then looks for another holder."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoteOrphan:
-    """Log that the copy's owner is lost."""
+    """Action for a held KV copy: log that its owner instance is lost."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Free the copy's memory, and wake calls that wait for a resumption."""
+    """Action for a held KV copy: free its memory, and wake calls that wait for a resumption."""
 
     cause: str
 
@@ -137,8 +137,8 @@ HoldingStep = tuple[Holding, tuple[HoldingAction, ...]]
 
 
 def step(state: Holding, event: HoldingEvent, now_s: float, grace_s: float) -> HoldingStep:
-    """Return the next state and the actions. Late events change nothing. grace_s: seconds to keep a copy without an
-    owner."""
+    """Return the next state of a held KV copy and the actions. Events that no longer apply change nothing. grace_s:
+    seconds to keep a copy whose owner instance is lost."""
     match event, state:
         case _, Freed():
             return state, ()
@@ -188,8 +188,8 @@ def _gone(cause: str) -> HoldingStep:
 
 
 def usable_tokens(held: tuple[int, ...], resumption: Resumption, block_tokens: int) -> int:
-    """Count the leading tokens of a copy that a resumed request can use: whole blocks. held: the copy's token ids.
-    Raises InvalidArgument (copy of another prompt) and RequestNotFound (no whole block)."""
+    """Return the number of leading tokens whose KV a resumed request can take from a held copy. held: token ids of the
+    copy. Raises InvalidArgument (copy of another prompt) and RequestNotFound (no whole block is usable)."""
     token_ids = resumption.token_ids
     common = _common_prefix(held, token_ids)
     prompt_tokens = len(token_ids) - resumption.generated_count

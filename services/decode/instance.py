@@ -1,4 +1,5 @@
-"""Decode side of an instance: reserves room, admits landed requests, sends tokens, and ends each request once."""
+"""Decode side of an instance: reserves KV blocks, admits requests whose KV has arrived to the batch, sends tokens, and
+ends each request once."""
 
 import asyncio
 import time
@@ -64,8 +65,8 @@ class _Terms:
 
 
 class DecodeInstance:
-    """PhaseService that decodes. Not thread-safe. Carries out the decisions of services.decode.lifecycle (a request's
-    state) and kaveri.policy.decode_room (admission)."""
+    """Decode side of an instance: carries out what services.decode.lifecycle (states of requests) and
+    kaveri.policy.decode_room (admission to the batch) decide. Implements PhaseService. Not thread-safe."""
 
     def __init__(
         self,
@@ -81,13 +82,12 @@ class DecodeInstance:
         tokenizer: AnswerTokenizer | None,
         feeds: RouterFeeds,
     ) -> None:
-        """reservation_ttl_s: limit on a reservation's wait for its KV.
-
-        orphan_grace_s: seconds for which requests continue without a stream of their router, and ended ones are kept.
-        range_end: end of a predicted length that the policy uses. thresholds: which requests count as heavy in the
-        load. serials: unique numbers for requests of this engine. tokenizer: for direct reads by clients; None disables
-        them. feeds: shared with the instance's other phase.
-        """
+        """policy: admits requests to the batch. max_batch: requests in it. reservation_ttl_s: seconds that a
+        reservation waits for its KV. orphan_grace_s: seconds for which requests continue without a stream of their
+        router, and ended ones are kept. range_end: end of a predicted answer length that the policy uses. thresholds:
+        lengths above which a request counts as heavy in the load. serials: unique numbers for requests of this engine.
+        tokenizer: for clients that read answers here; None disables that. feeds: streams to routers, shared with the
+        prefill side."""
         self._engine = engine
         self._terms = _Terms(reservation_ttl_s, range_end, thresholds)
         self._metrics = metrics
@@ -103,7 +103,7 @@ class DecodeInstance:
         self._idle.set()
 
     async def run(self) -> None:
-        """Do nothing: there is no background work."""
+        """Do nothing: decoding needs no background task."""
 
     async def reserve(
         self,
@@ -121,13 +121,15 @@ class DecodeInstance:
         placed_by: str = "",
         suspect_until: int = 0,
     ) -> Ticket:
-        """Reserve room. With `waits`, a request without room waits in line; otherwise it is refused.
+        """Reserve KV blocks for a request whose KV a prefill instance will push; return the ticket for the push. First
+        ends an earlier reservation of the request, whose place in line a newer attempt takes over, and any other
+        request with the same id.
 
-        First ends a reservation of the same request by the same or an older owner, waiting or not, and another request
-        with the same id. A newer attempt takes over an older one's place in line. reservation: number of this call
-        within the attempt; an earlier call that arrives late is stale. traceparent: of the parent span; empty: not
-        traced. placed_by: id of the calling prefill instance; empty: unknown. suspect_until: see EngineRequest.
-        timeout_s: seconds until the request is ended here.
+        token_ids: the prompt and `generated_count` answer tokens. timeout_s: seconds until the request is ended here.
+        layout: the pushing engine's. waits: True: wait in line for blocks; False: refuse. reservation: number of this
+        call within the attempt; an earlier call that arrives late is stale. traceparent: parent span; empty: not
+        traced. placed_by: id of the prefill instance; empty: unknown. suspect_until: answer length up to which the
+        request is suspected of breaking an engine's step; 0: not.
 
         Raises Unavailable (draining, also during the wait), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument
         (can never fit), RequestAlreadyExists (replaced by another request or a later session), DeadlineExceeded, and
@@ -153,11 +155,9 @@ class DecodeInstance:
         return await self._granted(request)
 
     async def reserve_resumed(self, resumption: Resumption, held_tokens: int) -> tuple[DecodeRequest, Ticket]:
-        """Reserve room, ahead of the line, for a request resumed from a local copy of `held_tokens` tokens. The request
-        is also admitted first, even while draining.
-
-        Raises as reserve() without `waits`. On cancellation nothing stays reserved.
-        """
+        """Reserve KV blocks, ahead of waiting requests and even while draining, for a request resumed from a KV copy of
+        `held_tokens` tokens that this instance holds. Return the request and the ticket for its KV; it also joins the
+        batch first. Raises as reserve() without `waits`. On cancellation nothing stays reserved."""
         request_id, token_ids = resumption.request_id, resumption.token_ids
         key = EngineKey(request_id, next(self._serials))
         params, suspect_until = resumption.params, resumption.suspect_until
@@ -183,16 +183,16 @@ class DecodeInstance:
         return request, await self._granted(request)
 
     def landed(self) -> Iterator[DecodeRequest]:
-        """Iterate over requests whose KV has landed, preempted ones included."""
+        """Iterate over requests whose KV has arrived, preempted ones included."""
         return (request for request in self.owners.by_serial.values() if isinstance(request.state, Ready | Running))
 
     def move(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
-        """End a request that the engine has released; its router resumes it at the replica's holder."""
+        """End a request that the engine has stopped; its router resumes it from `replica` at another instance."""
         request.log.note_replica(replica)
         self._take(request, lifecycle.Moved(replica.holder_id))
 
     def lose(self, request: DecodeRequest, error: KaveriError) -> None:
-        """End a request that has a newer owner on another instance. Its router receives `error`."""
+        """End a request of which another instance runs a newer attempt or session. Its router receives `error`."""
         self.owners.note_loss(request, error)
         self._take(request, lifecycle.RivalCame(Rival.NEWER_OWNER, error))
 
@@ -205,12 +205,9 @@ class DecodeInstance:
         predicted_length: TokenRange | None = None,
         traceparent: str = "",
     ) -> None:
-        """Take over a request prefilled by this engine, and admit it if the admission policy allows; also while
-        draining.
-
-        Arguments as for reserve(). first_token: sampled by prefill. Raises StaleAttempt, RequestAlreadyExists, and
-        Unavailable when the engine has stopped.
-        """
+        """Take over a request that this engine has prefilled, without a push; also while draining. Arguments as for
+        reserve(). first_token: sampled by prefill. Raises StaleAttempt, RequestAlreadyExists, and Unavailable (the
+        engine has stopped)."""
         self._end_former(engine_request.key.request_id, ownership)
         request = self._open(engine_request, ownership, timeout_s, predicted_length, False, traceparent)
         request.log.begin_with(*first_token)
@@ -226,12 +223,9 @@ class DecodeInstance:
             request.spans.adopted(time.monotonic())
 
     def abort(self, request_id: str, ownership: Ownership, by_router: bool, reservation: int = 0) -> None:
-        """End the request. Ignored if it is unknown, a different one, belongs to a newer owner, or is a later
-        reservation of the same owner than `reservation` (0: any).
-
-        by_router: the caller is the router. When a prefill instance aborts a landed request, the router gets an error,
-        because it may wait for tokens of this instance only.
-        """
+        """End a request. Ignored if its id is unknown or now another request's, or it has a newer attempt or session,
+        or a later reservation than number `reservation` (0: any). by_router: False if a prefill instance calls; then
+        the router of a request whose KV has arrived gets an error, as it may be waiting for tokens."""
         request = self.owners.by_id.get(request_id)
         if request is None:
             return
@@ -293,8 +287,8 @@ class DecodeInstance:
         )
 
     def kept_blocks(self, coming: tuple[EngineRequest, TokenRange | None] | None = None) -> int:
-        """Number of free blocks that the policy keeps for present requests. coming: the next request to be adopted,
-        with its predicted length."""
+        """Number of free KV blocks that the admission policy keeps for requests already here. coming: the next request
+        to be taken over from this engine's prefill, with its predicted answer length."""
         member = self._member(*coming) if coming is not None else None
         return self._room.batch.kept_blocks(time.monotonic(), member)
 
@@ -325,7 +319,7 @@ class DecodeInstance:
         return FreeRoom(stats.free_blocks, quarantined_blocks, stats.running_requests)
 
     def _give(self) -> None:
-        """Reserve room for waiting requests as long as there is some."""
+        """Reserve free KV blocks for waiting requests, in the policy's order."""
         room = self._room
         while room.waiting_count:
             request_id = room.next_to_ask(self._free_room(), time.monotonic())
@@ -362,12 +356,11 @@ class DecodeInstance:
             asyncio.wrap_future(granting).add_done_callback(partial(self._answered, request))
 
     def _turn_away(self, request: DecodeRequest) -> None:
-        """Refuse a request that may not wait in line."""
         refusal = self._room.refusal(self._free_room(), time.monotonic())
         self._take(request, lifecycle.RoomRefused(refusal))
 
     async def _granted(self, request: DecodeRequest) -> Ticket:
-        """Wait for the request's ticket. Cancellation ends the request."""
+        """Wait for the ticket of a request's reservation. Cancellation ends the request."""
         assert request.answer is not None
         try:
             return await request.answer
@@ -376,7 +369,7 @@ class DecodeInstance:
             raise
 
     def _answered(self, request: DecodeRequest, granting: "Future[Ticket] | asyncio.Future[Ticket]") -> None:
-        """Handle the engine's answer; the request may have ended meanwhile."""
+        """Handle the engine's answer to a reservation; the request may have ended meanwhile."""
         error = granting.exception()
         if isinstance(request.state, Released):
             if error is None:
@@ -391,7 +384,6 @@ class DecodeInstance:
             self._take(request, lifecycle.RoomRefused(known))
 
     def _admit(self) -> None:
-        """Admit requests that the policy has seats for."""
         if not self._room.batch.ready_count:
             return
         for serial in self._room.batch.admissible(self._engine.stats().free_blocks):
@@ -432,8 +424,8 @@ class DecodeInstance:
         self._room.batch.step(drawn)
 
     def _end_former(self, request_id: str, ownership: Ownership, reservation: int = 0) -> Place | None:
-        """End an earlier request with this id. Raises StaleAttempt or RequestAlreadyExists if that one is newer.
-        Returns the place in line of an older owner of the same request."""
+        """End an earlier request with this id, and return the place in line of an older attempt of the same request.
+        Raises StaleAttempt or RequestAlreadyExists if the earlier one is newer."""
         former = self.owners.by_id.get(request_id)
         owner = ownership.comparable(former.ownership) if former is not None else None
         if former is not None and owner is not None:
@@ -503,7 +495,7 @@ class DecodeInstance:
             self._act(request, action, now_s)
 
     def _follow(self, request: DecodeRequest, former: lifecycle.State, now_s: float) -> None:
-        """Update table and batch after a transition."""
+        """Update request table and running batch after a request's state has changed."""
         batch, serial = self._room.batch, request.engine_request.key.serial
         match request.state:
             case Reserving():

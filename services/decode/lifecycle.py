@@ -23,7 +23,7 @@ from kaveri.kv.transfer.ticket import Ticket
 
 @dataclass(frozen=True, slots=True)
 class InLine:
-    """State: the request waits in line for room."""
+    """State of a request at decode: it waits in line for free KV blocks."""
 
     stays: bool
     """True if the request may wait when there is no room now."""
@@ -31,7 +31,7 @@ class InLine:
 
 @dataclass(frozen=True, slots=True)
 class Reserving:
-    """State: the engine was asked to reserve room for the request, or to adopt it."""
+    """State of a request at decode: the engine was asked for KV blocks, or to take it over from its own prefill."""
 
     stays: bool
     asked_s: float
@@ -39,14 +39,14 @@ class Reserving:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """State: room is reserved, and the request's KV is expected."""
+    """State of a request at decode: KV blocks are reserved, and a push of its KV is expected."""
 
     asked_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """State: the request's KV has landed; it waits for a seat in the batch."""
+    """State of a request at decode: its KV has arrived; it waits to join the running batch."""
 
     landed_s: float
     preemptions: int = 0
@@ -54,7 +54,7 @@ class Ready:
 
 
 class Running(NamedTuple):
-    """State: the request is in the batch. A tuple, because each token creates a new one."""
+    """State of a request at decode: it is in the running batch. A tuple, because each token creates a new one."""
 
     landed_s: float
     first_step_s: float | None = None
@@ -66,7 +66,7 @@ class Running(NamedTuple):
 
 
 class DecodeOutcome(enum.StrEnum):
-    """Reason for a request's end on this instance."""
+    """Reason for a request's end on a decode instance."""
 
     FINISHED = "finished"
     ABORTED = "aborted"
@@ -79,13 +79,13 @@ class DecodeOutcome(enum.StrEnum):
     NOT_LANDED = "not_landed"
     ROUTER_GONE = "router_gone"
     MOVED = "moved"
-    """The holder of the request's copy continues it."""
+    """The instance that holds the request's KV copy continues it."""
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """State: the request has ended on this instance and holds no resources."""
+    """State of a request at decode: it has ended on this instance and holds no resources."""
 
     outcome: DecodeOutcome
 
@@ -97,7 +97,6 @@ class BareEvent(enum.Enum):
     ROOM_ASKED = enum.auto()
     """The request is next in line; the service asks the engine for room."""
     ADOPTED = enum.auto()
-    """The engine that prefilled the request also decodes it."""
     SEAT_TAKEN = enum.auto()
     """The request joins the batch."""
     BLOCKS_LOST = enum.auto()
@@ -112,42 +111,42 @@ class BareEvent(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RoomGranted:
-    """Event: the engine has reserved room for the request."""
+    """Event for a request at decode: the engine has reserved KV blocks."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class RoomRefused:
-    """Event: the engine has refused room; or the request may not wait in line: its call forbids that, the line is full,
-    or the instance drains."""
+    """Event for a request at decode: it gets no KV blocks. The engine refused, or it may not wait in line: its call
+    forbids that, the line is full, or the instance drains."""
 
     error: KaveriError
 
 
 @dataclass(frozen=True, slots=True)
 class KvLanded:
-    """Event: the request's whole KV cache has landed."""
+    """Event for a request at decode: its whole KV cache has arrived."""
 
     kv_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class KvNotLanded:
-    """Event: the request's KV will not arrive. The push reports this to the prefill side."""
+    """Event for a request at decode: its KV will not arrive. The push reports this to the prefill side."""
 
     reason: str
 
 
 class Drew(NamedTuple):
-    """Event: the engine has sampled a token for the request."""
+    """Event for a request at decode: the engine has sampled a token."""
 
     is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class AbortAsked:
-    """Event: the request's prefill instance or router aborts it."""
+    """Event for a request at decode: its prefill instance or router aborts it."""
 
     by_router: bool
 
@@ -158,15 +157,14 @@ class Rival(enum.Enum):
     NEWER_OWNER = "newer owner"
     """Same request, newer attempt or session."""
     SAME_OWNER = "same owner"
-    """Same attempt: prefill missed the landing. The router may have tokens and wait for more."""
+    """Same attempt: prefill missed the arrival of its KV. The router may have tokens and wait for more."""
     OTHER_REQUEST = "other request"
-    """Different request. The former router must not place its request again, or the two would replace each other
-    forever."""
+    """Different request. Its former router must not place it again: the two would replace each other forever."""
 
 
 @dataclass(frozen=True, slots=True)
 class RivalCame:
-    """Event: another Reserve call arrived with the same request id."""
+    """Event for a request at decode: a newer Reserve call with the same request id replaces it."""
 
     rival: Rival
     error: KaveriError
@@ -175,14 +173,14 @@ class RivalCame:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Event: the engine has released the request: the holder of its copy has the KV of all tokens but the last."""
+    """Event for a request at decode: the engine has stopped it; another instance, which has its KV, resumes it."""
 
     holder_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Event: the engine failed the request, or the instance ends."""
+    """Event for a request at decode: the engine failed on it, or the instance ends."""
 
     error: EngineError | Unavailable
     """EngineError: the request must not be placed again."""
@@ -192,10 +190,9 @@ Event = BareEvent | RoomGranted | RoomRefused | KvLanded | KvNotLanded | Drew | 
 
 
 class BareAction(enum.Enum):
-    """Actions without data."""
+    """Action for a request at decode, without data."""
 
     LEAVE_LINE = enum.auto()
-    """Remove the request from the line."""
     KEEP_PLACE = enum.auto()
     """Keep the request waiting at its place in line."""
     ABORT_IN_ENGINE = enum.auto()
@@ -206,7 +203,7 @@ class BareAction(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AnswerReserve:
-    """Set the result of the request's Reserve call, if still waiting."""
+    """Action for a request at decode: set the result of its Reserve call, if still waiting."""
 
     result: Ticket | KaveriError | None
     """The ticket or the error; None: the request was aborted."""
@@ -214,7 +211,7 @@ class AnswerReserve:
 
 @dataclass(frozen=True, slots=True)
 class TellRouter:
-    """Send the router the error that ends the request on this instance, after its tokens."""
+    """Action for a request at decode: send its router the error that ends it on this instance, after its tokens."""
 
     error: str
     replaced: bool = False
@@ -226,7 +223,7 @@ class TellRouter:
 
 @dataclass(frozen=True, slots=True)
 class KeepTokens:
-    """Send the router nothing more; keep the tokens, followed by `error`, for a router that attaches later."""
+    """Action for a request at decode: send its router no more; keep the tokens for a later takeover."""
 
     error: str
 
@@ -239,7 +236,7 @@ class CountLanding:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Durations and token counts of a finished request."""
+    """Durations, in seconds, and token counts of a request that has finished at decode."""
 
     queue_s: float
     decode_s: float
@@ -252,13 +249,13 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class NoteEnd:
-    """Log and count the request's end; always the last action."""
+    """Action for a request at decode: log and count its end; always the last action."""
 
     outcome: DecodeOutcome
     reason: str | None = None
     preemptions: int = 0
     times: RequestTimes | None = None
-    """Durations and counts; None unless the request finished."""
+    """None unless the request finished."""
 
 
 Action = BareAction | AnswerReserve | TellRouter | KeepTokens | CountLanding | NoteEnd
@@ -266,7 +263,7 @@ Step = tuple[State, tuple[Action, ...]]
 
 
 def step(state: State, event: Event, now_s: float) -> Step:
-    """Return the next state and the actions. An impossible pair raises an AssertionError that names both."""
+    """Return the next state of a request at decode and the actions. An impossible event raises AssertionError."""
     match event, state:
         case Drew(), Running():
             first_step_s = now_s if state.first_step_s is None else state.first_step_s
@@ -358,8 +355,8 @@ def _ended(
     tell: TellRouter | KeepTokens | None = None,
     aborts: bool = True,
 ) -> Step:
-    """error: result for a waiting Reserve call; None: aborted. tell: ignored in line, where the router does not know
-    this instance yet."""
+    """End the request. error: result of a waiting Reserve call; None: aborted. tell: not sent from the line, as the
+    router does not know this instance yet."""
     preemptions = state.preemptions if isinstance(state, Ready | Running) else 0
     report = NoteEnd(outcome, reason, preemptions)
     actions: tuple[Action, ...] = ()

@@ -13,7 +13,8 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True)
 class RequestGauges:
-    """Requests here now. Their owners set the functions, which the thread that serves metrics calls."""
+    """Gauges of requests at decode: waiting for KV blocks, without a stream of their router, ended and kept. Their
+    values come from functions, called in the thread that serves metrics."""
 
     in_line: Gauge
     orphans: Gauge
@@ -21,7 +22,7 @@ class RequestGauges:
 
 
 class StepMetrics:
-    """Duration and size of decode steps."""
+    """Prometheus metrics of decode steps: duration, requests per step, tokens."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(
@@ -40,8 +41,8 @@ class StepMetrics:
         self._last_s: float | None = None
 
     def count(self, token_counts: Sequence[int], now_s: float, running_count: int) -> None:
-        """Count steps whose tokens arrived together, each with an equal share of the time. token_counts: tokens of each
-        step, one per request; at least one step. running_count: requests that continue."""
+        """Count decode steps whose tokens arrived together, each with an equal share of the time since the last call.
+        token_counts: tokens of each step, one per request; at least one step. running_count: requests that continue."""
         for token_count in token_counts:
             if self._last_s is not None:
                 self._seconds.observe((now_s - self._last_s) / len(token_counts))

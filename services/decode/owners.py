@@ -1,5 +1,5 @@
-"""Ownership of an instance's requests: router feeds, takeovers, and answers kept after their end. The DecodeInstance
-owns the requests' lifecycles."""
+"""Ownership of a decode instance's requests: streams to routers, takeovers by other routers or later sessions, and
+answers kept after their end. The DecodeInstance owns the requests' states."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -31,8 +31,8 @@ class Awaited(NamedTuple):
 
 
 class RequestOwners:
-    """Requests of one decode instance and the feeds of their routers. Not thread-safe. A request's log keeps sent and
-    unsent tokens; a router's feed names only the requests with unsent tokens. A broken stream loses nothing."""
+    """Requests of one decode instance, by router, and their unsent tokens. Not thread-safe. Each request's log keeps
+    sent and unsent tokens, so a broken stream to a router loses nothing."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class RequestOwners:
         feeds: RouterFeeds,
     ) -> None:
         """orphan_grace_s: seconds for which ended answers are kept. router_gone: called with the id of a router that
-        was away for the grace time of `feeds`. tokenizer: None disables direct reads. feeds: shared with the instance's
-        other phase."""
+        had no stream for the grace time of `feeds`. tokenizer: for clients that read answers here; None disables that.
+        feeds: streams to routers, shared with the prefill side."""
         self.by_serial: dict[int, DecodeRequest] = {}
         """Present requests, by the serials of their engine keys."""
         self.by_id: dict[str, DecodeRequest] = {}
@@ -54,8 +54,8 @@ class RequestOwners:
         self.feeds = feeds
         feeds.join(router_gone, self._unsent_of)
         self.readers = AnswerReaders(self.by_id.get, self._reader_changed, tokenizer, metrics.read_tokens.inc)
-        # Newest owner of each request, kept for a while after its end to refuse late messages. Keyed by request id and
-        # secret, and by router id, because a router's attempt numbers grow even when a request id is reused.
+        # Refuses late messages after a request's end. Keyed by request id and secret, and by router id, because a
+        # router's attempt numbers grow even when a request id is reused.
         self._newest: ExpiringMap[tuple[str, str | bytes], Owner] = ExpiringMap(
             STRAGGLER_S, max_count=_OWNERS_REMEMBERED_COUNT
         )
@@ -83,7 +83,8 @@ class RequestOwners:
         return router_id in self._by_router
 
     def gain(self, request: DecodeRequest, step: TokenStep, times: RequestTimes | None) -> None:
-        """Add one token to the request's log. times: only with the last token."""
+        """Add one sampled token to the request's log, and queue the request for its router. times: with the last
+        one."""
         request.log.gain(step, times)
         if request.reader is not None:
             request.reader.changed()
@@ -92,32 +93,32 @@ class RequestOwners:
         self.feeds.add(request.ownership.router_id, request)
 
     def announce(self, request: DecodeRequest) -> None:
-        """Send the router an entry without tokens: the request has landed and waits for a seat. A router that gave the
-        request up before it learned of the placement answers with an abort."""
+        """Send the request's router an entry without tokens: its KV has arrived, and it waits to join the batch. A
+        router that has given the request up meanwhile answers with an abort."""
         self.feeds.add(request.ownership.router_id, request)
 
     def announce_replica(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
-        """Send the router the new location of a landed request's copy, with the next tokens at the latest."""
+        """Send the request's router the new location of its KV copy, at the latest with the next tokens."""
         request.log.note_replica(replica)
         if isinstance(request.state, Ready):
             # A running request's next token carries the location.
             self.announce(request)
 
     def fail(self, request: DecodeRequest, end: End) -> None:
-        """Send the router the error that ends the request here, after its tokens."""
+        """Send the request's router the error that ends the request here, after its tokens."""
         request.log.end = end
         if request.reader is not None:
             request.reader.changed()
         self._send(request)
 
     def drop(self, request: DecodeRequest) -> None:
-        """Stop sending the request's tokens to its router and to a client that reads it directly."""
+        """Stop sending a request's tokens to its router, and to a client that reads the answer from this instance."""
         if request.reader is not None:
             request.reader.leave()
         self.feeds.discard(request.ownership.router_id, request)
 
     def keep(self, request: DecodeRequest, now_s: float) -> None:
-        """Keep the answer of an ended request for a router that attaches later."""
+        """Keep the answer of an ended request for a while, for a router that attaches to it later."""
         token_count = len(request.engine_request.token_ids) + len(request.log.token_ids)
         self._kept.put(request.request_id, request, now_s, answer_bytes(token_count, request.log.logprobs))
 
@@ -125,15 +126,11 @@ class RequestOwners:
         self._kept.prune(time.monotonic())
 
     def attach(self, attachment: Attachment) -> Attached:
-        """Make another router, or a later session, the owner of a present or kept request.
-
-        The new owner's router receives the tokens from index generated_count on; the former owner's router gets an
-        error.
-
-        Raises RequestNotFound (also: it was given up, and its client has all its tokens), InvalidArgument (another
-        secret, prompt or answer, or a session that does not grow), StaleAttempt and RequestAlreadyExists (a newer owner
-        is known). Nothing changes on errors.
-        """
+        """Make another router, or a later session of the client, the owner of a present or kept request. Its router
+        receives the tokens from index generated_count on; the former router gets an error. Raises RequestNotFound
+        (also: the request was given up, and its client has all its tokens), InvalidArgument (another secret, prompt or
+        answer, or a session number that does not grow), StaleAttempt and RequestAlreadyExists (a newer attempt or
+        session is known). Nothing changes on errors."""
         request_id, ownership, now_s = attachment.request_id, attachment.ownership, time.monotonic()
         owner = ownership.owner
         request = self._find(request_id, now_s)
@@ -168,8 +165,8 @@ class RequestOwners:
         return attached
 
     def repeat(self, router_id: str, awaited: Iterable[Awaited]) -> list[GainedTokens]:
-        """Continue requests at the positions that the router reports, not at those of its former stream. Returns errors
-        for requests that the router does not own here."""
+        """Resume sending requests' tokens at the positions that their router names on a new stream. Returns error
+        entries for requests that the router does not own here."""
         now_s = time.monotonic()
         unknown: list[GainedTokens] = []
         for named in awaited:
@@ -182,18 +179,20 @@ class RequestOwners:
         return unknown
 
     def resumed(self, request_id: str, ownership: Ownership) -> DecodeRequest | None:
-        """Return the request that this owner has resumed here, also up to orphan_grace_s after its end."""
+        """Return the present or kept request that this session and attempt resumed here from a KV copy; else None."""
         request = self._find(request_id, time.monotonic())
         is_owners = request is not None and request.resumed is not None and request.ownership == ownership
         return request if is_owners else None
 
     def begin(self, request_id: str, ownership: Ownership) -> None:
-        """Record the owner of a new request. Raises StaleAttempt or RequestAlreadyExists if a newer one is known."""
+        """Record the session and attempt of a new request. Raises StaleAttempt or RequestAlreadyExists if a newer one
+        is known."""
         self._note_newest(request_id, ownership, time.monotonic())
         self._kept.pop(request_id)
 
     def note_owner(self, request_id: str, ownership: Ownership) -> None:
-        """Record an owner at another instance. Raises StaleAttempt or RequestAlreadyExists if a newer one is known."""
+        """Record a session and attempt of a request that another instance runs. Raises StaleAttempt or
+        RequestAlreadyExists if a newer one is known."""
         request = self.by_id.get(request_id)
         owner = ownership.comparable(request.ownership) if request is not None else None
         if request is not None and owner is not None and owner < request.ownership.owner:
@@ -201,12 +200,12 @@ class RequestOwners:
         self._note_newest(request_id, ownership, time.monotonic())
 
     def note_loss(self, request: DecodeRequest, error: KaveriError) -> None:
-        """Send the router the error that names a newer owner at another instance."""
+        """Send the request's router the error that another instance runs a newer attempt or session."""
         self._notify(request, End(error=str(error), replaced=isinstance(error, RequestAlreadyExists)))
 
     def _note_newest(self, request_id: str, ownership: Ownership, now_s: float) -> None:
-        """Record the newest owner. Raises StaleAttempt or RequestAlreadyExists if a newer one is known. Compares owners
-        with the same secret; without a secret, attempts of the same router."""
+        """Record the newest attempt of a request. Raises StaleAttempt or RequestAlreadyExists if a newer one is known:
+        among those with the same secret, or without a secret of the same router."""
         owner = ownership.owner
         names: list[tuple[str | bytes, Owner]] = [(ownership.router_id, Owner(0, owner.attempt))]
         if ownership.secret:
@@ -243,13 +242,12 @@ class RequestOwners:
         )
 
     def _send(self, request: DecodeRequest) -> None:
-        """Send unsent tokens to a possibly new router."""
         self.feeds.expect(request.ownership.router_id)
         if request.log.has_unsent:
             self.feeds.add(request.ownership.router_id, request)
 
     def _reader_changed(self, request: DecodeRequest) -> None:
-        """Send the router unsent tokens, and the start or stop of a direct read."""
+        """Send the router unsent tokens, or that a client starts or stops reading the answer here."""
         if request.log.has_unsent or not request.log.has_ended:
             self.announce(request)
 
@@ -265,8 +263,7 @@ class RequestOwners:
 
 
 def _attached(request: DecodeRequest, attachment: Attachment) -> tuple[Attached, int]:
-    """Build the response to a new owner and the index of its first token. Raises RequestNotFound and
-    InvalidArgument."""
+    """Return the response to a new owner, and the index of its first token. Raises RequestNotFound, InvalidArgument."""
     log, engine_request = request.log, request.engine_request
     generated_count, params = engine_request.generated_count, engine_request.params
     is_from_elsewhere = attachment.placed_by != request.placed_by and attachment.placed_by and request.placed_by

@@ -13,7 +13,7 @@ _RESUME_OUTCOMES = {RequestNotFound: "not_found", NoCapacity: "no_room", Invalid
 
 @dataclass(frozen=True, slots=True)
 class CopyGauges:
-    """Copies of the requests here that other instances hold."""
+    """Gauges of KV copies that other instances hold of this instance's requests."""
 
     owned: Gauge
     unprotected: Gauge

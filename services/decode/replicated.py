@@ -1,4 +1,4 @@
-"""Decode instance that replicates its requests and holds copies for others."""
+"""Decode instance that has its requests' KV copied to other instances, and holds copies for them."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from services.decode.replicator import Replicator
 
 
 class ReplicatedDecode:
-    """PhaseService of a decode instance with replication: the instance, its holder and its replicator."""
+    """Decode side of an instance that holds KV copies for others and has its own requests copied."""
 
     def __init__(self, instance: DecodeInstance, holder: ReplicaHolder, replicator: Replicator) -> None:
         self._instance = instance
@@ -74,8 +74,8 @@ class ReplicatedDecode:
 
 @contextlib.asynccontextmanager
 async def open_replicas(config: BatchConfig, engine: DecodeEngine) -> AsyncIterator[ReplicaStore | None]:
-    """Allocate memory for copies while the context lasts. Yields None if replication is off or the engine, and hence
-    its peers of the same layout, cannot copy KV. Raises ConfigError."""
+    """Allocate host memory for KV copies of other instances' requests, freed at exit. Yields None if replication is off
+    or the engine cannot copy KV. Raises ConfigError."""
     if config.replication is ReplicationMode.OFF:
         yield None
         return
@@ -100,8 +100,8 @@ def with_replicas(
     registry: CollectorRegistry,
     replicas: ReplicaStore | None,
 ) -> tuple[PhaseService, ReplicaHolder | None]:
-    """Build the decode service and the holder of copies. replicas: None disables replication. rng: for the choice of
-    holders."""
+    """Add replication to a decode instance; return its service and its holder of KV copies. replicas: memory for
+    copies; None disables replication. rng: for the choice of other holders."""
     if replicas is None:
         return instance, None
     metrics = ReplicaMetrics(registry)

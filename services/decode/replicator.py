@@ -1,5 +1,5 @@
-"""Replicates this instance's requests to other instances, which can resume them. The engine copies in the background,
-so no token waits for its copy."""
+"""Has the KV of this instance's requests copied to other instances, which can resume them. The engine copies in the
+background, so no token waits for its copy."""
 
 import asyncio
 import itertools
@@ -76,11 +76,11 @@ class _Owned:
     request: DecodeRequest
     copy: Copy
     told: Ownership
-    """Owner last reported to the holder."""
+    """Session and attempt last reported to the holder."""
 
 
 class Replicator:
-    """Copies of one decode instance's requests. Not thread-safe."""
+    """Keeps KV copies of one decode instance's requests at other instances (the holders). Not thread-safe."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Replicator:
         rng: random.Random,
         metrics: ReplicaMetrics,
     ) -> None:
-        """own: record of this instance; its address is not read."""
+        """own: this instance; its address is not read. mode: chooses holders. rules: which requests to copy."""
         self._engine = engine
         self._instance = instance
         self._store = store
@@ -135,7 +135,7 @@ class Replicator:
             await self._channels.close()
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
-        """Handle a batch of engine events. Called after the instance has handled them."""
+        """Handle a batch of engine events, after the DecodeInstance has handled them."""
         for event in events:
             match event:
                 case Landed() | StepTokens():
@@ -155,17 +155,17 @@ class Replicator:
                     self._move_some()
 
     def drain(self) -> None:
-        """Move running requests to the holders of their copies, a few at a time, as far as the holders have room.
-        Requests without a copy get one first."""
+        """Begin to move running requests to the instances that hold their KV copies, a few at a time, as far as those
+        have room. Requests without a copy get one first."""
         self._draining = True
         self._changed.set()
 
     def undrain(self) -> None:
-        """Stop moving requests; moves under way continue."""
+        """Stop moving requests to other instances; moves under way continue."""
         self._draining = False
 
     async def _look(self) -> None:
-        """Choose and ask a holder for each request without a copy, and drop the state of ended requests."""
+        """Request a copy at another instance for each request without one, and drop the state of ended requests."""
         now_s = time.monotonic()
         here = {request.engine_request.key: request for request in self._instance.landed()}
         for key in [key for key in self._owned if key not in here]:
@@ -193,7 +193,7 @@ class Replicator:
         return self._rules.is_worth_a_copy(request.context_tokens, request.rest_tokens)
 
     def _moves(self, request: DecodeRequest) -> bool:
-        """Return True if the request is to be moved. Requests whose router has no stream stay."""
+        """Return True if a drain should move the request now. Requests whose router has no stream stay."""
         rest_tokens, state = request.rest_tokens, request.state
         is_ending = rest_tokens is not None and rest_tokens < _LEAST_REST_TOKENS
         # Before the first token here, prefill is involved as well. A preempted request has no KV to release.
@@ -202,7 +202,6 @@ class Replicator:
         return self._draining and has_begun and not is_ending and has_router
 
     def _move_some(self) -> None:
-        """Move requests whose copies are nearly complete."""
         if not self._draining:
             return
         moving_count = self._let_go_count + sum(isinstance(owned.copy, Moving) for owned in self._owned.values())
@@ -293,7 +292,6 @@ class Replicator:
                 self._tasks.create_task(self._await_resumed(owned, holder))
 
     async def _await_resumed(self, owned: _Owned, holder: Holder) -> None:
-        """Wait until the holder has resumed the request, or for a timeout."""
         owner = ownership_to_proto(owned.request.request_id, owned.told)
         owner.replica = holder.number
         try:
@@ -349,7 +347,7 @@ class Replicator:
             raise error_of(error, peer=holder.address, request_id=request.request_id) from error
 
     def _refused(self, request: DecodeRequest, offered: Ownership, holder: Holder, error: KaveriError) -> None:
-        """Handle a refusal of a copy for the owner `offered`."""
+        """Handle a holder's refusal of a KV copy. offered: session and attempt of the request when it was asked."""
         self._metrics.opens.labels("refused" if isinstance(error, NoCapacity) else "failed").inc()
         rest_s = bounded_retry_s(error.retry_after_s) if isinstance(error, NoCapacity) else HOLDER_REST_S
         self._rest(holder, rest_s)
@@ -370,7 +368,6 @@ class Replicator:
         self._take(key, copying.CopyGrew(token_count))
 
     def _lost(self, key: EngineKey, reason: str) -> None:
-        """Handle the end of a copy."""
         owned = self._owned.get(key)
         if owned is None or not isinstance(owned.copy, Copied | Moving):
             return
@@ -382,7 +379,7 @@ class Replicator:
         self._take(key, copying.CopyLost(self._pause_s()))
 
     async def _update(self, owned: _Owned, holder: Holder) -> None:
-        """Report a new owner to the holder, so that older ones cannot close the copy."""
+        """Send the request's new attempt or session to the holder, so that older ones cannot close the copy."""
         former, owned.told = owned.told, owned.request.ownership
         (session, attempt), router_id, secret = owned.told
         message = decode_pb2.OpenReplicaRequest(

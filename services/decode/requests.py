@@ -1,5 +1,4 @@
-"""The requests that a decode instance holds, and the log of each answer: its tokens, and how many of them its router
-was sent. No I/O."""
+"""Requests of a decode instance, each with the log of its answer: tokens, and how many its router was sent. No I/O."""
 
 import asyncio
 from array import array
@@ -20,7 +19,7 @@ from services.decode.spans import DecodeSpans
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of an answer here: a finish reason or an error."""
+    """End of an answer on this decode instance: a finish reason or an error. Without either, the answer continues."""
 
     finish: FinishReason | None = None
     times: RequestTimes | None = None
@@ -32,18 +31,18 @@ class End:
 
     @property
     def is_final(self) -> bool:
-        """True if the request must not be placed again."""
+        """True if the engine failed on the request, which must not be placed again."""
         return isinstance(self.fault, EngineError)
 
 
 GOING_ON = End()
 READ_HERE_TOKENS = 32
-"""Tokens per message to the router of an answer that a caller reads here."""
+"""Tokens per message to the router of an answer that a client reads directly from this instance."""
 
 
 @dataclass(eq=False, slots=True)
 class GainedTokens:
-    """Unsent tokens of one request."""
+    """Message entry for a router: new tokens of one request, its end, or the location of its KV copy."""
 
     request_id: str
     owner: Owner
@@ -53,18 +52,18 @@ class GainedTokens:
     logprobs: list[Logprobs] = field(default_factory=list)
     end: End = GOING_ON
     replica: ReplicaLocation | None = None
-    """News of the request's copy; None: no news."""
+    """New location of the request's KV copy; None: unchanged."""
     read_here: bool = False
-    """A caller reads the answer here."""
+    """True if a client reads the answer directly from this instance."""
 
 
 @dataclass(eq=False, slots=True)
 class AnswerLog:
-    """The tokens of one answer from first_index on."""
+    """Tokens of one answer from index first_index on, and how many of them its router was sent."""
 
     first_index: int
     sent: int
-    """Index of the next token to send."""
+    """Index, within the answer, of the next token to send to the router."""
     # An array, because garbage collection visits each item of a list, of all answers in one turn of the event loop.
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -72,31 +71,31 @@ class AnswerLog:
     end: End = GOING_ON
     end_sent: bool = False
     replica: ReplicaLocation | None = None
-    """Location of the request's copy; None: none so far."""
+    """Location of the request's KV copy; None: none so far."""
     replica_sent: bool = True
 
     @property
     def next_index(self) -> int:
-        """Index of the next token to draw."""
+        """Index, within the answer, of the next token to be sampled."""
         return self.first_index + len(self.token_ids)
 
     @property
     def has_unsent(self) -> bool:
-        """True if take() has something new."""
+        """True if tokens, or the answer's end, were not sent to the router yet."""
         return self.sent < self.next_index or (self.end is not GOING_ON and not self.end_sent)
 
     @property
     def has_ended(self) -> bool:
-        """True if no token follows."""
+        """True if no more tokens will be added here."""
         return self.end is not GOING_ON
 
     @property
     def is_due(self) -> bool:
-        """True if the router of an answer that a caller reads here needs a message now."""
+        """True if the router needs a message even while a client reads the answer here: end, KV copy, many tokens."""
         return self.has_ended or not self.replica_sent or self.next_index - self.sent >= READ_HERE_TOKENS
 
     def begin_with(self, token_id: int, logprobs: Logprobs | None) -> None:
-        """Insert the token that prefill drew, before any token is drawn here."""
+        """Insert the first token, sampled by prefill, before any token is sampled here."""
         assert not self.token_ids, self
         self.first_index -= 1
         self.token_ids.append(token_id)
@@ -104,7 +103,7 @@ class AnswerLog:
             self.logprobs.append(logprobs)
 
     def gain(self, step: TokenStep, times: RequestTimes | None) -> None:
-        """Append one token; `times` with the last one."""
+        """Append one sampled token. times: the request's durations, stored with the last token."""
         self.token_ids.append(step.token_id)
         if step.logprobs is not None:
             self.logprobs.append(step.logprobs)
@@ -112,18 +111,18 @@ class AnswerLog:
             self.end = End(step.finish, times)
 
     def send_from(self, index: int) -> None:
-        """Mark tokens from `index` on, and the end, as unsent. index: within the log, or the next index."""
+        """Mark tokens from answer index `index` on, and the end, as unsent. index: in [first_index, next_index]."""
         assert self.first_index <= index <= self.next_index, (index, self)
         self.sent = index
         self.end_sent = False
         self.replica_sent = self.replica is None
 
     def note_replica(self, replica: ReplicaLocation) -> None:
-        """Record the location and size of the request's copy."""
+        """Record the location and size of the request's KV copy at another instance."""
         self.replica, self.replica_sent = replica, False
 
     def take(self, request_id: str, owner: Owner, read_here: bool = False) -> GainedTokens:
-        """Take unsent tokens; they count as sent from now on. read_here: a caller reads the answer here."""
+        """Return unsent tokens and mark them as sent. read_here: True if a client reads the answer here."""
         start = self.sent - self.first_index
         token_ids = self.token_ids[start:].tolist()
         gained = GainedTokens(
@@ -139,28 +138,27 @@ class AnswerLog:
 
 @dataclass(frozen=True, slots=True)
 class ResumedHere:
-    """Copy from which a request was resumed on this instance."""
+    """KV copy from which a request was resumed on this instance."""
 
     held_tokens: int
-    """Number of tokens whose KV comes from the copy."""
     landed: asyncio.Future[bool]
     """Done when the KV has landed. False: the request ended before."""
 
 
 class Reader(Protocol):
-    """A client that reads the answer directly from this instance."""
+    """Client that reads an answer directly from this decode instance."""
 
     def changed(self) -> None:
-        """Handle growth or end of the request's log."""
+        """Handle growth or end of the request's log of tokens."""
 
     def leave(self) -> None:
-        """Detach the client: the router sends the rest, or the request was aborted."""
+        """End the client's read: the router sends the rest, or the request was aborted."""
 
 
 @dataclass(eq=False, slots=True)
 class DecodeRequest:
-    """A reservation of one attempt, until its end. Times are time.monotonic()'s: uvloop's own clock has a resolution of
-    milliseconds."""
+    """One attempt of a request on a decode instance, from its reservation to its end. Times are time.monotonic()'s, as
+    uvloop's clock counts in milliseconds."""
 
     request_id: str
     engine_request: EngineRequest
@@ -189,12 +187,12 @@ class DecodeRequest:
 
     @property
     def context_tokens(self) -> int:
-        """Number of tokens of prompt and answer so far."""
+        """Number of tokens in the prompt and the answer so far."""
         return self.engine_request.prompt_tokens + self.log.next_index
 
     @property
     def rest_tokens(self) -> int | None:
-        """Upper bound on remaining tokens; None if unknown."""
+        """Remaining answer tokens: the lower of prediction and max_tokens; None if neither is known."""
         drawn = self.state.drawn if isinstance(self.state, Running) else 0
         predicted = self.member.remaining_tokens - drawn
         most = self.engine_request.params.max_tokens

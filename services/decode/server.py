@@ -37,8 +37,7 @@ SLOW_READER_S = 10.0
 """Limit on the time to write one message. Slower clients get their answers from routers."""
 
 _MAX_TOKENS_BYTES = 2**13
-"""Limit on the estimated size of one message. A router decodes a message in one turn of its event loop: some
-milliseconds for 60 entries of one token, or 1,600 tokens of one answer."""
+"""Limit on the estimated size of a message, which a router decodes in one turn of its event loop, in milliseconds."""
 _ENTRY_BYTES = 128
 """Size of an entry without ids, tokens and error."""
 _TOKEN_BYTES = 5
@@ -54,8 +53,8 @@ class DecodeServer(DecodeServiceServicer):
         holder: ReplicaHolder | None,
         prefills: Callable[[], bool],
     ) -> None:
-        """holder: None if replication is off. prefills: returns True while the instance prefills and accepts no
-        pushes."""
+        """holder: KV copies of other instances' requests; None if replication is off. prefills: returns True while the
+        instance prefills and accepts no pushed KV."""
         self._instance = instance
         self._holder = holder
         self._incarnation = incarnation
@@ -176,7 +175,7 @@ class DecodeServer(DecodeServiceServicer):
 
 
 def messages_of(batch: Sequence[GainedTokens]) -> Iterator[list[GainedTokens]]:
-    """Split a batch into small messages, in order; an entry that is too large is cut."""
+    """Split new tokens for a router into messages of limited size, in order; an entry that is too large is cut."""
     message: list[GainedTokens] = []
     room = _MAX_TOKENS_BYTES
     for gained in batch:
@@ -198,7 +197,7 @@ def messages_of(batch: Sequence[GainedTokens]) -> Iterator[list[GainedTokens]]:
 
 
 def _pieces(gained: GainedTokens) -> Iterator[GainedTokens]:
-    """Cut an entry between tokens; only the last piece has the end."""
+    """Cut the tokens of one request into entries of limited size; only the last one has the end of the answer."""
     if _bytes(gained) <= _MAX_TOKENS_BYTES:
         yield gained
         return
@@ -262,7 +261,7 @@ def tokens_to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
 
 
 def _answer_messages(parts: Sequence[ReadPart]) -> Iterator[decode_pb2.StreamAnswersResponse]:
-    """Encode a batch; an empty batch becomes a heartbeat."""
+    """Encode parts of answers into messages to a client; without parts, one heartbeat."""
     if not parts:
         yield _READERS_BEAT
     message, room = decode_pb2.StreamAnswersResponse(), 2 * MAX_OUTPUT_BYTES
@@ -277,7 +276,7 @@ def _answer_messages(parts: Sequence[ReadPart]) -> Iterator[decode_pb2.StreamAns
 
 
 def _part_to_proto(read: ReadPart, message: decode_pb2.AnswerPart) -> int:
-    """Fill in the message. Returns its approximate size in bytes; a part has at most MAX_OUTPUT_BYTES."""
+    """Copy part of an answer into `message`. Returns the message's approximate size in bytes."""
     part, response = read.part, message.response
     message.request_id = read.request_id
     message.session = read.session

@@ -22,22 +22,21 @@ _FAILURES = (
 
 
 class DecodeSpans:
-    """Spans of one request: `decode.room` (wait for room), `decode.admission` (wait for a batch seat), `kv.landing`,
-    `decode`."""
+    """Tracing spans of one request at decode: `decode.room` (wait for KV blocks), `decode.admission` (wait to join the
+    batch), `kv.landing` (arrival of its KV), `decode`."""
 
     def __init__(self, spans: Spans, came_s: float) -> None:
-        """came_s: arrival of the request, as time.monotonic()."""
+        """came_s: time.monotonic() of the request's arrival."""
         self.spans = spans
         self._phase = "decode.room"
-        """Name of the open span."""
         self._since_s = came_s
 
     def adopted(self, now_s: float) -> None:
-        """Skip to decoding: the engine prefilled the request itself."""
+        """Start the `decode` span: the engine prefilled the request itself, so there is no wait for KV."""
         self._phase, self._since_s = "decode", now_s
 
     def note(self, action: Action, now_s: float) -> None:
-        """Write the spans that end with an action."""
+        """Write the spans that end with an action of the request's state machine. now_s: time.monotonic()."""
         write = self.spans.write
         match action:
             case AnswerReserve(Ticket()):

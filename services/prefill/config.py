@@ -14,7 +14,7 @@ from kaveri.policy.prediction import PredictionMode
 
 @dataclass(frozen=True, kw_only=True)
 class PromptConfig(InstanceConfig):
-    """Settings of an instance that computes prompts, wherever their KV goes."""
+    """Settings of an instance's prefill side: queue, length predictions, and choice of the decode instance."""
 
     HELP_TITLE: ClassVar = "Prompts"
 

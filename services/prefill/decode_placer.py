@@ -1,10 +1,7 @@
-"""Hands computed requests over to decode: reserves room at an instance, pushes to the ticket, tries elsewhere if that
-fails. While its own instance decodes, requests are adopted there.
-
-Without room anywhere a request's KV stays in this instance's pool, which is the queue (the burst control of DistServe,
-arXiv 2401.09670, section 4.3, with a push instead of a pull). The request waits in line at a decode instance
-(kaveri.policy.decode_room), and takes room at another one that has some.
-"""
+"""Hands prefilled requests over to decode: reserves room at an instance and pushes the KV there, or tries elsewhere if
+that fails. While its own instance decodes, its own engine adopts them instead. Without room anywhere, a request's KV
+stays in this instance's pool (burst control of DistServe, arXiv 2401.09670, section 4.3, with a push instead of a pull)
+and the request waits in line at a decode instance (kaveri.policy.decode_room)."""
 
 import asyncio
 import random
@@ -25,7 +22,7 @@ _AFTER_FIRST_TOKEN_S = 0.002
 
 
 class DecodePlacer:
-    """HandOver of one prefill instance. For one event loop."""
+    """Moves one prefill instance's requests to decode instances. Implements HandOver. Not thread-safe."""
 
     report: Callable[[PrefillRequest, HandOverReport], None]
 
@@ -42,8 +39,9 @@ class DecodePlacer:
         decodes_here: Callable[[], bool] = lambda: False,
         adopt: Callable[[PrefillRequest], Adopted] | None = None,
     ) -> None:
-        """own_id: this instance, which is no target of pushes. decodes_here: True while the instance decodes. adopt:
-        called with a request whose first token is drawn, while decodes_here(); raises KaveriErrors."""
+        """policy: chooses decode instances. thresholds: lengths above which it counts a request as heavy. own_id: this
+        instance, which gets no pushes. decodes_here: returns True while it decodes as well. adopt: called then with a
+        request whose first token is sampled, to decode it on its own engine; raises KaveriErrors."""
         self._engine = engine
         layout = engine.info.layout
         search: RoomSearch[EngineKey] = RoomSearch(model, layout, policy, rng)
@@ -56,12 +54,12 @@ class DecodePlacer:
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Work until cancelled; placements live no longer than this."""
+        """Serve hand-overs until cancelled, which ends them."""
         async with self._tasks:
             await self._finder.run()
 
     def begin(self, request: PrefillRequest) -> None:
-        """Search for a place, or adopt the request. Idempotent."""
+        """Search for a decode instance for the request, or adopt it on its own engine. Idempotent."""
         if request in self._placements:
             return
         # A request that came while the instance did not decode is pushed: its first token may not be drawn yet.
@@ -79,13 +77,13 @@ class DecodePlacer:
         placement.work = self._tasks.create_task(self._place(placement))
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
-        """Search for another place after a failed push."""
+        """Search for another decode instance after a failed push of the request's KV."""
         placement = self._placements.get(request)
         if placement is not None and placement.push_failure is not None and not placement.push_failure.done():
             placement.push_failure.set_result(event)
 
     def end(self, request: PrefillRequest, handed_over: bool) -> None:
-        """End the placement. Unless the request was handed over, its room is given back."""
+        """End the hand-over of a request. Room reserved at a decode instance is given back unless `handed_over`."""
         placement = self._placements.pop(request, None)
         if placement is None:
             return
@@ -104,7 +102,7 @@ class DecodePlacer:
         self.report(request, report)
 
     async def _place(self, placement: Placement) -> None:
-        """Place the request until end() cancels this: the engine reports the acceptance to the life."""
+        """Search and push until end() cancels this, which it does once decode has accepted the KV."""
         request = placement.request
         try:
             while True:

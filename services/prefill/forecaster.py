@@ -24,12 +24,12 @@ _MAX_CALL_PROMPTS = 64
 _MAX_CALL_TOKENS = 2**18
 """Limits of a call, except for a single longer prompt: well within the size limit of a message."""
 _LATE_IN_A_ROW = 8
-"""Consecutive calls answered after the placement of all their requests that are logged."""
+"""Consecutive calls, each answered after all its requests were placed, that are logged."""
 
 
 @dataclass(eq=False, slots=True)
 class Question:
-    """A prompt within a call."""
+    """Pending prediction of one answer's length; a call to a predictor has several."""
 
     prompt: Sequence[int]
     answered: Callable[[TokenRange | None], None]
@@ -52,28 +52,28 @@ class _Call:
 
 
 class LengthForecaster:
-    """Questions of one prefill instance. For one event loop; run() must be running when ask() is called."""
+    """Asks predictors for the lengths of the answers to one prefill instance's prompts. Not thread-safe; run() must be
+    running when ask() is called."""
 
     def __init__(self, predictors: Predictors, mode: PredictionMode, budget_s: float, metrics: PrefillMetrics) -> None:
-        """budget_s: limit on a request's wait for its answer in sequential mode."""
+        """mode: when predictions are asked for. budget_s: limit on a request's wait for one before it is queued."""
         self._mode = mode
         self._predictors = predictors
         self._timeout_s = answer_within_s(mode, budget_s)
         self._metrics = metrics
         self._unsent: dict[str, _Call] = {}
-        """By the predictor's name."""
         self._watched: dict[str, _Call] = {}
-        """By the predictor's name: calls whose outcome alone is of interest, for its health."""
+        """Calls that continue only to learn whether the predictor works; by its name."""
         self._late_in_a_row = 0
         self._tasks = asyncio.TaskGroup()
 
     @property
     def comes_first(self) -> bool:
-        """True if a request waits for its answer before it is queued."""
+        """True if a request waits for its predicted length before it is queued."""
         return self._mode.comes_first
 
     async def run(self) -> None:
-        """Work until cancelled; questions live no longer than this."""
+        """Send calls to predictors until cancelled, which ends pending ones."""
         try:
             async with self._tasks:
                 await self._predictors.run()
@@ -81,11 +81,9 @@ class LengthForecaster:
             await self._predictors.close()
 
     def ask(self, prompt: Sequence[int], answered: Callable[[TokenRange | None], None]) -> Question | None:
-        """Ask about a prompt, token ids of the served model. None: predictions are off, or no predictor can be asked.
-
-        answered() is called once, later, with the length of the whole answer or, without a prediction, None; unless
-        decided() or drop() is called first.
-        """
+        """Ask a predictor for the length of the answer to a prompt (token ids of the served model). None: predictions
+        are off, or no predictor can be asked. answered() is called once, later, with the length of the whole answer or,
+        without a prediction, None; unless decided() or drop() is called first."""
         if self._mode is PredictionMode.OFF:
             return None
         now_s = time.monotonic()
@@ -109,7 +107,8 @@ class LengthForecaster:
         return question
 
     def decided(self, question: Question, outcome: PredictionOutcome) -> None:
-        """Close the question of a request that is placed now, with its answer or (LATE) without."""
+        """Close the question of a request that is being placed at decode. outcome: use of the prediction, for the
+        metric; LATE: no prediction came in time."""
         self._count(outcome)
         call, task = question.call, _close(question)
         # One such call per predictor continues, because its outcome shows whether the predictor works.
@@ -117,7 +116,7 @@ class LengthForecaster:
             task.cancel()
 
     def drop(self, question: Question) -> None:
-        """Close the question of a request that has ended."""
+        """Close the question of a request that has ended, without counting an outcome."""
         if (task := _close(question)) is not None:
             task.cancel()
 
@@ -165,10 +164,7 @@ class LengthForecaster:
         self._answer(call, [None] * len(call.questions))
 
     def _answer(self, call: _Call, lengths: Sequence[TokenRange | None]) -> None:
-        """Give each question of the call that is still open its predicted length, or None for an unknown one.
-
-        lengths: one for each question of the call, in order.
-        """
+        """Pass the lengths (None: unknown), one for each question of the call in order, to the open questions."""
         for question, length in zip(call.questions, lengths, strict=True):
             # One answer may end other requests of the call.
             if question in call.open:
@@ -179,7 +175,6 @@ class LengthForecaster:
                     get_logger().exception("prediction_not_taken", predictor=call.predictor.name)
 
     def _finish(self, call: _Call) -> None:
-        """Clean up after a call."""
         call.health.outstanding_prompts -= len(call.questions)
         if self._watched.get(call.predictor.name) is call:
             del self._watched[call.predictor.name]
@@ -194,14 +189,14 @@ class LengthForecaster:
             self._late_in_a_row = 0
 
     def _came_late(self) -> None:
-        """Count an answer that no request waited for: the predictor works, but is too slow."""
+        """Count a call answered after all its requests were placed: the predictor works, but is too slow."""
         self._late_in_a_row += 1
         if self._late_in_a_row == _LATE_IN_A_ROW:
             get_logger().warning("predictions_late", in_a_row=_LATE_IN_A_ROW)
 
 
 def _close(question: Question) -> asyncio.Task[None] | None:
-    """Close a question. Returns the task of its call if no open question is left in it."""
+    """Close a question. Returns the task of its call if the call has no other open question, else None."""
     call = question.call
     if question not in call.open:
         return None

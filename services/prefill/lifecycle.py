@@ -1,12 +1,12 @@
-"""A request's life at prefill: states, events and actions. Pure: no clock, no I/O.
+"""State machine of a request at prefill. Pure: no clock, no I/O.
 
 ::
 
     AwaitingLength ── Queued ── ComputingPrompt ── Placing ⇄ Pushing ── EndedAtPrefill
 
-A request is AwaitingLength only if the queue needs its length. Every state may become EndedAtPrefill. The search for
-room at decode, and the push, may begin before the prompt is computed. The service performs the actions in order, after
-it has stored the new state.
+A request is AwaitingLength only if the queue's order needs its length. Every state may become EndedAtPrefill. The
+search for room at decode, and the push, may begin before the prompt is computed. The service performs the actions in
+order, after it has stored the new state.
 """
 
 import enum
@@ -43,11 +43,10 @@ NO_TRANSPORT = "none"
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Constants of a life."""
+    """Constants of one request at prefill: arrival time and token counts."""
 
     arrived_s: float
     token_count: int
-    """Tokens to compute."""
     generated_count: int
     """Tokens that earlier attempts generated."""
     most_tokens: int
@@ -57,24 +56,21 @@ class Terms:
     """The shortest answer, earlier attempts included: min_tokens."""
 
 
-# Knowledge of the answer's length before the search for a place.
-
-
 @dataclass(frozen=True, slots=True)
 class Known:
-    """No prediction is pending. None: the length is unknown."""
+    """Answer length of a request at prefill, without a pending prediction; None: unknown."""
 
     length: TokenRange | None
 
 
 @dataclass(frozen=True, slots=True)
 class LengthPending:
-    """A prediction is pending."""
+    """Answer length of a request at prefill: the predictor has not responded yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """A predictor has answered."""
+    """Answer length of a request at prefill, as the predictor responded."""
 
     length: TokenRange
 
@@ -82,12 +78,9 @@ class Predicted:
 Forecast = Known | LengthPending | Predicted
 
 
-# Progress of the prompt.
-
-
 @dataclass(frozen=True, slots=True)
 class FirstChunkBegun:
-    """The first chunk has begun."""
+    """Progress of a prompt at prefill: the engine has begun its first chunk."""
 
     started_s: float
     computed_tokens: int = 0
@@ -95,24 +88,21 @@ class FirstChunkBegun:
 
 @dataclass(frozen=True, slots=True)
 class PromptComputed:
-    """The first token is drawn."""
+    """Progress of a prompt at prefill: it is computed, and the first token is sampled."""
 
     first_token_s: float
 
 
-# The states.
-
-
 @dataclass(frozen=True, slots=True)
 class AwaitingLength:
-    """Counts in the queue, and waits for its length before it joins the line."""
+    """State of a request at prefill: it waits for a predicted answer length, and is queued afterwards."""
 
     terms: Terms
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """Waits for its first chunk, in the queue or in the engine."""
+    """State of a request at prefill: it waits for its first chunk, in the queue or in the engine."""
 
     terms: Terms
     forecast: Forecast
@@ -120,7 +110,7 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class ComputingPrompt:
-    """Is being computed, before the search for a place."""
+    """State of a request at prefill: its prompt is being computed; the search for a decode instance has not begun."""
 
     terms: Terms
     compute: FirstChunkBegun
@@ -129,7 +119,7 @@ class ComputingPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """Searches for a place at decode."""
+    """State of a request at prefill: a decode instance with free KV blocks for it is searched for."""
 
     terms: Terms
     compute: FirstChunkBegun | PromptComputed
@@ -137,7 +127,7 @@ class Placing:
 
 @dataclass(frozen=True, slots=True)
 class Pushing:
-    """Pushes its KV to its place."""
+    """State of a request at prefill: its KV is being pushed to the decode instance that has reserved room."""
 
     terms: Terms
     compute: FirstChunkBegun | PromptComputed
@@ -145,7 +135,7 @@ class Pushing:
 
 
 class PrefillOutcome(enum.StrEnum):
-    """How a request ended."""
+    """Reason for a request's end on a prefill instance."""
 
     HANDED_OVER = "handed_over"
     FINISHED = "finished"
@@ -161,7 +151,7 @@ class PrefillOutcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EndedAtPrefill:
-    """The end of a life."""
+    """State of a request at prefill: it has ended on this instance."""
 
     outcome: PrefillOutcome
 
@@ -170,34 +160,27 @@ Alive = AwaitingLength | Queued | ComputingPrompt | Placing | Pushing
 State = Alive | EndedAtPrefill
 
 
-# The events: the engine's, the hand-over's (RoomReserved, Adopted, HandOverFailed), and these.
-
-
 @dataclass(frozen=True, slots=True)
 class LengthAnswered:
-    """The predictor has answered; None: without a prediction."""
+    """Event for a request at prefill: the predictor has responded; None: without a prediction."""
 
     length: TokenRange | None
 
 
 @dataclass(frozen=True, slots=True)
 class EndRequested:
-    """The request must end now. error: for its router."""
+    """Event for a request at prefill: it must end now. error: sent to its router."""
 
     outcome: PrefillOutcome
     error: KaveriError | None = None
 
 
 EngineReport = PrefillStarted | PrefillProgress | PromptLogprobs | FirstToken | KvPushed | KvPushFailed | RequestFailed
-"""Engine events of the prefill side."""
 Event = EngineReport | LengthAnswered | RoomReserved | Adopted | HandOverFailed | EndRequested
 
 
-# The actions.
-
-
 class Do(enum.Enum):
-    """Actions without data."""
+    """Action for a request at prefill, without data."""
 
     ENQUEUE = enum.auto()
     """Move the held request into the line."""
@@ -210,7 +193,7 @@ class Do(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """The engine has computed the prompt this far."""
+    """Action for a request at prefill: record that the engine has computed the prompt up to `computed_tokens`."""
 
     computed_tokens: int
     new_tokens: int
@@ -219,47 +202,47 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send the router a report."""
+    """Action for a request at prefill: send its router a progress report."""
 
     progress: Progress
 
 
 @dataclass(frozen=True, slots=True)
 class CountPrediction:
-    """Count the use of a prediction. LATE: ignore a later answer."""
+    """Action for a request at prefill: count how its predicted length was used. LATE: ignore a later prediction."""
 
     outcome: PredictionOutcome
 
 
 @dataclass(frozen=True, slots=True)
 class FindPlace:
-    """Begin the hand-over."""
+    """Action for a request at prefill: begin its hand-over to decode. length: of the whole answer; None: unknown."""
 
     length: TokenRange | None
 
 
 @dataclass(frozen=True, slots=True)
 class FindAnotherPlace:
-    """Continue the hand-over after a failed push."""
+    """Action for a request at prefill: search for another decode instance after a failed push."""
 
     failure: KvPushFailed
 
 
 @dataclass(frozen=True, slots=True)
 class EndHandOver:
-    """End the hand-over; give the place back unless decode has the request."""
+    """Action for a request at prefill: end its hand-over; give back room at decode unless `handed_over`."""
 
     handed_over: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The last action: end the log, count and log the end."""
+    """Action for a request at prefill: end its report log, count and log its end; always the last action."""
 
     outcome: PrefillOutcome
     error: KaveriError | None
     seconds: float
-    """Duration of the life."""
+    """From the request's arrival to its end."""
 
 
 Action = Do | Advance | Tell | CountPrediction | FindPlace | FindAnotherPlace | EndHandOver | Close
@@ -267,7 +250,7 @@ Step = tuple[State, tuple[Action, ...]]
 
 
 def step(state: State, event: Event, now_s: float) -> Step:
-    """The next state and the actions. Illegal pairs raise AssertionError."""
+    """Return the next state of a request at prefill and the actions. An impossible event raises AssertionError."""
     assert not isinstance(state, EndedAtPrefill), f"{event} in {state}"
     terms = state.terms
     match event:
@@ -327,7 +310,6 @@ def _first_token(
 
 
 def _search_if_due(state: ComputingPrompt | Placing | Pushing, *actions: Action) -> Step:
-    """Begin the search for a place if it is due."""
     if not isinstance(state, ComputingPrompt):
         return state, actions
     match state.terms.place_search:
@@ -342,7 +324,6 @@ def _search_if_due(state: ComputingPrompt | Placing | Pushing, *actions: Action)
 
 
 def _search(terms: Terms, compute: FirstChunkBegun | PromptComputed, forecast: Forecast, *actions: Action) -> Step:
-    """Search for a place with the present forecast."""
     length = None
     match forecast:
         case Known():
@@ -359,7 +340,6 @@ def _search(terms: Terms, compute: FirstChunkBegun | PromptComputed, forecast: F
 def _end(
     state: Alive, outcome: PrefillOutcome, now_s: float, *actions: Action, error: KaveriError | None = None
 ) -> Step:
-    """End the life and release exactly what its state holds."""
     ends = list(actions)
     match state:
         case AwaitingLength() | Queued(forecast=LengthPending()) | ComputingPrompt(forecast=LengthPending()):

@@ -1,4 +1,4 @@
-"""The Prometheus metrics of an instance's prefill phase."""
+"""Prometheus metrics of an instance's prefill phase."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +10,7 @@ from kaveri.telemetry.metrics import LATENCY_BUCKETS_S
 
 @dataclass(frozen=True, slots=True)
 class TransferMetrics:
-    """Pushes of KV to decode instances."""
+    """Prometheus metrics of KV pushes to decode instances."""
 
     seconds: Histogram
     tail_seconds: Histogram
@@ -19,14 +19,14 @@ class TransferMetrics:
 
 @dataclass(frozen=True, slots=True)
 class ForecastMetrics:
-    """Predictions of answers' lengths."""
+    """Prometheus metrics of predicted answer lengths: outcomes, and duration of predictor calls."""
 
     outcomes: Counter
     seconds: Histogram
 
 
 class PrefillMetrics:
-    """One set per registry."""
+    """Prometheus metrics of an instance's prefill phase; one set per registry."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         counter = partial(Counter, registry=registry)

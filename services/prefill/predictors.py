@@ -1,4 +1,4 @@
-"""Chooses and calls predictors: those in the cluster, or the one in the settings. Refuses impossible answers."""
+"""Chooses and calls length predictors: those in the cluster, or the one in the settings. Refuses invalid responses."""
 
 import asyncio
 import math
@@ -25,11 +25,11 @@ _PROBABILITY_SLACK = 0.01
 
 
 class UnusableAnswer(KaveriError):
-    """A predictor's answer is not a possible prediction."""
+    """A predictor's response is not a valid length prediction."""
 
 
 class Predictors:
-    """Chooses predictors, asks them, and tracks their health. For one event loop."""
+    """Chooses length predictors, calls them, and tracks their health. Not thread-safe."""
 
     def __init__(self, store: ClusterStore, model: str, address: str, rng: random.Random) -> None:
         """model: its name in the cluster. address: the predictor to ask, "host:port"; empty: any that is ready."""
@@ -43,18 +43,18 @@ class Predictors:
         self._address_gone = asyncio.Event()
 
     async def run(self) -> None:
-        """Close unused channels until cancelled."""
+        """Close channels to predictors that have left, until cancelled."""
         while True:
             await self._address_gone.wait()
             self._address_gone.clear()
             await self._channels.retain(self._addresses)
 
     async def close(self) -> None:
-        """Close every channel; calls on them end."""
+        """Close all channels to predictors, which ends pending calls."""
         await self._channels.close()
 
     def choose(self, now_s: float) -> tuple[PredictorStatus, PredictorHealth] | None:
-        """Choose a predictor; None if there is none, or all rest."""
+        """Choose a predictor to ask; None if there is none, or all pause after failures. now_s: time.monotonic()."""
         known = self._known()
         present = {status.name for status in known}
         for name in [name for name in self._health if name not in present]:
@@ -76,11 +76,9 @@ class Predictors:
     async def predict(
         self, predictor: PredictorStatus, prompts: Sequence[Sequence[int]], timeout_s: float
     ) -> list[TokenRange]:
-        """Predict the length of each prompt's whole answer. prompts: token ids of the served model.
-
-        Raises the error that the predictor answers, Unavailable or DeadlineExceeded without an answer, UnusableAnswer.
-        Cancellation ends the call at the predictor too.
-        """
+        """Ask a predictor for the length of each prompt's whole answer. prompts: token ids of the served model. Raises
+        the error that the predictor returns, Unavailable or DeadlineExceeded without a response, UnusableAnswer if
+        invalid. Cancellation ends the call at the predictor too."""
         message = predictor_pb2.PredictRequest(
             model=self._model, prompts=[predictor_pb2.PromptTokens(token_ids=prompt) for prompt in prompts]
         )
@@ -106,7 +104,7 @@ class Predictors:
 
 
 def read_predictions(response: predictor_pb2.PredictResponse, prompt_count: int) -> list[TokenRange]:
-    """The predicted ranges, in the order of the prompts. Raises UnusableAnswer."""
+    """Return the predicted ranges in the order of the prompts. Raises UnusableAnswer if the response is invalid."""
     if len(response.predictions) != prompt_count:
         raise UnusableAnswer(f"{len(response.predictions)} predictions for {prompt_count} prompts")
     return [_read(prediction, response.granularity) for prediction in response.predictions]

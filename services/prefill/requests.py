@@ -1,4 +1,5 @@
-"""A request at a prefill instance, the log of its router, and the seam to what decodes it. No I/O."""
+"""Requests of a prefill instance, each with a log of reports for its router, and the interface for the hand-over to
+decode. No I/O."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,14 +14,14 @@ from kaveri.errors import KaveriError
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first chunk has begun."""
+    """Report on a request at prefill, for its router: the engine has begun its first chunk."""
 
     queue_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class RoomReserved:
-    """A decode instance has reserved room."""
+    """Report on a request at prefill, for its router: a decode instance has reserved room; the push begins."""
 
     decode_instance_id: str
     decode_incarnation: int
@@ -28,7 +29,7 @@ class RoomReserved:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenDrawn:
-    """The prompt is computed. With `finish` it is the last report."""
+    """Report on a request at prefill, for its router: its first token is sampled. With `finish`, the last report."""
 
     token_id: int
     logprobs: Logprobs | None
@@ -38,7 +39,7 @@ class FirstTokenDrawn:
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """Decode has taken the request over. The last report."""
+    """Report on a request at prefill, for its router: decode has taken it over; the last report."""
 
     kv_bytes: int
     kv_transfer_s: float
@@ -48,7 +49,7 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True)
 class PromptScored:
-    """Log-probabilities of the prompt's tokens from position `first` on."""
+    """Report on a request at prefill, for its router: log-probabilities of prompt tokens from `first` on."""
 
     first: int
     entries: tuple[Logprobs, ...]
@@ -59,14 +60,14 @@ Progress = Started | RoomReserved | PromptScored | FirstTokenDrawn | HandedOver
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The engine that computed the prompt decodes it too, without a push."""
+    """Report of a hand-over to decode: the engine that computed the prompt decodes it too, without a push."""
 
     placed: RoomReserved
 
 
 @dataclass(frozen=True, slots=True)
 class HandOverFailed:
-    """The request cannot be handed over."""
+    """Report of a hand-over to decode: it failed, which ends the request at prefill."""
 
     error: KaveriError
 
@@ -76,12 +77,12 @@ HandOverReport = RoomReserved | Adopted | HandOverFailed
 
 
 _Kind = type[Progress] | int
-"""Key of an entry; for the parts of a prompt's report, the first position."""
+"""Key of a report; for parts of the prompt's log-probabilities, the first position."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptNews:
-    """Unsent reports of one request."""
+    """Unsent reports on one request at prefill, for its router."""
 
     request_id: str
     owner: Owner
@@ -93,8 +94,7 @@ class PromptNews:
 
 @dataclass(eq=False, slots=True)
 class ReportLog:
-    """Reports on one request: the latest of each kind, and all parts of the prompt's log-probabilities, whose size the
-    router limits."""
+    """Reports on one request at prefill: the latest of each kind, and the prompt's log-probabilities in parts."""
 
     ended: bool = False
     error: KaveriError | None = None
@@ -106,14 +106,14 @@ class ReportLog:
     _end_is_unsent: bool = False
 
     def put(self, progress: Progress) -> None:
-        """Add an entry; a second placement replaces an unsent one."""
+        """Add a report. It replaces an earlier one of its kind, such as a former placement."""
         kind: _Kind = progress.first if isinstance(progress, PromptScored) else type(progress)
         self._told[kind] = self._unsent[kind] = progress
         if isinstance(progress, FirstTokenDrawn):
             self.first_token = progress
 
     def end(self, error: KaveriError | None) -> None:
-        """End the log."""
+        """End the log. error: why the request failed; None: see the last report."""
         self.ended = self._end_is_unsent = True
         self.error = error
 
@@ -122,15 +122,15 @@ class ReportLog:
         return bool(self._unsent) or self._end_is_unsent
 
     def forget_report(self) -> None:
-        """Do not repeat the prompt's log-probabilities. Unsent parts are still sent."""
+        """Drop the prompt's log-probabilities, so that repeat() does not send them; unsent parts are still sent."""
         self._told = {kind: told for kind, told in self._told.items() if not isinstance(told, PromptScored)}
 
     def repeat(self) -> None:
-        """Mark everything as unsent, for another stream or another router."""
+        """Mark all reports as unsent, for another stream or another router."""
         self._unsent, self._end_is_unsent = dict(self._told), self.ended
 
     def take(self, request_id: str, owner: Owner) -> PromptNews:
-        """Take unsent reports, in order; they count as sent from now on."""
+        """Return the unsent reports, in order, and mark them as sent."""
         news = PromptNews(request_id, owner, tuple(self._unsent.values()), self._end_is_unsent, self.error)
         self._unsent, self._end_is_unsent = {}, False
         return news
@@ -138,10 +138,8 @@ class ReportLog:
 
 @dataclass(eq=False, slots=True)
 class PrefillRequest:
-    """One attempt of a request, with the log of its reports.
-
-    deadline_s is time.monotonic()'s: uvloop's own clock counts in milliseconds.
-    """
+    """One attempt of a request at prefill. deadline_s is time.monotonic()'s, as uvloop's clock counts in
+    milliseconds."""
 
     request_id: str
     ownership: Ownership
@@ -162,22 +160,21 @@ class PrefillRequest:
 
 
 class HandOver(Protocol):
-    """Moves computed requests to a decode instance, or to the decode side of the same engine."""
+    """Moves prefilled requests to a decode instance, or to the decode side of the same engine."""
 
     report: Callable[[PrefillRequest, HandOverReport], None]
-    """Set by the prefill side, which may end the request within a call: RoomReserved when a push has begun, Adopted,
-    or HandOverFailed."""
+    """Set by the prefill side, and called with each report; it may end the request within the call."""
     at_first_token: Callable[[], bool]
     """True if requests are placed at their first token now, not before."""
 
     async def run(self) -> None:
-        """Work until cancelled. begin() is called within."""
+        """Serve hand-overs until cancelled; begin() is called only while this runs."""
 
     def begin(self, request: PrefillRequest) -> None:
-        """Search for a place, before or after the prompt is computed; with at_first_token, after the first token."""
+        """Begin a request's hand-over to decode, also before its prompt is computed unless at_first_token()."""
 
     def push_failed(self, request: PrefillRequest, event: KvPushFailed) -> None:
-        """Search for another place after a failed push."""
+        """Search for another decode instance after a failed push of the request's KV."""
 
     def end(self, request: PrefillRequest, handed_over: bool) -> None:
-        """End the hand-over of a request."""
+        """End the hand-over of a request. handed_over: False if decode has not taken it."""

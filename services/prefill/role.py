@@ -1,4 +1,4 @@
-"""The prefill side of an instance: applies events to the lives of its requests, and performs the actions."""
+"""Prefill side of an instance: applies events to the states of its requests, and performs the actions."""
 
 import asyncio
 import time
@@ -83,11 +83,10 @@ class _Life:
     """The pending question about its length."""
     deadline: asyncio.TimerHandle
     spans: PrefillSpans | None = None
-    """Spans of a traced request."""
 
 
 class PrefillRole:
-    """The PhaseService that computes prompts. For one event loop."""
+    """Prefill side of an instance: has prompts computed and handed over. Implements PhaseService. Not thread-safe."""
 
     def __init__(
         self,
@@ -101,21 +100,20 @@ class PrefillRole:
         serials: Iterator[int],
         feeds: RouterFeeds,
     ) -> None:
-        """orphan_grace_s: seconds that requests continue without a router, and are known after their end, so that
-        clients can attach them. has_room: asked before each submission, where answers need free blocks too. serials:
-        unique numbers for requests of this engine. feeds: shared with the instance's other phase."""
+        """orphan_grace_s: seconds for which requests continue without a stream of their router, and ended ones are kept
+        so that clients can attach to them. has_room: returns True if a prompt may be submitted to the engine next to
+        those under way. serials: unique numbers for requests of this engine. feeds: streams to routers, shared with the
+        decode side."""
         self._engine = engine
         self._queue = queue
         self._has_room = has_room
         self._retry: asyncio.TimerHandle | None = None
-        """Looks for blocks again."""
         self._hand_over = hand_over
         hand_over.report = self._happened
         self._forecaster = forecaster
         self._metrics = metrics
         self._serials = serials
         self._lives: dict[str, _Life] = {}
-        """By request id."""
         self.feeds = feeds
         feeds.join(self._router_gone, self._unsent_of)
         self._kept: ExpiringMap[str, PrefillRequest] = ExpiringMap(orphan_grace_s, max_bytes=MAX_ANSWER_BYTES)
@@ -145,11 +143,11 @@ class PrefillRole:
         traceparent: str = "",
         suspect_until: int = 0,
     ) -> PrefillRequest:
-        """Queue an attempt. The same request of an older owner is ended, and so is another request with the same id. To
-        the same owner everything is reported again.
-
-        timeout_s: time left to the request. silent_decode_ids: instances to place it on only if there is no other.
-        traceparent: see SubmitRequest. suspect_until: see EngineRequest.
+        """Queue an attempt of a request. Ends an older attempt of it, and another request with the same id. If the
+        attempt is here already, all its reports are sent again. token_ids: the prompt and `generated_count` answer
+        tokens. timeout_s: seconds until the request is ended. silent_decode_ids: decode instances that do not answer
+        the router, used only if there is no other. traceparent: parent span; empty: not traced. suspect_until: answer
+        length up to which the request is suspected of breaking an engine's step; 0: not.
 
         Raises Unavailable (draining), StaleAttempt (also: it was aborted), RequestAlreadyExists (a later session is
         known), NoCapacity (queue full) and InvalidArgument (does not fit this engine).
@@ -184,12 +182,12 @@ class PrefillRole:
         return request
 
     def has_requests_of(self, router_id: str) -> bool:
-        """Whether the router waits for reports from here."""
+        """Return True if a request of this router is at prefill here."""
         return any(life.request.ownership.router_id == router_id for life in self._lives.values())
 
     def repeat(self, router_id: str, owners: Mapping[str, Owner]) -> list[PromptNews]:
-        """Report everything again about a router's requests, by request id. Returns errors for requests that it does
-        not own here."""
+        """Mark all reports on a router's requests as unsent. owners: the router's session and attempt by request id.
+        Returns error reports for requests that it does not own here."""
         unknown: list[PromptNews] = []
         for request_id, owner in owners.items():
             request = self._find(request_id)
@@ -201,12 +199,9 @@ class PrefillRole:
         return unknown
 
     def attach(self, attachment: Attachment) -> Attached:
-        """Make another router, or a later session, the owner of a request that is here or kept here; everything is
-        reported to it again. The former router gets RequestAlreadyExists.
-
-        Raises RequestNotFound, InvalidArgument (another secret, prompt or answer, or a session that does not grow),
-        StaleAttempt and RequestAlreadyExists (a newer owner is known). Nothing changes then.
-        """
+        """Make another router, or a later session of the client, the owner of a present or kept request; all its
+        reports are sent again. The former router gets RequestAlreadyExists. Raises RequestNotFound and InvalidArgument
+        (another secret, prompt or answer, or a session number that does not grow). Nothing changes on errors."""
         request_id, ownership = attachment.request_id, attachment.ownership
         owner = ownership.owner
         life, request = self._lives.get(request_id), self._find(request_id)
@@ -236,11 +231,12 @@ class PrefillRole:
         return attached
 
     def cancel(self, request: PrefillRequest) -> None:
-        """End the request and free its blocks, here and at decode. Idempotent."""
+        """End the request and free its KV blocks, here and at decode. Idempotent."""
         self._happened(request, EndRequested(PrefillOutcome.CANCELLED))
 
     def abort(self, request_id: str, ownership: Ownership) -> None:
-        """End the request, unless it is another one or belongs to a newer owner. If it arrives later, it is refused."""
+        """End a request, unless the id is another request's or has a newer attempt or session. A request that arrives
+        after its abort is refused."""
         life = self._lives.get(request_id)
         if life is None:
             # It may have overtaken the request.
@@ -251,8 +247,8 @@ class PrefillRole:
             self.cancel(life.request)
 
     def give_back(self, request_id: str, ownership: Ownership) -> None:
-        """While the instance drains, end a request of this owner that its engine does not have; the router places it
-        elsewhere. Others are ignored."""
+        """While the instance drains: end a request that its engine has not received, so that the router places it
+        elsewhere. Other requests are left alone."""
         life = self._lives.get(request_id)
         if not self._draining or life is None:
             return
@@ -327,8 +323,8 @@ class PrefillRole:
         return sum(life.request.ownership.router_id in missing for life in list(self._lives.values()))
 
     def _replace(self, request_id: str, ownership: Ownership) -> None:
-        """End a former request with this id. Raises StaleAttempt or RequestAlreadyExists if that has the same owner or
-        a newer one, even after its hand-over: an older owner would have it computed again."""
+        """End an earlier request with this id. Raises StaleAttempt or RequestAlreadyExists if it is the same or a newer
+        attempt, even after its hand-over: an older attempt would have it computed again."""
         now_s = time.monotonic()
         kept = self._kept.get(request_id, now_s)
         for former_owner in (kept.ownership if kept is not None else None, self._aborted.get(request_id, now_s)):
@@ -426,7 +422,7 @@ class PrefillRole:
                     self._engine.abort(request.engine_request.key)
 
     def _submit(self) -> None:
-        """Submit the prompts that the engine needs now. Prompts that can never fit fail within."""
+        """Submit queued prompts as far as the engine needs them now. Prompts that can never fit fail."""
         while (request := self._queue.next()) is not None:
             try:
                 if not self._has_room(request, self._queue.computing):
@@ -501,7 +497,6 @@ def _draining() -> Unavailable:
 
 
 def _attached(request: PrefillRequest, attachment: Attachment) -> Attached:
-    """The new owner's answer. Raises RequestNotFound and InvalidArgument."""
     sent, first = request.engine_request, request.log.first_token
     prompt, generated = sent.token_ids[: sent.prompt_tokens], sent.token_ids[sent.prompt_tokens :]
     # Once the first token is drawn, decode may have drawn any number of others.

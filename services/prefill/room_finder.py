@@ -1,4 +1,4 @@
-"""Reserves room on decode instances for prompts: asks where kaveri.policy.room_search says, waits, gives back."""
+"""Reserves KV blocks on decode instances for prompts: asks where kaveri.policy.room_search says, waits, gives back."""
 
 import asyncio
 import time
@@ -43,21 +43,21 @@ _ABORT_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Room that a decode instance has reserved."""
+    """KV blocks that a decode instance has reserved for a request, with the ticket for the push."""
 
     target: ViewedInstance
     ticket: Ticket
     incarnation: int
-    """The life that granted it: not always the one that the view named."""
+    """Incarnation of the instance that granted it; the view may show another."""
 
 
 @dataclass(eq=False, slots=True)
 class _ReserveCall:
-    """A pending Reserve call."""
+    """Pending Reserve call to a decode instance."""
 
     target: ViewedInstance
     owner: Owner
-    """The owner of the request at that time."""
+    """Session and attempt of the request at that time."""
     waits: bool
     patient_until_s: float
     answer: asyncio.Task[Room | Exception]
@@ -65,7 +65,7 @@ class _ReserveCall:
 
 @dataclass(eq=False, slots=True)
 class Placement:
-    """A request that searches for room at decode, or has some."""
+    """Search of one request for KV blocks at decode instances, and its result."""
 
     request: PrefillRequest
     heavy: bool = False
@@ -81,7 +81,7 @@ class Placement:
 
 
 class RoomFinder:
-    """Searches of one prefill instance. For one event loop."""
+    """Reserves KV blocks (room) at decode instances for one prefill instance's requests. Not thread-safe."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class RoomFinder:
         own_id: str,
         metrics: PrefillMetrics,
     ) -> None:
-        """layout: of the pool that is pushed from. own_id: the instance that asks."""
+        """search: says which instance to ask. layout: of the KV pool that is pushed from. own_id: this instance."""
         self._store = store
         self._search = search
         self._layout = layout_to_proto(layout)
@@ -102,7 +102,7 @@ class RoomFinder:
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Follow the view until cancelled. The other methods are called while this runs."""
+        """Follow changes of the cluster until cancelled; the other methods are called only while this runs."""
         try:
             async with self._tasks:
                 while True:
@@ -117,12 +117,10 @@ class RoomFinder:
             await self._channels.close()
 
     async def find(self, placement: Placement) -> Room:
-        """Wait for room. No other room or place in line is held after it.
-
-        Raises StaleAttempt and RequestAlreadyExists, InvalidArgument and LayoutMismatch if no instance can ever take
-        the request, Unavailable if there is none, and DeadlineExceeded. If this call fails or is cancelled, the caller
-        must call give_up().
-        """
+        """Wait until a decode instance has reserved KV blocks for the request; give up those of others, and places in
+        line. Raises StaleAttempt and RequestAlreadyExists (decode knows a newer attempt or session), InvalidArgument
+        and LayoutMismatch (no instance can ever take the request), Unavailable (no decode instance), DeadlineExceeded.
+        On errors and cancellation the caller must call give_up()."""
         request = placement.request
         none_since_s: float | None = None
         while True:
@@ -176,18 +174,18 @@ class RoomFinder:
                 return room
 
     def give_up(self, placement: Placement) -> None:
-        """End the search: give up places in line, and room that was granted meanwhile. Idempotent."""
+        """End a request's search: leave lines at decode instances, give back blocks granted meanwhile. Idempotent."""
         for instance_id in list(placement.calls):
             self._drop(placement, instance_id)
 
     def give_back(self, request: PrefillRequest, target: ViewedInstance) -> None:
-        """Give back room that the request has, or may have, at `target`."""
+        """Give back KV blocks that the request has, or may have, at decode instance `target`, without waiting."""
         self._search.forget(request.engine_request.key, target.record.instance_id)
         # A task of its own: it must be sent even if the caller is cancelled.
         self._tasks.create_task(self._abort(target, request, request.reservation_count))
 
     def failed_there(self, request: PrefillRequest, target: ViewedInstance, outcome: str, reason: str) -> None:
-        """Count and log a failure at `target`, and let it rest for all requests."""
+        """Count and log a failure at decode instance `target`, and avoid it for a while. outcome: metric label."""
         self._metrics.placements.labels(outcome).inc()
         self._search.rest(target.record.instance_id, time.monotonic() + ROOM_REST_WHEN_FAILED_S)
         get_logger().warning(
@@ -211,12 +209,9 @@ class RoomFinder:
         placement.calls[instance_id] = _ReserveCall(ask.target, owner, ask.waits, patient_until_s, answer)
 
     async def _reserve(self, request: PrefillRequest, ask: Ask, reservation: int) -> Room | Exception:
-        """Ask for room. reservation: the number of this call among the request's.
-
-        Returns errors: what the instance answers, or Unavailable or DeadlineExceeded when it does not. A frozen
-        instance is found by the channel's keep-alive. Cancelled, or without an answer, the room may have been granted
-        nevertheless.
-        """
+        """Call Reserve. reservation: number of this call among the request's. Returns errors: the instance's, or
+        Unavailable or DeadlineExceeded without a response; the channel's keep-alive finds a frozen instance. After an
+        error or cancellation, room may be reserved nevertheless."""
         try:
             timeout_s = request.deadline_s - time.monotonic()
             predicted = request.predicted_length
@@ -253,8 +248,7 @@ class RoomFinder:
             return error
 
     async def _abort(self, target: ViewedInstance, request: PrefillRequest, reservation: int) -> None:
-        """End the request at `target`, up to that reservation: a later one stays, however late this arrives. An
-        unreachable instance frees the room when the reservation expires."""
+        """Free the room of this and earlier reservations at `target`. If unreachable, it frees the room on expiry."""
         attempt = decode_pb2.AttemptId(
             request_id=request.request_id,
             session=request.ownership.owner.session,
@@ -311,7 +305,7 @@ class RoomFinder:
         self._search.forget(placement.request.engine_request.key, instance_id)
 
     def _drop(self, placement: Placement, instance_id: str) -> None:
-        """Cancel a call, and give back the room that it may have got."""
+        """Cancel a Reserve call, and give back the room that it may have reserved."""
         call = placement.calls.pop(instance_id)
         call.answer.cancel()
         self.give_back(placement.request, call.target)

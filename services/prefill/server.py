@@ -1,4 +1,4 @@
-"""PrefillService over gRPC, and reports as messages: domain values and back, nothing else."""
+"""Serves PrefillService over gRPC: converts between messages and domain values."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +33,7 @@ SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_na
 
 
 class PrefillServer(PrefillServiceServicer):
-    """Answers for one PrefillRole."""
+    """Serves the gRPC calls of PrefillService for one prefill instance."""
 
     def __init__(self, role: PrefillRole) -> None:
         self._role = role
@@ -61,7 +61,7 @@ class PrefillServer(PrefillServiceServicer):
 
 
 def reports_of(news: PromptNews) -> Iterator[prefill_pb2.PrefillReport]:
-    """Pack news into as few reports as possible: at most one entry of each kind in a report."""
+    """Pack a request's reports into as few messages as possible, with at most one report of each kind in a message."""
     owner, kinds = news.owner, set[type[Progress]]()
     report = prefill_pb2.PrefillReport(request_id=news.request_id, session=owner.session, attempt=owner.attempt)
     for entry in news.progress:
@@ -81,7 +81,7 @@ def reports_of(news: PromptNews) -> Iterator[prefill_pb2.PrefillReport]:
 
 
 def _parts(scored: PromptScored) -> Iterator[PromptScored]:
-    """Split a long report on a prompt, so that no single message blocks the event loop for long."""
+    """Split a long report of log-probabilities, so that no message blocks the event loop for long."""
     for start in range(0, len(scored.entries), _REPORTED_TOGETHER):
         yield PromptScored(scored.first + start, scored.entries[start : start + _REPORTED_TOGETHER])
 

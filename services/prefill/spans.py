@@ -1,4 +1,4 @@
-"""Spans of a request at prefill, derived from the actions of its life."""
+"""Tracing spans of a request at prefill, derived from the actions of its state machine."""
 
 from kaveri.telemetry.tracing import Spans
 from services.prefill.lifecycle import NO_TRANSPORT, Action, Advance, Close, FindAnotherPlace, FindPlace, Tell
@@ -6,8 +6,8 @@ from services.prefill.requests import FirstTokenDrawn, HandedOver, RoomReserved,
 
 
 class PrefillSpans:
-    """`prefill.queue`, then `prefill.chunk` for each chunk and `prefill` for all of them; `prefill.place` for each
-    search for room at decode; `kv.push`."""
+    """Tracing spans of one request at prefill: `prefill.queue`, `prefill.chunk` for each chunk, `prefill` for all of
+    them, `prefill.place` for each search for room at decode, `kv.push`."""
 
     def __init__(self, spans: Spans, arrived_s: float) -> None:
         """arrived_s: time.monotonic() of the request's arrival."""
@@ -16,7 +16,7 @@ class PrefillSpans:
         self._search_began_s = arrived_s
 
     def note(self, action: Action, now_s: float) -> None:
-        """Write the spans that end with an action."""
+        """Write the spans that end with an action of the request's state machine. now_s: time.monotonic()."""
         write = self.spans.write
         match action:
             case Tell(Started(queue_s)):

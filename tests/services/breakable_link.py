@@ -1,4 +1,4 @@
-"""A link of the router that a test can reset."""
+"""Link of a router that a test can reset."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -9,7 +9,7 @@ from tests.support.tcp_relay import TcpRelay
 
 @contextlib.asynccontextmanager
 async def breakable_link(router: Router, address: str) -> AsyncIterator[TcpRelay]:
-    """The router reaches `address` through the link from now on."""
+    """Relay the router's connections to `address`."""
     host, port = address.rsplit(":", 1)
     stub = router.channels.stub
     async with TcpRelay(("127.0.0.1", 0), (host, int(port))) as link:

@@ -1,7 +1,5 @@
-"""A cluster of real prefill and decode servers in one process: real gRPC and KV sockets, no router.
-
-Engines are fake ones, or with --engine vllm vLLM's, each in a process of its own that the tests share.
-"""
+"""Cluster of real prefill and decode servers in one process: real gRPC and KV sockets, no router. Engines are fake, or
+with --engine vllm real ones, each in a process of its own that the tests share."""
 
 import asyncio
 import contextlib
@@ -43,12 +41,11 @@ from tests.support.service_engines import Engines, FakeEngines, VllmEngines
 
 DEADLINE_S = 60.0
 BLOCK_BYTES = 4096
-"""One block of 16 tokens in the fake engine's pool, over all layers."""
+"""Size of one block of 16 tokens in the fake engine's pool, over all layers."""
 TIGHT = {"max_model_len": 160, "kv_cache_memory": 12 * BLOCK_BYTES}
 
 
 async def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Waits until the condition holds; fails, saying what did not come to pass, after the deadline."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + deadline_s
     while not condition():
@@ -58,8 +55,6 @@ async def eventually(condition: Callable[[], bool], what: str, deadline_s: float
 
 @dataclass(eq=False)
 class RunningInstance:
-    """One server with its engine."""
-
     instance_id: str
     engine: BuiltEngine
     host: EngineHost
@@ -70,7 +65,6 @@ class RunningInstance:
 
     @property
     def service(self) -> Any:
-        """What serves its only phase."""
         phases = self.host._phases
         (phase,) = phases.ordered
         return phases.services[phase]
@@ -83,11 +77,9 @@ class RunningInstance:
         return self.held_blocks == 0
 
     def metric(self, name: str, **labels: str) -> float:
-        """A sample of its metrics; 0 for one that does not exist yet."""
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def load(self) -> InstanceLoad:
-        """What its next heartbeat says."""
         return self.host.load()
 
     async def stop(self) -> int:
@@ -103,7 +95,7 @@ class RunningInstance:
         rpc_timeout_s: float = DEADLINE_S,
         **fields: Any,
     ) -> decode_pb2.ReserveResponse:
-        """Reserve room as a prefill instance does, for a push that never comes."""
+        """Reserve room as a prefill instance does, without a push."""
         params = params_to_proto(SamplingParams(max_tokens=5, seed=0))
         named = {"attempt": 1, "router_id": "router-0", "timeout_s": DEADLINE_S, "params": params, **fields}
         message = decode_pb2.ReserveRequest(
@@ -124,7 +116,6 @@ class RunningInstance:
         by_router: bool = True,
         reservation: int = 0,
     ) -> None:
-        """Abort as a router does, or a prefill instance."""
         name = decode_pb2.AttemptId(
             request_id=request_id, attempt=attempt, router_id=router_id, reservation=reservation
         )
@@ -134,7 +125,7 @@ class RunningInstance:
 
 @dataclass(eq=False)
 class PrefillCall:
-    """One request that was submitted, and what was reported of it."""
+    """Submitted request and its reports."""
 
     instance: RunningInstance
     name: decode_pb2.AttemptId
@@ -152,7 +143,6 @@ class PrefillCall:
             raise aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*metadata), details)
 
     async def cancel(self) -> None:
-        """Gives the request up, as its router does."""
         message = feed_pb2.AbortRequest(attempts=[self.name], by_router=True)
         await FeedServiceStub(self.instance.channel).Abort(message, timeout=DEADLINE_S)
 
@@ -164,18 +154,17 @@ class PrefillCall:
 
     @property
     def kinds(self) -> list[str]:
-        """What was said, in order, without the end."""
         named = [field.name for event in self.events for field, _ in event.ListFields() if field.message_type]
         return [name for name in named if name != "ended"]
 
     async def ended(self) -> None:
-        """Waits for the end; raises its error as the one of an RPC."""
+        """Wait for the end; raise its error as that of an RPC."""
         assert self.reading is not None
         await asyncio.wait_for(asyncio.shield(self.reading), DEADLINE_S)
 
 
 class RouterStub:
-    """What a router does, by hand: follows instances and submits requests."""
+    """Minimal router: follows instances' streams and submits requests."""
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
@@ -236,7 +225,6 @@ class RouterStub:
         return (request_id, attempt) in self.last
 
     async def answer(self, call: PrefillCall, request_id: str, attempt: int = 1) -> list[int]:
-        """Waits for the end of both legs; the whole answer of this attempt."""
         await call.ended()
         first = call.get("first_token")
         if first.finish_reason:
@@ -248,7 +236,6 @@ class RouterStub:
         return [first.token_id, *self.drawn(request_id, attempt)]
 
     def drawn(self, request_id: str, attempt: int = 1) -> list[int]:
-        """The tokens of one attempt that decode has sent so far."""
         gained = self.tokens[request_id, attempt]
         return [gained[index] for index in sorted(gained)]
 
@@ -282,15 +269,12 @@ class RouterStub:
 
 
 class InProcessCluster:
-    """Servers that share one in-memory cluster state."""
-
     def __init__(self, kv_transports: tuple[str, ...], engines: Engines) -> None:
         self.kv_transports = kv_transports
         self.engines = engines
         self.state = MemoryCluster()
         self.instances: list[RunningInstance] = []
         self.replicas: dict[str, ReplicaStore] = {}
-        """By instance, where --replication is on."""
         self._resources = contextlib.AsyncExitStack()
         self.routers: list[RouterStub] = []
         self._stores: list[MemoryStore] = []
@@ -307,7 +291,6 @@ class InProcessCluster:
         return await self._start(ColocatedConfig(instance_id=instance_id, **_small(settings)))
 
     async def router(self, router_id: str = "router-0") -> RouterStub:
-        """A router that is subscribed to every instance so far that decodes."""
         router = RouterStub(router_id)
         self.routers.append(router)
         for instance in self.instances:
@@ -316,20 +299,18 @@ class InProcessCluster:
         return router
 
     def expected(self, token_ids: list[int], token_count: int, generated_count: int = 0) -> list[int]:
-        """What the engines must answer, by other means than theirs, to the parameters that RouterStub gives."""
+        """Return the correct answer for the parameters of RouterStub, computed without an engine."""
         return self.engines.answer(token_ids, token_count, generated_count)
 
     def blocks(self, token_count: int) -> int:
-        """What these tokens take."""
         return -(-token_count // self.engines.block_tokens)
 
     def needs_fake_engines(self, why: str) -> None:
-        """Skips the test on others."""
         if not isinstance(self.engines, FakeEngines):
             pytest.skip(why)
 
     async def all_free(self, within_s: float = 1.0) -> None:
-        """Every block of every engine comes free, and the accounts are right."""
+        """Wait until every KV block is free, and check integrity."""
         within_s = max(within_s, self.engines.free_within_s)
         for instance in self.instances:
             if not instance.serving.done():
@@ -359,7 +340,6 @@ class InProcessCluster:
         return await self._run(config.instance_id, engine, host, registry)
 
     async def store(self) -> MemoryStore:
-        """One more view of the cluster."""
         store = MemoryStore(self.state)
         await store.__aenter__()
         self._stores.append(store)
@@ -388,7 +368,6 @@ def _small(settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def kv_transports(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """Those that the cluster's instances speak; each one alone in tests marked with OVER_EACH_TRANSPORT."""
     only: str | None = getattr(request, "param", None)
     if only == "nixl":
         pytest.importorskip("nixl_cu13")
@@ -396,14 +375,12 @@ def kv_transports(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 
 OVER_EACH_TRANSPORT = pytest.mark.parametrize("kv_transports", [*TRANSPORT_NAMES, "nixl", "gloo"], indirect=True)
-"""Of tests of the push itself: the transports that run on this machine. tls, which needs certificates, has a file."""
+"""Run a test of the push over each transport of this machine; tls, which needs certificates, has tests of its own."""
 _WITH_VLLM = ("shm", "tcp")
 """A transport that writes into the receiver's memory, and one that sends it a stream."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With vLLM, tests of all transports run over _WITH_VLLM: `make test` runs them over each, and tests/vllm brings KV
-    to vLLM over each."""
     if config.getoption("--engine") == "vllm":
         kept = [item for item in items if _transport_of(item) in (None, *_WITH_VLLM)]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -420,7 +397,6 @@ def _transport_of(item: pytest.Item) -> str | None:
 
 @pytest.fixture(scope="session")
 def engines(request: pytest.FixtureRequest) -> Iterator[Engines]:
-    """Makes the engines of all tests."""
     if request.config.getoption("--engine") == "fake":
         yield FakeEngines()
         return
@@ -447,7 +423,6 @@ def tokenizer() -> Iterator[ModelTokenizer]:
 
 @pytest.fixture
 def fake_blocks(cluster: InProcessCluster) -> None:
-    """Skips the test on engines whose blocks have not 16 tokens."""
     cluster.needs_fake_engines("counts blocks of 16 tokens")
 
 

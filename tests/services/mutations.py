@@ -1,4 +1,4 @@
-"""Messages with a few fields that are not what a peer would send. Drawn from a generator; changes copies only."""
+"""Mutates a few fields of messages at random; changes copies only."""
 
 import asyncio
 import math
@@ -26,16 +26,13 @@ _INTEGERS = {
 
 
 class Mutator:
-    """Changes messages."""
-
     def __init__(self, rng: random.Random, words: Sequence[str], secrets: Sequence[bytes]) -> None:
-        """words: ids that mean something to the receivers. secrets: as those."""
+        """words, secrets: values that receivers know."""
         self._rng = rng
         self._words = words
         self._secrets = secrets
 
     def mutated(self, message: Message) -> Message:
-        """A copy of the message with up to three changes."""
         changed = type(message)()
         changed.CopyFrom(message)
         for _ in range(self._rng.randint(1, _MOST_CHANGES)):
@@ -108,10 +105,10 @@ class Mutator:
 
 
 class Attack:
-    """Mutated calls, and what is answered."""
+    """Sends mutated calls and checks the responses."""
 
     def __init__(self, rng: random.Random, mutator: Mutator, not_for_callers: Sequence[grpc.StatusCode]) -> None:
-        """not_for_callers: codes that no caller may see."""
+        """not_for_callers: codes that no caller may receive."""
         self.answers: Counter[str] = Counter()
         self.rng = rng
         self.mutator = mutator
@@ -119,7 +116,6 @@ class Attack:
         self._not_for_callers = not_for_callers
 
     async def send(self, number: int) -> None:
-        """Makes one call."""
         raise NotImplementedError
 
     async def call(self, name: str, method: Callable[..., Any], message: Message) -> None:
@@ -137,10 +133,8 @@ class Attack:
                 self._wrong.append(f"{name}: {error.code().name} {error.details()} for {str(message)[:300]}")
 
     async def run(self, count: int, clients: int, serve: Callable[[int, int], Awaitable[None]]) -> None:
-        """Sends so many messages, some at once, while each client is served one request after another.
-
-        serve: checks one answer; given the numbers of the client and its request.
-        """
+        """Send `count` messages, some at once, while clients are served. serve: checks one answer, given the numbers of
+        the client and its request."""
         left, attacking = iter(range(count)), True
 
         async def send_some() -> None:

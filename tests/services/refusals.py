@@ -10,7 +10,7 @@ from grpc import aio
 
 @contextmanager
 def refuses(code: grpc.StatusCode, *details: str) -> Iterator[None]:
-    """The RPC within fails with this status, and its message has these details."""
+    """Expect an RPC to fail with this status and these details."""
     with pytest.raises(aio.AioRpcError) as caught:
         yield
     assert caught.value.code() is code

@@ -1,4 +1,4 @@
-"""Services as processes around a real Redis."""
+"""Services as processes with a real Redis."""
 
 import asyncio
 import sys
@@ -14,8 +14,6 @@ DEADLINE_S = 90.0
 
 
 class ServiceProcesses:
-    """Services started by hand, and their cluster's view."""
-
     def __init__(self, redis_url: str, store: RedisStore, logs: Path) -> None:
         self._redis_url = redis_url
         self._store = store
@@ -23,7 +21,6 @@ class ServiceProcesses:
         self.children: list[ChildProcess] = []
 
     def start(self, role: str, instance_id: str, *flags: str, name: str = "") -> ChildProcess:
-        """name: of the child and its log; by default the instance's id."""
         name = name or instance_id
         command = [sys.executable, *program_of(ServiceKind(role)), "--instance-id", instance_id]
         child = ChildProcess.start(name, [*command, "--redis-url", self._redis_url, *flags], self._logs / f"{name}.log")

@@ -1,4 +1,4 @@
-"""A client of several sessions whose calls are made by hand, and the real routers that serve it."""
+"""Client of several sessions with manual calls, and real routers that serve it."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ WAIT_S = 30.0
 
 @dataclass
 class SessionClient:
-    """What a client keeps of one request over its sessions; its calls are made by hand."""
+    """Client that keeps one request over several sessions."""
 
     prompt: list[int]
     params: dict[str, Any]
@@ -69,7 +69,6 @@ class SessionClient:
             self.last = response
 
     async def read(self, call: Any, until: int) -> None:
-        """Until it has so many tokens, or the answer ends."""
         async with asyncio.timeout(WAIT_S):
             while len(self.token_ids) < until:
                 response = await call.read()
@@ -83,8 +82,6 @@ class SessionClient:
 
 
 class SessionRouters:
-    """Real routers on the cluster of the fixture."""
-
     def __init__(self, cluster: Any, tokenizer: ModelTokenizer) -> None:
         self.cluster = cluster
         self.tokenizer = tokenizer
@@ -129,7 +126,7 @@ class SessionRouters:
         return (await InferenceServiceStub(self._channels[name]).Cancel(request, timeout=WAIT_S)).found
 
     async def cut(self, name: str) -> None:
-        """The router is gone: its connections end, and it sends nothing more about its requests."""
+        """Disconnect the router from clients and instances."""
         router = self.by_name.pop(name)
 
         async def mute(*_: Any, **__: Any) -> None:
@@ -154,5 +151,4 @@ class SessionRouters:
 
 
 def computed(cluster: Any, role: str = "prefill") -> float:
-    """Prompt tokens computed, by all instances."""
     return sum(instance.metric("kaveri_prefill_tokens_total") for instance in cluster.instances)

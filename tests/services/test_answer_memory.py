@@ -1,4 +1,4 @@
-"""Answers hold tokens and text so that garbage collection does not go over each of them, in one turn of the loop."""
+"""Tokens and text of answers are stored so that garbage collection does not visit each of them."""
 
 import gc
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ TOKENS = 5_000
 
 
 def referents(roots: Iterable[object]) -> int:
-    """What a full collection visits from these objects on, modules and classes left out."""
+    """Count what a full garbage collection visits from these objects on, without modules and classes."""
     seen: dict[int, object] = {}
     visits, waiting = 0, list(roots)
     while waiting:

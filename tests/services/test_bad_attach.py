@@ -1,4 +1,4 @@
-"""Who asks an instance for a request of others is refused by name, field and limit, and disturbs nothing."""
+"""Invalid attachments to requests of others are refused by field and limit, and disturb nothing."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -44,7 +44,6 @@ async def refusal(attaching: Awaitable[object]) -> KaveriError:
 
 
 async def check_refused(attach: Attach, has_ended: bool = False) -> None:
-    """has_ended: the request is over, so another secret may be that of a later request with its id."""
     for name, (wrong, field) in WRONG.items():
         error = await refusal(attach(wrong))
         if not field or (has_ended and field == "secret"):
@@ -57,14 +56,12 @@ async def check_refused(attach: Attach, has_ended: bool = False) -> None:
 
 
 async def begin(router: Any, prefill: Any, max_tokens: int) -> Any:
-    """The request "a", with a secret; what is reported of it."""
     call = router.prefill(prefill, "a", PROMPT, max_tokens, secret=SECRET)
     await eventually(lambda: call.seen("started"), "it has begun")
     return call
 
 
 async def let_it_decode(cluster: Any) -> tuple[Any, Any, Any]:
-    """Request "a" draws tokens at a decode instance: that instance, the router that follows it, and a stub."""
     prefill = await cluster.prefill()
     decode = await cluster.decode(fake_step_s=0.01, orphan_grace_s=60.0)
     router = await cluster.router()
@@ -94,7 +91,6 @@ async def test_a_decode_instance_gives_a_request_to_its_own_client_alone(cluster
 
 
 async def test_a_decode_instance_that_gave_a_request_up_is_not_attached_for_nothing(cluster: Any) -> None:
-    """The client has all that was drawn there: the instance would say only that it has ended."""
     decode, router, stub = await let_it_decode(cluster)
     attempt = ownership_to_proto("a", Ownership(Owner(0, 1), router.router_id, SECRET))
     await stub.Abort(feed_pb2.AbortRequest(attempts=[attempt], by_router=True))
@@ -110,7 +106,7 @@ async def test_a_decode_instance_that_gave_a_request_up_is_not_attached_for_noth
 
 
 async def test_a_decode_instance_does_not_take_one_prefill_instances_request_for_anothers(cluster: Any) -> None:
-    """The other one has computed the prompt too, for another attempt, and may have drawn another first token."""
+    """Both instances have computed the prompt, and may have sampled different first tokens."""
     decode, _, stub = await let_it_decode(cluster)
     by_another = attachment_to_proto(replace(RIGHT, placed_by="another"))
     assert isinstance(await refusal(stub.Attach(by_another, timeout=60)), RequestNotFound)

@@ -1,5 +1,4 @@
-"""Calls and streams between a router and a prefill instance break, and both live on. Real router, prefill and decode,
-real gRPC."""
+"""Broken calls and streams between a real router and prefill instance, which both recover."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""A decode instance at its limits: seats that come free, a whole pool, blocks that are not worth waiting for."""
+"""Decode instance at its limits: seats that come free, a full pool, quarantined blocks."""
 
 import asyncio
 from dataclasses import replace
@@ -21,7 +21,6 @@ SOON_S = 60.0
 
 
 async def status_of(reserving: Any) -> grpc.StatusCode:
-    """How a reservation by hand ended."""
     try:
         await reserving
     except aio.AioRpcError as error:

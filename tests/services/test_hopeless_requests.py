@@ -1,4 +1,4 @@
-"""Requests that no pool can hold are refused at once; a push that stands still keeps little from others."""
+"""Requests that no pool can hold are refused at once; a stalled push does not block others for long."""
 
 import asyncio
 from typing import Any
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.usefixtures("fake_blocks")
 
 
 def answer_of(length: int) -> dict[str, Any]:
-    """Fields of a reservation for an answer that is known to have this length."""
     return {
         "params": params_to_proto(SamplingParams(max_tokens=length, seed=0)),
         "predicted_length": predictor_pb2.PredictedLength(low=length, high=length + 1),
@@ -49,7 +48,7 @@ async def test_a_reservation_that_can_never_fit_gets_no_place_in_line(cluster: A
     await decode.reserve("taken", 79)
     waits = asyncio.create_task(decode.reserve("large", 127, wait=True))
     await eventually(lambda: decode.metric("kaveri_decode_line_requests") == 1, "it waits")
-    # What comes free is for one that has waited: all others must wait.
+    # Freed blocks are kept for a request that has waited.
     for number in range(MAX_OVERTAKES):
         await decode.reserve(f"overtakes {number}", 1)
         await decode.abort(f"overtakes {number}")

@@ -1,4 +1,4 @@
-"""KV over TLS between prefill and decode servers: the settings, and requests whose KV goes that way."""
+"""KV over TLS between prefill and decode servers."""
 
 import shutil
 from collections.abc import Callable

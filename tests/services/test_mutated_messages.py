@@ -1,9 +1,6 @@
-"""Thousands of mutated messages to every RPC of router, prefill and decode, while requests are served.
-
-Forged hints, foreign replicas, wrong secrets, sessions and attempts that do not grow, values outside of all limits:
-each is refused with an error that a caller may see, no other request is disturbed, and nothing is left. The KV protocol
-has its own: tests/library/kv/test_wire_marks.py.
-"""
+"""Thousands of mutated messages to every RPC of router, prefill and decode, while requests are served: each is refused
+with an error that a caller may see, no other request is disturbed, and nothing leaks. Not the KV protocol, see
+tests/library/kv/test_wire_marks.py."""
 
 import asyncio
 import random
@@ -45,12 +42,9 @@ NOT_FOR_CALLERS = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.Statu
 
 
 class PeerAttack(Attack):
-    """Valid messages about requests that have no client, their mutations, and what is answered."""
-
     def __init__(
         self, rng: random.Random, cluster: Any, router: aio.Channel, served: list[str], incarnations: list[int]
     ) -> None:
-        """served: ids of requests that must not be disturbed. incarnations: of the decode instances."""
         self._ids = [f"attacked-{number}" for number in range(8)]
         words = [*self._ids, *served, STRANGER, "decode-0", "decode-1", "prefill-0"]
         super().__init__(rng, Mutator(rng, words, [OTHER_SECRET]), NOT_FOR_CALLERS)

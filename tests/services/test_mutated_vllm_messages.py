@@ -1,7 +1,5 @@
-"""Thousands of mutated messages to the router's vllm.grpc.engine, while requests are served over it.
-
-Each is answered, or refused with an error that a caller may see. No other request is disturbed, and nothing is left.
-"""
+"""Thousands of mutated messages to the router's vllm.grpc.engine, while requests are served over it: each is answered
+or refused properly, no other request is disturbed, and nothing leaks."""
 
 import random
 from typing import Any
@@ -23,7 +21,6 @@ ANSWER_TOKENS = 60
 
 
 def _generate(rng: random.Random, request_id: str) -> Any:
-    """A valid request that uses many fields."""
     params = vllm_engine_pb2.SamplingParams(
         temperature=0.5, top_p=0.9, top_k=5, max_tokens=12, stop=["x"], stop_token_ids=[7], skip_special_tokens=True
     )
@@ -35,8 +32,6 @@ def _generate(rng: random.Random, request_id: str) -> Any:
 
 
 class EngineAttack(Attack):
-    """Mutated calls of the engine's service."""
-
     def __init__(self, rng: random.Random, stub: Any) -> None:
         super().__init__(rng, Mutator(rng, ["attacked", "{}", "fake"], [b"bytes"]), NOT_FOR_CALLERS)
         self._stub = stub

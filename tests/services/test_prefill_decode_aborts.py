@@ -1,4 +1,4 @@
-"""Who may end a request at a decode instance, and who hears of it: no router waits for what has ended."""
+"""Permission to abort requests at a decode instance, and notice of the end to their routers."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ async def test_a_router_hears_nothing_of_what_it_aborts_itself(cluster: Any, beg
 async def test_a_router_hears_when_its_request_is_lost_to_a_newer_owner_elsewhere(
     cluster: Any, begin: Any, newer: Owner
 ) -> None:
-    """It would wait for tokens without end if it were the newest owner after all."""
+    """Otherwise the router would wait for tokens forever if it were the newest owner after all."""
     _, decode, router, _ = await begin()
     (request,) = decode.service.landed()
     decode.service.lose(request, request.ownership.owner.stale("a", newer))

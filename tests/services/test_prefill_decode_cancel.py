@@ -1,4 +1,4 @@
-"""Requests that are given up, in every phase and by everybody: within a second no block is held anywhere."""
+"""Requests cancelled in every phase, by everybody: within a second no block is held anywhere."""
 
 from typing import Any
 
@@ -10,7 +10,6 @@ from tests.services.refusals import refuses
 
 
 def ended(prefill: Any, outcome: str) -> float:
-    """How many requests have ended so at the prefill instance."""
     count: float = prefill.metric("kaveri_prefill_requests_total", outcome=outcome)
     return count
 
@@ -23,7 +22,7 @@ async def test_a_deadline_that_passes_while_prefilling(cluster: Any) -> None:
     call = router.prefill(prefill, "a", prompt(6, 400), max_tokens=10, timeout_s=1.5)
     with refuses(grpc.StatusCode.DEADLINE_EXCEEDED):
         await call.ended()
-    # Of the instance's own timer and the end of the call one comes first.
+    # Either the instance's own timer or the end of the call comes first.
     await eventually(lambda: ended(prefill, "deadline") + ended(prefill, "cancelled") == 1, "it is given up here too")
     await cluster.all_free()
 

@@ -1,4 +1,4 @@
-"""What names requests, attempts and lives between prefill, decode and routers."""
+"""Ids of requests, attempts and incarnations between prefill, decode and routers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Prefill and decode services as the processes they are, around a real Redis: terminated, replaced, misconfigured."""
+"""Prefill and decode processes with a real Redis: terminated, replaced, misconfigured."""
 
 import asyncio
 import socket
@@ -13,7 +13,7 @@ ENGINE = ("--engine", "fake", "--kv-cache-memory", "2MiB", "--max-model-len", "4
 
 
 async def test_a_terminated_process_leaves_the_view_at_once_and_exits_with_0(processes: ServiceProcesses) -> None:
-    # It does not leave by the end of its lease.
+    # The lease must not end first.
     lease = ("--lease-ttl-s", "600")
     children = [processes.start(role, f"{role}-0", *ENGINE, *lease) for role in ("prefill", "decode")]
     for child in children:

@@ -1,4 +1,4 @@
-"""A router hears whether an instance's silence means something."""
+"""Heartbeats on streams: a router can tell an idle instance from a silent one."""
 
 import asyncio
 from typing import Any

@@ -1,7 +1,5 @@
-"""Requests go on at the instance that holds their copy, with the same tokens; copies end with what they are copies of.
-
-Mostly the former owner is left running, as one that was frozen and wakes.
-"""
+"""Requests resumed from KV copies continue with the same tokens; copies end with their requests. Mostly the former
+owner keeps running, like one that was frozen."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +34,6 @@ REPLICATED = {
 
 @dataclass
 class Owned:
-    """A request that decodes, and of which another instance holds a copy."""
-
     prompt: list[int]
     expected: list[int]
     owner: Any
@@ -47,7 +43,6 @@ class Owned:
 
     @property
     def answer(self) -> list[int]:
-        """The tokens that the router has."""
         return [self.first, *self.router.drawn("a")]
 
     @property
@@ -56,7 +51,7 @@ class Owned:
         return replica
 
     def message(self, token_count: int | None = None, **fields: Any) -> decode_pb2.ResumeRequest:
-        """A resume from the first `token_count` tokens of the answer on; None: from all that the router has."""
+        """Resume after `token_count` tokens of the answer; None: after all that the router has."""
         answer = self.answer[:token_count]
         resumption = Resumption(
             "a",
@@ -74,7 +69,6 @@ class Owned:
         return message
 
     async def rest(self) -> list[int]:
-        """The tokens that the holder draws, once it has finished."""
         await eventually(lambda: self.router.finished("a", 2), "it ends at the holder")
         tokens: list[int] = self.router.drawn("a", 2)
         return tokens
@@ -87,7 +81,7 @@ class Owned:
 @pytest.fixture
 def begin(cluster: Any) -> Any:
     async def begin(max_tokens: int = 200, prompt_tokens: int = 50, copied: int = 48, **settings: Any) -> Owned:
-        """A request whose copy has at least so many tokens."""
+        """Begin a request; return once its KV copy has at least `copied` tokens."""
         prefill = await cluster.prefill()
         decodes = {name: await cluster.decode(name, **REPLICATED | settings) for name in ("decode-0", "decode-1")}
         router = await cluster.router(ROUTER)

@@ -1,4 +1,4 @@
-"""Room on a decode instance that has too little for all: who waits, who is overtaken and how often, who is answered."""
+"""Line for room on a decode instance: waiting, overtaking, and responses."""
 
 import asyncio
 import itertools
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("fake_blocks")
 
 
 async def is_refused(decode: Any, request_id: str, token_count: int) -> bool:
-    """Asks for room by hand, and does not wait for it; whether there is none."""
     try:
         await decode.reserve(request_id, token_count)
     except aio.AioRpcError as error:
@@ -35,14 +34,12 @@ def in_line(decode: Any) -> int:
 
 
 class Waiters:
-    """Requests that wait for room, by hand."""
-
     def __init__(self) -> None:
         self.calls: dict[str, asyncio.Task[Any]] = {}
         self.granted: list[str] = []
 
     async def begin(self, decode: Any, request_id: str, token_count: int, **fields: Any) -> None:
-        """The request is in line when this returns."""
+        """Put the request in line."""
         before = in_line(decode)
         call = asyncio.create_task(decode.reserve(request_id, token_count, wait=True, **fields))
         call.add_done_callback(lambda done: self._done(request_id, done))
@@ -50,7 +47,6 @@ class Waiters:
         await eventually(lambda: in_line(decode) == before + 1, f"{request_id} waits")
 
     async def code(self, request_id: str) -> grpc.StatusCode:
-        """How its call ends."""
         try:
             await asyncio.wait_for(self.calls[request_id], 60)
         except aio.AioRpcError as error:
@@ -72,7 +68,6 @@ async def waiters() -> AsyncIterator[Waiters]:
 
 
 async def overtake(decode: Any, count: int) -> None:
-    """So many small requests get room and give it back."""
     held_blocks = decode.held_blocks
     for number in range(count):
         await decode.reserve(f"overtakes {number}", 1)
@@ -295,7 +290,7 @@ async def test_an_engine_that_keeps_its_free_blocks_for_others_is_asked_again_af
 
 
 async def test_a_late_abort_of_room_that_was_given_back_leaves_a_newer_reservation(cluster: Any) -> None:
-    """Prefill gives a place up and asks the same instance again: its messages may change their order on the way."""
+    """Messages of a prefill instance that gives room up and asks again may be reordered."""
     decode = await small_decode(cluster)
     await cluster.router()
     await decode.reserve("a", 100, reservation=1)

@@ -1,4 +1,4 @@
-"""Clients that re-attach through another router, or the same one: real routers, prefill and decode, real gRPC."""
+"""Clients that attach again through the same or another router: real routers, prefill, decode and gRPC."""
 
 import asyncio
 from dataclasses import replace
@@ -138,7 +138,7 @@ async def test_a_thousand_re_attaches_a_second_are_refused_by_name_and_disturb_n
     cluster: Any, routers: SessionRouters
 ) -> None:
     await cluster.prefill(orphan_grace_s=GRACE_S)
-    # Behind its end, a request with its id and another secret would be a new one.
+    # After its end, a request with its id and another secret would be a new one.
     await cluster.decode(orphan_grace_s=GRACE_S, fake_step_s=0.08)
     await routers.start("router-0", max_requests=20, max_reattaches_per_s=5.0)
     client = SessionClient(prompt(32), {"max_tokens": 200})

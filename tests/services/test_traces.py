@@ -1,4 +1,4 @@
-"""Traces of requests: one trace over router, prefill and decode, whose spans agree with the request's own account."""
+"""Traces of requests over router, prefill and decode, with spans that agree with the reported timings."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +21,6 @@ WITHIN_S = 0.001
 
 
 class SpanBox:
-    """The finished spans of this process."""
-
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
         self.provider = TracerProvider()
@@ -32,11 +30,9 @@ class SpanBox:
         return len(self._exporter.get_finished_spans())
 
     def named(self, name: str) -> list[ReadableSpan]:
-        """In the order of their ends."""
         return [span for span in self._exporter.get_finished_spans() if span.name == name]
 
     def one(self, name: str) -> ReadableSpan:
-        """The only one of the name."""
         (span,) = self.named(name)
         return span
 

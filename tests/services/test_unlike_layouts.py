@@ -1,4 +1,4 @@
-"""Prefill and decode instances whose KV blocks differ work together; what cannot be mapped is refused by the field."""
+"""Prefill and decode instances with different KV block layouts; layouts that cannot be mapped are refused."""
 
 import asyncio
 import random

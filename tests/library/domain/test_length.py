@@ -1,4 +1,4 @@
-"""Predicted lengths: what is left of them, and when they say nothing any more."""
+"""Predicted answer lengths: remaining ranges, and wrong predictions."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +38,6 @@ def test_only_an_answer_that_nothing_but_its_limit_ends_has_a_settled_length() -
 
 
 def test_an_answer_is_no_longer_than_the_model_has_room_for() -> None:
-    """A caller of prefill itself may ask for more: 2**32 - 1 did not fit into the message to decode."""
+    """Regression: 2**32 - 1 tokens, which a direct caller of prefill may ask for, overflowed the message to decode."""
     longest = SamplingParams(max_tokens=2**32 - 1, ignore_eos=True)
     assert known_length(longest, 100) == TokenRange(100, 101)

@@ -1,4 +1,4 @@
-"""SamplingParams: what it takes, what it refuses by name, and that it survives the wire."""
+"""SamplingParams: accepted and refused values, and conversion to messages and back."""
 
 import math
 from typing import Any

@@ -1,11 +1,10 @@
-"""Which peers count as silent, and what of the observer's own time does not count against them."""
+"""SilenceWatch: silent peers, and time in which the observer itself did not run."""
 
 from kaveri.domain.silence import SilenceWatch
 from kaveri.timeouts import TICK_S
 
 
 def ticks(watch: SilenceWatch[str], from_s: float, to_s: float) -> list[str]:
-    """Ticks as a process that runs does; all that went silent meanwhile."""
     count = round((to_s - from_s) / TICK_S)
     return [peer for number in range(1, count + 1) for peer in watch.tick(from_s + number * TICK_S)]
 

@@ -1,4 +1,4 @@
-"""Entries live for a while, and no more are kept than the limits allow."""
+"""ExpiringMap: entries expire, and limits evict the oldest."""
 
 from kaveri.feeds.expiring import ExpiringMap
 

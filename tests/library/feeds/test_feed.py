@@ -1,4 +1,4 @@
-"""A feed gives its reader each item once, in the order of its first news, and an end."""
+"""Feed: each item once, in the order in which it was added, and an end."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Requests and their owners at a decode instance that has no engine."""
+"""Builds requests and their owners for a decode instance without an engine."""
 
 import asyncio
 import itertools
@@ -50,7 +50,6 @@ def gain(owners: RequestOwners, request: DecodeRequest, index: int, finish: Fini
 
 
 async def next_batch(feed: RouterFeed, beat_s: float = 2 * WAIT_S) -> list[GainedTokens]:
-    """The next message to the feed's router."""
     news = await asyncio.wait_for(feed.take(beat_s), WAIT_S)
     requests: list[Any] = [each for each in news if isinstance(each, DecodeRequest)]
     taken = {each: each.log.take(each.request_id, each.ownership.owner, each.reader is not None) for each in requests}

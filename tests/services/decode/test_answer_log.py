@@ -1,4 +1,4 @@
-"""What a router is sent of a request's copy."""
+"""Log of an answer: sends its router the location of the request's KV copy."""
 
 import pytest
 

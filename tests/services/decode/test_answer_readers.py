@@ -1,4 +1,4 @@
-"""Who may read an answer at a decode instance, what is read there, and what the router gets meanwhile."""
+"""Direct reads of answers at a decode instance: permissions, content, and what the router gets meanwhile."""
 
 import asyncio
 from typing import Any
@@ -26,7 +26,6 @@ READER = "reader-of-the-test"
 SECRET = b"s" * 16
 ROUTER = "router"
 FIRST = 65
-"""The token that prefill has drawn, and that the caller has."""
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +34,6 @@ def tokenizer() -> ModelTokenizer:
 
 
 class AnswerReadHere:
-    """One request here, its router's stream and its caller's."""
-
     def __init__(self, tokenizer: ModelTokenizer | None, **params: Any) -> None:
         self.params = params
         self.metrics = DecodeMetrics(CollectorRegistry())
@@ -196,7 +193,6 @@ async def test_special_tokens_are_shown_to_a_reader_of_a_request_that_asked_for_
 async def test_what_is_made_and_read_at_once_is_bounded_for_any_number_of_answers_and_tokens(
     tokenizer: ModelTokenizer,
 ) -> None:
-    """A caller that falls behind gets the rest in later messages, of all answers in turn."""
     reading = AnswerReadHere(tokenizer)
     stream = reading.readers.open(READER)
     names = [f"request-{number}" for number in range(100)]

@@ -1,4 +1,4 @@
-"""The life of a request's copy, as its owner sees it."""
+"""State machine of a request's KV copy, on the instance that decodes the request."""
 
 import itertools
 

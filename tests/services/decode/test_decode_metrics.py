@@ -1,4 +1,4 @@
-"""The metrics of the decode phase."""
+"""Prometheus metrics of the decode phase."""
 
 from prometheus_client import CollectorRegistry
 

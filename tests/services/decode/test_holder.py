@@ -1,4 +1,4 @@
-"""Which copies a holder keeps, of which owners, over a store that moves nothing."""
+"""ReplicaHolder over a store that moves no bytes: copies that it keeps and drops."""
 
 import asyncio
 import contextlib
@@ -26,8 +26,6 @@ TOKENS = tuple(range(1, 10))
 
 
 class Store:
-    """Keeps the names of copies."""
-
     layout = LAYOUT
 
     def __init__(self) -> None:
@@ -35,7 +33,6 @@ class Store:
         self.starved: set[ReplicaKey] = set()
         self.sealed: set[ReplicaKey] = set()
         self.lives = {("d0", 1)}
-        """Of the cluster's instances."""
 
     def open(self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float, *, stays: bool) -> str:
         self.keys.add(key)
@@ -61,11 +58,9 @@ class Store:
 
 
 class Owners:
-    def note_owner(self, request_id: str, ownership: Ownership) -> None:
-        """Knows of none."""
+    def note_owner(self, request_id: str, ownership: Ownership) -> None: ...
 
-    def resumed(self, request_id: str, ownership: Ownership) -> None:
-        """Has resumed none."""
+    def resumed(self, request_id: str, ownership: Ownership) -> None: ...
 
 
 class FullInstance:
@@ -114,8 +109,6 @@ def test_a_late_open_of_an_earlier_copy_is_refused(holder: ReplicaHolder) -> Non
 def test_the_complete_copy_of_an_earlier_request_makes_room_for_one_that_uses_its_id_again(
     holder: ReplicaHolder, store: Store
 ) -> None:
-    """The earlier one had had a later session. The new owner was refused as if that were its own, and ended the
-    request."""
     holder.open(offer(1, session=1, attempt=2))
     holder._take(holder._held["r"], holding.BareEvent.OWNER_GAVE_UP)
     again = Ownership(Owner(0, 1), "router-9", b"the secret of another request")

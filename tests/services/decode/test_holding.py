@@ -1,4 +1,4 @@
-"""The life of a copy, as its holder sees it."""
+"""State machine of a held KV copy."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""A request's life on a decode instance: which events it takes in which state, and what has to be done."""
+"""State machine of a request at decode: accepted events and resulting actions."""
 
 import itertools
 
@@ -175,7 +175,7 @@ def test_a_preempted_request_holds_blocks_again_when_it_draws() -> None:
 
 
 class DecodeLife(RuleBasedStateMachine):
-    """One request under any order of possible events; follows the line, the call, the engine and the report."""
+    """Random order of possible events for one request; tracks line, call, engine and report."""
 
     @initialize(stays=st.booleans())
     def begin(self, stays: bool) -> None:
@@ -190,7 +190,6 @@ class DecodeLife(RuleBasedStateMachine):
     @precondition(lambda self: not isinstance(self.state, Released))
     @rule(data=st.data(), later_s=st.floats(0, 10))
     def happens(self, data: st.DataObject, later_s: float) -> None:
-        """Some possible event."""
         possible = [event for event in EVENTS if type(self.state) in possible_states(event)]
         event = data.draw(st.sampled_from(possible))
         self.now_s += later_s
@@ -225,8 +224,7 @@ class DecodeLife(RuleBasedStateMachine):
                 assert not isinstance(self.state, InLine)
 
     @rule()
-    def nothing_happens(self) -> None:
-        """A life may be over."""
+    def nothing_happens(self) -> None: ...
 
     @invariant()
     def the_state_says_what_it_holds(self) -> None:

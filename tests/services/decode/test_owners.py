@@ -1,4 +1,4 @@
-"""Former owners and strangers change nothing of a request, and are told so."""
+"""Former owners and strangers do not change a request, and get an error."""
 
 import pytest
 
@@ -18,14 +18,14 @@ PRESENT = Ownership(Owner(1, 1), "router-1", SECRET)
 
 @pytest.fixture
 def owners() -> RequestOwners:
-    """It remembers no owner of what is not here."""
+    """RequestOwners that forgets absent requests at once."""
     made = built_owners()
     made._newest = ExpiringMap(0.0, max_count=0)
     return made
 
 
 def add(owners: RequestOwners, state: State | None = None) -> DecodeRequest:
-    """A request of the present owner that has drawn five tokens behind prefill's, and sent them."""
+    """Add a request with five sent tokens after the first one."""
     request = built_request("r", PRESENT, state or Running(0.0), max_tokens=20)
     owners.add(request)
     for index in range(1, 6):

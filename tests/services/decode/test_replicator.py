@@ -1,4 +1,4 @@
-"""What becomes of the copies of requests that end while they are let go, over an engine that does nothing."""
+"""Replicator over an engine that does nothing: copies of requests that end during a move."""
 
 import asyncio
 import random
@@ -25,8 +25,6 @@ HOLDER = Holder("d1", 1, "127.0.0.1:1", 3)
 
 
 class EmptyInstance:
-    """Has no request any more; all routers have token streams."""
-
     def __init__(self) -> None:
         self.owners = SimpleNamespace(feeds=SimpleNamespace(has=lambda router_id: True))
         self.moved: list[DecodeRequest] = []
@@ -39,8 +37,6 @@ class EmptyInstance:
 
 
 class Bench:
-    """A replicator with one request, and the copies that it has closed."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.instance = EmptyInstance()
         self.closed: list[Holder] = []

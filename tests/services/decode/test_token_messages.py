@@ -1,4 +1,4 @@
-"""What a slow router was not sent goes out in messages that gRPC takes, in order, nothing lost and nothing twice."""
+"""Unsent tokens are split into messages that gRPC accepts, in order, without loss or repetition."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What routers get when their streams are slow, late, replaced or broken; and which attempts are stale."""
+"""Router streams that are slow, late, replaced or broken; stale attempts."""
 
 import asyncio
 
@@ -162,7 +162,7 @@ def of(session: int, attempt: int, router_id: str = "router", secret: bytes = b"
 
 @pytest.fixture
 def known() -> RequestOwners:
-    """It remembers three owners for ten seconds."""
+    """RequestOwners that remembers three owners for ten seconds."""
     owners = built_owners()
     owners._newest = ExpiringMap(10.0, max_count=3)
     return owners

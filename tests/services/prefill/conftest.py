@@ -1,4 +1,4 @@
-"""A predictor that answers as a test says: real gRPC, in this cluster's view, to be killed and brought back."""
+"""Predictor with scripted responses, over real gRPC, in the view of the test's cluster."""
 
 import asyncio
 import secrets
@@ -23,7 +23,6 @@ Answer = Callable[[predictor_pb2.PredictRequest], Awaitable[predictor_pb2.Predic
 
 
 def prediction(bucket: int, granularity: int = 100, bucket_count: int = 8) -> predictor_pb2.LengthPrediction:
-    """All probability on one bucket."""
     return predictor_pb2.LengthPrediction(
         length=predictor_pb2.PredictedLength(low=granularity * bucket, high=granularity * (bucket + 1)),
         bucket=bucket,
@@ -32,7 +31,7 @@ def prediction(bucket: int, granularity: int = 100, bucket_count: int = 8) -> pr
 
 
 class ScriptedPredictor(LengthPredictorServiceServicer):
-    """One predictor. `answer` is what it does with a call."""
+    """Predictor; `answer` handles each call."""
 
     def __init__(self, name: str, store: MemoryStore, model: str) -> None:
         self.name = name
@@ -43,18 +42,14 @@ class ScriptedPredictor(LengthPredictorServiceServicer):
         self.calls: list[predictor_pb2.PredictRequest] = []
         self.cancelled = 0
         self.held = asyncio.Event()
-        """Set, it lets go whatever hold() has taken."""
         self.answer: Answer = self.bucket(3)
         self.address = ""
 
     @property
     def prompts(self) -> list[list[int]]:
-        """All that it was asked about."""
         return [list(prompt.token_ids) for call in self.calls for prompt in call.prompts]
 
     def bucket(self, number: int) -> Answer:
-        """Always this bucket of 100 tokens."""
-
         async def answer(request: predictor_pb2.PredictRequest) -> predictor_pb2.PredictResponse:
             predictions = [prediction(number) for _ in request.prompts]
             return predictor_pb2.PredictResponse(predictions=predictions, granularity=100, version="v1")
@@ -62,7 +57,7 @@ class ScriptedPredictor(LengthPredictorServiceServicer):
         return answer
 
     def hold(self, then: Answer) -> Answer:
-        """Nothing, until `held` is set."""
+        """Wait for `held`, then answer."""
 
         async def answer(request: predictor_pb2.PredictRequest) -> predictor_pb2.PredictResponse:
             await self.held.wait()
@@ -71,8 +66,6 @@ class ScriptedPredictor(LengthPredictorServiceServicer):
         return answer
 
     def always(self, response: predictor_pb2.PredictResponse) -> Answer:
-        """This very message."""
-
         async def answer(request: predictor_pb2.PredictRequest) -> predictor_pb2.PredictResponse:
             return response
 
@@ -89,7 +82,7 @@ class ScriptedPredictor(LengthPredictorServiceServicer):
             raise
 
     async def start(self, *, registered: bool = True) -> None:
-        """Serves, on the same port as before if it was dead, and is in the view of the cluster, a new life of it."""
+        """Serve on the same port as before, and join the cluster's view in a new incarnation."""
         self._server = aio.server(options=[("grpc.so_reuseport", 0)])
         add_LengthPredictorServiceServicer_to_server(self, self._server)
         port = add_port(self._server, self.address or "127.0.0.1:0")
@@ -102,19 +95,17 @@ class ScriptedPredictor(LengthPredictorServiceServicer):
             await self._store.heartbeat(self._record, InstanceLoad(sequence_number=1))
 
     async def die(self) -> None:
-        """Its connections break; its lease goes on for a while."""
+        """Break the connections, but keep the lease."""
         assert self._server is not None
         await self._server.stop(0)
 
     async def leave(self) -> None:
-        """Its lease ends."""
         assert self._record is not None
         await self._store.deregister(self._record)
 
 
 @pytest.fixture
 async def new_predictor(cluster: Any) -> AsyncIterator[Callable[..., Awaitable[ScriptedPredictor]]]:
-    """Starts predictors: (name, served model) -> a running one, which answers bucket 3."""
     predictors: list[ScriptedPredictor] = []
 
     async def start(name: str = "predictor-0", model: str = "fake", *, registered: bool = True) -> ScriptedPredictor:
@@ -131,5 +122,4 @@ async def new_predictor(cluster: Any) -> AsyncIterator[Callable[..., Awaitable[S
 
 @pytest.fixture
 def predicted() -> Callable[..., predictor_pb2.LengthPrediction]:
-    """Makes predictions: (bucket) -> all probability on it."""
     return prediction

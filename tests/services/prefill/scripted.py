@@ -1,4 +1,4 @@
-"""What stands around a prefill instance, doing as a test says: an engine, a hand-over, decode instances behind gRPC."""
+"""Scripted surroundings of a prefill instance: engine, hand-over, and decode instances over gRPC."""
 
 import asyncio
 import random
@@ -33,7 +33,6 @@ MODEL = "tiny"
 
 
 async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Waits until the condition holds."""
     until_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until_s, "the condition did not come true in time"
@@ -41,7 +40,7 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> 
 
 
 class ScriptedEngine:
-    """A PrefillEngine that notes what it is asked. One block holds 16 tokens."""
+    """PrefillEngine that records its calls. One block holds 16 tokens."""
 
     def __init__(self, total_blocks: int = 64, max_model_len: int = 1000, runs_ahead: bool = False) -> None:
         eos, endpoints = frozenset[int](), ()
@@ -50,12 +49,10 @@ class ScriptedEngine:
         )
         self.free_blocks = total_blocks
         self.asked_count = 0
-        """Calls of prefill()."""
         self.submitted: list[EngineKey] = []
         self.aborted: list[EngineKey] = []
         self.pushes: list[tuple[EngineKey, Ticket]] = []
         self.refuses_push: list[KaveriError] = []
-        """Of the next push_to() calls, one each."""
         self.most_tokens = 10_000
         self.broken: KaveriError | None = None
 
@@ -87,18 +84,14 @@ class ScriptedEngine:
 
     @property
     def submitted_ids(self) -> list[str]:
-        """Request ids, in the order of submission."""
         return [key.request_id for key in self.submitted]
 
     @property
     def aborted_ids(self) -> list[str]:
-        """Request ids, in the order of their aborts."""
         return [key.request_id for key in self.aborted]
 
 
 class ScriptedHandOver:
-    """A HandOver that records its calls."""
-
     report: Callable[[PrefillRequest, HandOverReport], None]
 
     def __init__(self, at_first_token: bool = False) -> None:
@@ -121,7 +114,7 @@ class ScriptedHandOver:
 
 
 class ScriptedDecodePeer(decode_pb2_grpc.DecodeServiceServicer, feed_pb2_grpc.FeedServiceServicer):
-    """A decode instance of one cluster: grants, refuses or stays silent, and notes every call."""
+    """Decode instance that grants, refuses or ignores Reserve calls, and records all calls."""
 
     def __init__(self, instance_id: str, store: MemoryStore) -> None:
         self.instance_id = instance_id
@@ -129,17 +122,14 @@ class ScriptedDecodePeer(decode_pb2_grpc.DecodeServiceServicer, feed_pb2_grpc.Fe
         self.aborted: list[tuple[str, int]] = []
         self.aborted_reservations: list[int] = []
         self.calls: list[str] = []
-        """Both kinds, in their order: "reserve a", "abort a"."""
         self.refusals: list[KaveriError] = []
-        """Of the next Reserve calls, one each."""
         self.always: KaveriError | None = None
-        """Of every Reserve call, when no other refusal is due."""
+        """Refusal of every Reserve call without one in `refusals`."""
         self.room_for: set[str] = set()
         """Request ids that `always` does not refuse."""
         self.full = False
-        """Whether requests wait that may wait, and others are refused."""
+        """True: requests that may wait do, and others are refused."""
         self.waiting: list[str] = []
-        """Ids of the requests that wait in line."""
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.incarnation = secrets.randbits(63)
@@ -187,16 +177,13 @@ class ScriptedDecodePeer(decode_pb2_grpc.DecodeServiceServicer, feed_pb2_grpc.Fe
 
     @property
     def asked(self) -> list[str]:
-        """Request ids of the Reserve calls."""
         return [request.request_id for request in self.reserved]
 
     def calls_for(self, request_id: str) -> list[str]:
-        """The kinds of the calls for one request, in their order: "reserve", "abort"."""
         kinds_and_ids = (call.split(" ", 1) for call in self.calls)
         return [kind for kind, of_request in kinds_and_ids if of_request == request_id]
 
     async def start(self, **load: Any) -> None:
-        """Serves, and is in the view with this load."""
         self._server = aio.server(options=[("grpc.so_reuseport", 0)])
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server)
         feed_pb2_grpc.add_FeedServiceServicer_to_server(self, self._server)
@@ -205,7 +192,7 @@ class ScriptedDecodePeer(decode_pb2_grpc.DecodeServiceServicer, feed_pb2_grpc.Fe
         await self.say(**load)
 
     async def say(self, free_blocks: int = 64, **load: Any) -> None:
-        """A heartbeat."""
+        """Send a heartbeat."""
         self._sequence_number += 1
         record = InstanceRecord(
             self.instance_id,
@@ -224,23 +211,20 @@ class ScriptedDecodePeer(decode_pb2_grpc.DecodeServiceServicer, feed_pb2_grpc.Fe
         )
 
     async def die(self) -> None:
-        """Its connections break; its lease goes on."""
+        """Break the connections, but keep the lease."""
         if self._server is not None:
             await self._server.stop(0)
             self._server = None
 
 
 def params(max_tokens: int = 50, **more: Any) -> ResolvedParams:
-    """As routers send them."""
     return ResolvedParams(max_tokens=max_tokens, seed=0, **more)
 
 
 def no_predictions(metrics: PrefillMetrics) -> LengthForecaster:
-    """A forecaster that is switched off."""
     predictors = Predictors(None, MODEL, "", random.Random(0))  # type: ignore[arg-type]
     return LengthForecaster(predictors, PredictionMode.OFF, 1.0, metrics)
 
 
 def new_metrics() -> PrefillMetrics:
-    """In a registry of their own."""
     return PrefillMetrics(CollectorRegistry())

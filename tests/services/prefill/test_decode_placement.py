@@ -1,4 +1,4 @@
-"""Where computed prompts go: reservations made, refused, waited for and given back, over real gRPC."""
+"""Placement of prefilled requests: reservations made, refused, awaited and given back, over real gRPC."""
 
 import asyncio
 import random
@@ -32,7 +32,7 @@ from tests.services.prefill.scripted import MODEL, ScriptedDecodePeer, ScriptedE
 
 
 class PlacementWorld:
-    """A DecodePlacer, its engine, and decode instances in one cluster. Choices fall in turn: decode-0 first."""
+    """DecodePlacer with an engine and decode instances in one cluster, chosen in turn from decode-0 on."""
 
     def __init__(self, store: MemoryStore, shared: MemoryCluster) -> None:
         self.shared = shared
@@ -54,7 +54,6 @@ class PlacementWorld:
         self._number = 0
 
     def reported(self, request: PrefillRequest, report: HandOverReport) -> None:
-        """As the instance does."""
         match report:
             case RoomReserved():
                 request.log.put(report)
@@ -63,7 +62,6 @@ class PlacementWorld:
                 self.decode_placer.end(request, handed_over=False)
 
     async def decode(self, *, registered: bool = True, **load: Any) -> ScriptedDecodePeer:
-        """One more; `load` is what it says of itself."""
         store = MemoryStore(self.shared)
         await store.__aenter__()
         self.stores.append(store)
@@ -74,7 +72,6 @@ class PlacementWorld:
         return decode
 
     def begin(self, request_id: str, token_count: int = 20, timeout_s: float = 60.0, **fields: Any) -> PrefillRequest:
-        """A computed prompt looks for its place."""
         self._number += 1
         key = EngineKey(request_id, self._number)
         engine_request = EngineRequest(key, (1,) * token_count, 0, params())
@@ -85,7 +82,6 @@ class PlacementWorld:
         return request
 
     def pushed(self) -> list[str]:
-        """Ids of the requests that the engine pushes, in the order of the calls."""
         return [key.request_id for key, _ in self.engine.pushes]
 
     def outcome(self, name: str) -> float:
@@ -126,7 +122,6 @@ async def test_room_is_reserved_then_the_kv_is_pushed_to_the_ticket_and_the_rout
     assert (asked.predicted_length.low, asked.predicted_length.high) == (7, 9)
     assert 0 < asked.timeout_s <= 60
     assert world.outcome("reserved") == 1
-    # Once is enough.
     world.decode_placer.begin(request)
     world.decode_placer.end(request, handed_over=True)
     later = world.begin("later")
@@ -203,7 +198,7 @@ async def test_an_instance_that_is_asked_beside_the_line_must_answer_within_a_ti
 async def test_a_request_whose_deadline_passes_while_two_instances_are_silent_fails_and_nothing_stands_still(
     world: PlacementWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It asked again and again without a pause: the process stood still, and its memory grew."""
+    """Regression: it called again without a pause, which blocked the event loop and filled memory."""
 
     async def never(*_: object) -> None:
         await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""Predictions beside prefill: used when they come in time, not waited for otherwise. Real gRPC all the way."""
+"""Length predictions during prefill, over real gRPC: used when in time, otherwise not waited for."""
 
 import asyncio
 import random
@@ -35,13 +35,11 @@ def outcome(prefill: Any, name: str) -> float:
 
 @pytest.fixture
 def said() -> Iterator[Callable[[], list[str]]]:
-    """What the log says about predictors, so far."""
     with structlog.testing.capture_logs() as entries:
         yield lambda: [entry["event"] for entry in entries if entry["event"].startswith("predict")]
 
 
 async def serve(cluster: Any, **settings: Any) -> tuple[Any, Any]:
-    """Start a prefill instance with these settings, a decode instance and a router."""
     prefill = await cluster.prefill(**settings)
     await cluster.decode()
     return prefill, await cluster.router()
@@ -50,7 +48,6 @@ async def serve(cluster: Any, **settings: Any) -> tuple[Any, Any]:
 async def ask(
     cluster: Any, router: Any, prefill: Any, name: str, seed: int = 1, tokens: int = 60, max_tokens: int = 5
 ) -> None:
-    """One request, answered in full."""
     token_ids = prompt(seed, tokens)
     call = router.prefill(prefill, name, token_ids, max_tokens=max_tokens)
     assert await router.answer(call, name) == cluster.expected(token_ids, max_tokens)
@@ -283,13 +280,11 @@ async def test_held_requests_count_for_the_queues_limit_and_leave_it_when_cancel
 
 @pytest.fixture
 def registry() -> CollectorRegistry:
-    """The forecaster's."""
     return CollectorRegistry()
 
 
 @pytest.fixture
 async def forecaster(cluster: Any, registry: CollectorRegistry) -> AsyncIterator[LengthForecaster]:
-    """A forecaster by itself, in parallel mode."""
     predictors = Predictors(await cluster.store(), "fake", "", random.Random(0))
     metrics = PrefillMetrics(registry)
     forecaster = LengthForecaster(predictors, PredictionMode.PARALLEL, 1.0, metrics)
@@ -301,16 +296,11 @@ async def forecaster(cluster: Any, registry: CollectorRegistry) -> AsyncIterator
 
 
 class AskedPredictor:
-    """The questions of some prompts, each of five tokens, and their answers."""
-
     def __init__(self, forecaster: LengthForecaster) -> None:
         self._forecaster = forecaster
         self.lengths: dict[int, TokenRange | None] = {}
-        """By the prompt's number, in the order in which they were answered."""
 
     def ask(self, number: int, then: Callable[[], None] = lambda: None) -> Question:
-        """then: called with the answer."""
-
         def answered(length: TokenRange | None) -> None:
             self.lengths[number] = length
             then()
@@ -371,7 +361,7 @@ async def test_a_call_ends_when_no_request_waits_for_any_of_it(
     new_predictor: NewPredictor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Not by its own time limit.
+    # The call must not end by its own time limit.
     monkeypatch.setattr(forecaster, "_timeout_s", 1000.0)
     predictor = await new_predictor()
     predictor.answer = predictor.hold(predictor.bucket(3))

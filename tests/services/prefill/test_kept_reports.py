@@ -1,4 +1,4 @@
-"""Reports on prompts are large, and only the router that has asked for one may lose a part of it."""
+"""Memory of large prompt reports: only the router that asked for one may lose a part of it."""
 
 import pytest
 
@@ -23,7 +23,6 @@ def attach(world: RoleWorld, request_id: str, session: int) -> PrefillRequest:
 
 
 def score(world: RoleWorld, request: PrefillRequest, count: int = 19) -> None:
-    """Its prompt is computed and reported on, and its first token drawn."""
     world.role.handle(
         [PrefillStarted(request.engine_request.key), PromptLogprobs(request.engine_request.key, 1, (ENTRY,) * count)]
     )

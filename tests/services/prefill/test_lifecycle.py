@@ -1,4 +1,4 @@
-"""A request's life at prefill, driven with any order of events."""
+"""State machine of a request at prefill, under any order of events."""
 
 from dataclasses import dataclass, field
 
@@ -60,7 +60,7 @@ LENGTHS = [None, TokenRange(5, 9), TokenRange(200, 300)]
 
 @dataclass
 class Model:
-    """What a request holds and has reached, kept by hand beside its life."""
+    """Expected holdings and progress of a request."""
 
     in_queue: bool = True
     held: bool = False
@@ -74,7 +74,6 @@ class Model:
     told: list[type] = field(default_factory=list)
 
     def allows(self, event: Event) -> bool:
-        """Whether the event may happen now."""
         match event:
             case _ if self.ended:
                 return False
@@ -122,7 +121,7 @@ ends = st.sampled_from(
 
 
 class LifeMachine(RuleBasedStateMachine):
-    """Any event at any time: a legal one keeps what is held and what is given back in balance, another one raises."""
+    """Random events: possible ones keep holdings balanced, impossible ones raise."""
 
     state: State
 
@@ -146,7 +145,7 @@ class LifeMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.model.held and not self.model.first_token)
     @rule(data=st.data())
     def the_engine_goes_on(self, data: st.DataObject) -> None:
-        """So that random runs get as far as a push."""
+        """Let random runs get as far as a push."""
         computed = self.model.computed_tokens
         progress = st.integers(min(computed + 1, TOKENS - 1), TOKENS - 1)
         going_on: Event = PrefillProgress(KEY, data.draw(progress))

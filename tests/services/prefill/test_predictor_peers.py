@@ -1,4 +1,4 @@
-"""No answer of a predictor is believed that cannot be."""
+"""Invalid responses of predictors are refused."""
 
 from collections.abc import Callable
 from typing import Any

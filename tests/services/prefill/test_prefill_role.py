@@ -1,4 +1,4 @@
-"""The prefill role between its routers and its engine: what goes in, what each end frees, and what routers hear."""
+"""PrefillRole between its routers and its engine: submissions, what each end frees, and reports."""
 
 import asyncio
 import itertools
@@ -63,7 +63,7 @@ ORPHAN_GRACE_S = 0.2
 
 
 class RoleWorld:
-    """One instance and what it talks to. The engine takes two chunks of work ahead: 32 tokens."""
+    """PrefillRole with scripted surroundings; the engine takes two chunks ahead: 32 tokens."""
 
     def __init__(
         self, max_queue: int = 100, at_first_token: bool = False, has_room: HasRoom = lambda *_: True, **engine: int
@@ -92,12 +92,10 @@ class RoleWorld:
         self.role.abort(request_id, Ownership(Owner(0, attempt), router_id))
 
     def compute(self, request: PrefillRequest, finish: FinishReason | None = None) -> None:
-        """All of the prompt, its first token drawn."""
         self.role.handle([PrefillStarted(request.engine_request.key)])
         self.role.handle([FirstToken(request.engine_request.key, 5, None, finish)])
 
     def hand_over_to_decode(self, request: PrefillRequest) -> None:
-        """All of it, as far as a decode instance's acceptance."""
         self.compute(request)
         self.hand_over.report(request, RoomReserved("decode-0", 1))
         self.role.handle([KvPushed(request.engine_request.key, 100, "tcp")])
@@ -107,7 +105,6 @@ class RoleWorld:
 
 
 async def told(request: PrefillRequest) -> list[Any]:
-    """What its router hears next."""
     await eventually(lambda: request.log.has_unsent or request.log.ended, 10.0)
     news = request.log.take(request.request_id, request.ownership.owner)
     if not news.progress and request.log.error is not None:
@@ -116,12 +113,9 @@ async def told(request: PrefillRequest) -> list[Any]:
 
 
 class End(NamedTuple):
-    """A way in which a prompt ends."""
-
     happens: Callable[[RoleWorld, PrefillRequest], object]
     outcome: str
     by_engine: bool = False
-    """The engine has freed its blocks."""
     handed_over: bool = False
 
 
@@ -204,7 +198,7 @@ async def test_an_end_frees_what_the_engine_holds_unless_the_engine_has_freed_it
     end.happens(world, request)
     assert world.count(end.outcome) == 1
     assert world.engine.aborted == ([] if end.by_engine else [request.engine_request.key])
-    # Once is enough: nothing is freed or counted twice.
+    # Repeated ends free and count nothing.
     world.role.cancel(request)
     world.hand_over.report(request, HandOverFailed(Unavailable("again")))
     assert world.engine.aborted == ([] if end.by_engine else [request.engine_request.key])
