@@ -1,4 +1,4 @@
-"""The router's Prometheus metrics, and where Prometheus finds those of the whole cluster."""
+"""The router's Prometheus metrics, and service discovery for those of the whole cluster."""
 
 from typing import Any
 
@@ -57,8 +57,7 @@ for _metric, _outcomes in _RARE:
 
 
 def metrics_targets(view: ClusterView) -> list[dict[str, Any]]:
-    """A target group in the format of Prometheus' HTTP service discovery for each instance that serves metrics, this
-    router included."""
+    """One target group per instance with metrics, in the format of Prometheus' HTTP service discovery."""
     return [
         {
             "targets": [status.record.metrics_address],
