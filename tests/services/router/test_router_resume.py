@@ -1,5 +1,3 @@
-"""Decode instances are lost whose requests have replicas: the holders go on, with the same tokens, without prefill."""
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -39,7 +37,7 @@ def resumes(outcome: str) -> float:
 
 @pytest.fixture
 def owner(cluster: ScriptedCluster) -> ScriptedDecode:
-    """Every request is placed here; it stops at its tenth token, and decode-1 has a copy of it."""
+    """Places every request here, pauses at its tenth token, and has decode-1 hold its replica."""
     cluster.place_on = "decode-0"
     decode = cluster.decodes["decode-0"]
     decode.holder = cluster.decodes["decode-1"]
@@ -73,7 +71,6 @@ def state_of(router: RouterUnderTest, request_id: str, next_index: int) -> Decod
 async def test_the_holder_goes_on_with_the_requests_of_a_killed_instance(
     cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Neither the lease, which goes on, nor the connect grace is waited for.
     monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 60.0)
     before = resumes("resumed")
     with structlog.testing.capture_logs() as logs:
@@ -179,14 +176,13 @@ async def test_a_client_that_has_more_than_a_former_owner_is_placed_again(
         await cluster.instances["decode-1"].die()
         request = ask_again(answer(PROMPT, 10))
         if "store" in hinted:
-            # It was away when the request went on elsewhere.
             hint = OwnerHint(decode=InstanceLife("decode-0", former.incarnation))
             stored = hint_to_proto(hint).SerializeToString()
             claim = RequestClaim("one", "router-9", 1, secret_hash=sha256(SECRET).hexdigest(), hint=stored)
             cluster.cluster.put_request(claim, 60.0)
         if hinted != "none":
             told = (
-                # Its prefill instance had not said yet where it would go on.
+                # Prefill had not named the next decode instance.
                 inference_pb2.OwnerHint(prefill_instance_id="prefill-9", prefill_incarnation=1)
                 if hinted == "prefill"
                 else inference_pb2.OwnerHint(decode_instance_id="decode-1", decode_incarnation=life)
@@ -224,14 +220,12 @@ async def test_a_copy_that_is_named_before_the_answer_to_an_attach_is_known_to_a
     async with cluster.router() as router:
         request = ask_again(answer(PROMPT, 5))
         call = router.stub.Generate(request, timeout=20)
-        # All that it draws is held, the news of the copy too, and there will be none.
         await eventually(lambda: owner.is_paused)
         entry = router.router.table.get("one")
         assert entry is not None
         await eventually(lambda: isinstance(entry.state, SeekingOwner) and entry.state.held.token_count == 5)
         owner.may_answer.set()
         while not (response := await call.read()).HasField("owner"):
-            # It is behind the text of the tokens that the client has.
             pass
         assert (response.owner.decode_instance_id, response.owner.holder_instance_id) == ("decode-0", "decode-1")
         owner.may_step.set()
@@ -264,7 +258,6 @@ async def test_what_an_earlier_session_still_has_elsewhere_is_ended(
         await eventually(lambda: state_of(router, "one", 10) is not None)
         feeds, life = router.router.feeds, InstanceLife("decode-0", owner.incarnation)
         late = decode_pb2.RequestTokens(request_id="one", attempt=2, index=9, token_ids=[7])
-        # The instance that goes on for the later session is left alone, and one that has ended it by itself.
         feeds._deliver(life, late, 0.0)
         elsewhere = life._replace(instance_id="decode-1", incarnation=holder.incarnation)
         over = decode_pb2.RequestTokens(request_id="one", attempt=3, error="gave up")
