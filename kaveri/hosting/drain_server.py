@@ -54,8 +54,7 @@ class DrainServer(DrainServiceServicer):
         return cluster_pb2.DrainResponse(changed=changed, requests=load.waiting_requests + load.running_requests)
 
     def _named(self, instance_id: str) -> InstanceRecord | None:
-        """Record of the instance to forward to; None if it is this process. Raises InvalidArgument for an unknown
-        one."""
+        """Record of the instance to forward to; None if it is this process. Raises InvalidArgument if unknown."""
         own = self._process.record
         if instance_id == own.instance_id:
             return None

@@ -38,8 +38,7 @@ class EngineHost(ServiceHost):
         register: Callable[[aio.Server], None],
         incarnation: int,
     ) -> None:
-        """incarnation: number of this process run, from new_incarnation(). service_names, register: as in
-        ServiceHost."""
+        """incarnation: number of this process run, from new_incarnation(). Others: as in ServiceHost."""
         info = engine.info
         record = replace(
             service_record(config, Role.ENGINE, config.model_name, incarnation),
@@ -60,8 +59,7 @@ class EngineHost(ServiceHost):
 
     async def switch(self, phases: Sequence[Phase], order: int) -> bool:
         """Serve exactly these phases. order: number of the command, ignored unless above all earlier ones. Returns
-        False if it was ignored or overtaken by a newer one, or the instance drains. Raises InvalidArgument for an
-        unsupported phase."""
+        False if it is ignored or overtaken, or during a drain. Raises InvalidArgument for an unsupported phase."""
         return await self._phases.switch(phases, order)
 
     async def serve(self, stopping: asyncio.Event) -> int:

@@ -72,14 +72,13 @@ class PolicyPoint(PluginPoint):
 
     @classmethod
     def of(cls, name: str, choices: type[enum.StrEnum], contract: type[Any]) -> Self:
-        """Create the point of setting `name`. choices: Kaveri's own policies. contract: base class of plug-ins."""
+        """Create the PolicyPoint of setting `name`. choices: Kaveri's policies. contract: base class of plug-ins."""
         flag = name.replace("_", "-")
         own = {choice.value: f"{choices.__module__}:{choices.__name__}.{choice.name}" for choice in choices}
         return cls(kind=f"--{flag}", group=GROUP, own=own, prefix=f"{flag}.", name=name, contract=contract)
 
     def parse(self, text: str) -> Any:
-        """Parse the setting's value to a member of its choices, or a plug-in whose faults are caught. Raises
-        ValueError."""
+        """Parse the setting's value: one of its choices, or a plug-in whose faults are caught. Raises ValueError."""
         found = self.load(text)
         return found if text in self.own else Guarded(found, PolicyFaults(self.name, text))
 

@@ -27,11 +27,9 @@ class PhaseService(HostedService, Protocol):
 
 
 class ServedPhases:
-    """HostedService of an engine instance: serves prefill, decode or both, and switches between them. For one event
-    loop.
+    """Serves prefill, decode or both on one engine, and switches between them. For one event loop.
 
-    A phase that is switched off refuses new requests, finishes its own or hands them over, and is then no longer
-    served."""
+    A phase that is switched off refuses new requests, finishes its own or hands them over, and is then not served."""
 
     def __init__(self, services: Mapping[Phase, PhaseService], first: Collection[Phase]) -> None:
         """services: one per phase that the engine supports, in the order in which requests pass through. first: the

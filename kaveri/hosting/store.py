@@ -20,10 +20,8 @@ _STAND_BY_AFTER_S = 1.0
 async def open_store(
     config: ServiceConfig, stopping: asyncio.Event, follow: ViewSource = ViewSource.HEARTBEATS
 ) -> AsyncIterator[RedisStore | None]:
-    """Open the cluster store for the context; yields None if `stopping` is set before Redis answers.
-
-    follow: source of the store's view of the cluster. Raises ConfigError if Redis does not answer within
-    `redis_wait_s`."""
+    """Open the cluster store for the context; yields None if `stopping` is set before Redis answers. follow: source of
+    the store's view of the cluster. Raises ConfigError if Redis does not answer within `redis_wait_s` seconds."""
     async with contextlib.AsyncExitStack() as stack:
         store = RedisStore(
             config.redis_url, config.cluster_name, follow, wait_s=config.redis_wait_s, also_needs=_needs_of_keys(config)

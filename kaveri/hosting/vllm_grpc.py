@@ -1,7 +1,6 @@
 """Reads, validates and writes messages of vLLM's gRPC API, `vllm.grpc.engine.VllmEngine` (package smg-grpc-proto).
 
-Imported with --vllm-grpc only, since the package is an extra. Unsupported fields, also those of newer packages, are
-refused by name."""
+Imported with --vllm-grpc only, as the package is an extra. Unsupported fields, also newer ones, are refused by name."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -135,7 +134,7 @@ def _read_params(params: Any) -> tuple[ResolvedParams, int]:
 
 
 def _refuse_rest(message: Message, path: str, honoured: frozenset[str], harmless: Mapping[str, Accepts]) -> None:
-    """Raise InvalidArgument for any field that is set, unsupported and not without effect."""
+    """Raise InvalidArgument for a field that is set, unsupported and has an effect."""
     for field, value in message.ListFields():
         if field.name in honoured or harmless.get(field.name, lambda _value: False)(value):
             continue
@@ -295,8 +294,7 @@ def tokenizer_chunks(files: ModelFiles) -> Iterable[Any]:
 
 
 def scheduler_load(running: int, waiting: int, used_tokens: int, total_tokens: int, uncached_tokens: int) -> Any:
-    """Build a SchedulerLoad message. Tokens are those of KV pools, except uncached_tokens, which wait to be
-    computed."""
+    """Build a SchedulerLoad message. Tokens are in KV pools, except uncached_tokens, which wait to be computed."""
     usage = used_tokens / total_tokens if total_tokens else 0.0
     return vllm_engine_pb2.SchedulerLoad(
         num_running_reqs=running,

@@ -40,8 +40,7 @@ class FeedServer(FeedServiceServicer):
         incarnation: int,
         holder: ReplicaHolder | None = None,
     ) -> None:
-        """feeds: streams of both phases to routers. holder: replicas kept for other instances; None: replication is
-        off."""
+        """feeds: streams of both phases to routers. holder: replicas of other instances; None: replication is off."""
         self._feeds = feeds
         self._prefill = prefill
         self._decode = decode

@@ -1,5 +1,4 @@
-"""Builds an engine instance from its settings, runs it, and hands its prompts over to its own or another decode
-side."""
+"""Builds and runs an engine instance, and hands its prompts over to its own or another decode side."""
 
 import asyncio
 import itertools

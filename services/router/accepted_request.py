@@ -13,7 +13,7 @@ from services.router.lifecycle_values import InstanceLife
 
 @dataclass(frozen=True, slots=True)
 class OwnerHint:
-    """Instances last known to serve a request, which are asked for it first after a re-attach; None: unknown."""
+    """Instances last known to serve a request, to be asked for it first when its client re-attaches; None: unknown."""
 
     prefill: InstanceLife | None = None
     decode: InstanceLife | None = None
@@ -23,7 +23,7 @@ class OwnerHint:
     """Answer length in tokens until which the request is suspected of breaking engines; 0: it is not."""
 
     def names_others_than(self, life: InstanceLife, phase: Phase) -> bool:
-        """True if the hint contradicts that instance `life` was the last to serve the request in `phase`."""
+        """True if, by this hint, an instance other than `life` was the last to serve the request in `phase`."""
         if phase is Phase.PREFILL:
             return self.decode is not None or self.prefill not in (None, life)
         return (self.decode or self.prefill) is not None and self.decode != life

@@ -19,7 +19,7 @@ from kaveri.wire.attempts import wrong_secret
 from services.router.accepted_request import OwnerHint, hint_to_proto
 
 _CLAIM_WAIT_S = 5.0
-"""Max wait for a heartbeat of the router that holds a request id: more than the lease of most clusters."""
+"""Max seconds to wait for a heartbeat of the router with the claim: more than the lease of most clusters."""
 _CLAIM_AGAIN_S = 0.1
 _FLUSH_AFTER_S = 0.05
 """Seconds for which changes of claims are collected into one batch."""
@@ -28,7 +28,7 @@ _MOST_UNCLOSED = 65_536
 
 
 class RequestClaims:
-    """A router's claims of request ids in the cluster store. Not thread-safe. end() stops the background work."""
+    """A router's claims in the cluster store: records that it alone serves a request id. Not thread-safe."""
 
     def __init__(self, store: ClusterStore, router_id: str, router_incarnation: int) -> None:
         self._store = store
@@ -52,11 +52,12 @@ class RequestClaims:
             self._flush_later()
 
     async def open(self, claim: RequestClaim, ttl_s: float) -> bytes:
-        """Claim a request id. Returns the OwnerHint stored by the request's earlier session, serialized; else b"".
+        """Claim a request id. Returns the serialized OwnerHint (instances that have the request) that a session before
+        the client's re-attach has stored; else b"".
 
         Raises RequestAlreadyExists if another live router has the id, InvalidArgument for a session that is not above
-        the stored one or has another secret. Waits up to one heartbeat (at most 5 s) to tell a dead router's claim from
-        a live one's."""
+        the stored one or has another secret. Waits at most 5 s for a heartbeat of the claim's router, which may be
+        dead."""
         request_id, hint = claim.request_id, b""
         if claim in self._ended:
             # The caller uses an id again before the store has heard that its former request ended.
@@ -91,7 +92,7 @@ class RequestClaims:
         self._flush_later()
 
     def note(self, claim: RequestClaim, owner: OwnerHint) -> None:
-        """Store an owner hint with an existing claim, in the background."""
+        """Store with an existing claim which instances have the request, in the background."""
         self._hinted[claim] = owner
         self._flush_later()
 

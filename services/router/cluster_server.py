@@ -16,7 +16,7 @@ from services.router.request_table import RecentRequests
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
-    """gRPC ClusterService of a router, for operators: cluster view, accounts of requests, recent workload."""
+    """gRPC ClusterService of a router, for operators: cluster view, timing and steps of requests, recent workload."""
 
     def __init__(self, store: ClusterStore, recent: RecentRequests, operators: Callers | None = None) -> None:
         """operators: checks that callers present an admin key; None: every caller is allowed."""

@@ -35,7 +35,7 @@ class Holders:
         self._model = model
 
     def replica_of(self, entry: RequestEntry) -> ReplicaLocation | None:
-        """The replica from which the request could resume if its decode instance is lost; None if none is worth it."""
+        """The replica (copy of its KV cache) to resume the request from after a loss; None if none is worth it."""
         context_tokens = entry.context_tokens
         match entry.state:
             case lives.Placed() | lives.Decoding() | lives.Lost():
@@ -50,12 +50,11 @@ class Holders:
         return replica
 
     def does_not_wait(self, entry: RequestEntry) -> bool:
-        """True if a request leaves an unreachable instance at once, as a replica exists or it was only to resume
-        there."""
+        """True if a request need not wait for an unreachable instance: a replica exists, or it only resumes there."""
         return isinstance(entry.state, lives.Resuming) or self.replica_of(entry) is not None
 
     async def resume(self, entry: RequestEntry, number: int, replica: ReplicaLocation) -> None:
-        """Run attempt `number` at the replica's holder until the attempt is over or the holder refuses.
+        """Resume the request at its replica's holder as attempt (placement) `number`, until that is over or refused.
 
         replica: a fresh result of replica_of()."""
         holder = holder_of(replica)

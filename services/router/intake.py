@@ -32,8 +32,7 @@ class Conversation:
 
 
 Prompt = str | Sequence[int] | Conversation
-"""Text, token ids or a conversation; not empty. Token ids may be the protobuf field itself: copied only after a length
-check."""
+"""Text, token ids or a conversation; not empty. Token ids of a message are not copied before their count is checked."""
 
 
 class Intake:
@@ -123,8 +122,7 @@ class Intake:
         )
 
     def _resolved(self, params: SamplingParams, room: int, resolved_tokens: int) -> ResolvedParams:
-        """Fill in max_tokens, seed and defaults. resolved_tokens: max_tokens as resolved in an earlier session; 0:
-        none."""
+        """Fill in max_tokens, seed and defaults. resolved_tokens: an earlier session's max_tokens; 0: none."""
         most_tokens = room
         if resolved_tokens:
             params = dataclasses.replace(params, max_tokens=min(resolved_tokens, params.max_tokens or resolved_tokens))
@@ -153,8 +151,8 @@ class Intake:
         return await self.tokenizer.decode(token_ids, deadline_s)
 
     async def begin_answer(self, accepted: AcceptedRequest) -> Answer:
-        """Create the answer, positioned after the client's part. Raises InvalidArgument if that part's tokens have less
-        text."""
+        """Create the request's output, which begins after the tokens and text that the client already has. Raises
+        InvalidArgument if these tokens have less text than the client claims."""
         received, params = accepted.received, accepted.params
         detokenizer = self.tokenizer.detokenizer(
             accepted.prompt_token_ids,

@@ -434,7 +434,7 @@ def _withheld_by(state: State) -> tuple[Abort, ...]:
 
 
 def _held_of(events: tuple[Tokens | GivenUp | ReplicaNamed, ...]) -> HeldEvents:
-    """Count the tokens of held events: an error counts as one, a replica's name as none."""
+    """Wrap events with their token count: an error counts as one token, a replica's name as none."""
     tokens = sum(len(event.token_ids) for event in events if isinstance(event, Tokens))
     return HeldEvents(events, tokens + sum(isinstance(event, GivenUp) for event in events))
 

@@ -1,7 +1,6 @@
 """States, events and actions of a request's state machine, whose transitions are in lifecycle.py.
 
-Tokens, Decoding and Append are named tuples because one of each is made per batch of tokens; others are frozen
-dataclasses."""
+Frozen dataclasses, but named tuples where one is made per batch of tokens: Tokens, Decoding, Append."""
 
 import enum
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ NO_LIFE = InstanceLife("", 0)
 
 
 def holder_of(replica: ReplicaLocation) -> InstanceLife:
-    """The instance, in its present process run, that holds this replica: a copy of a request's KV cache."""
+    """The instance, by id and process run, that holds this replica: a copy of a request's KV cache."""
     return InstanceLife(replica.holder_id, replica.holder_incarnation)
 
 
@@ -48,7 +47,7 @@ class Attempt:
 
 
 class PrefillLeg(enum.Enum):
-    """Progress of the prefill instance in an attempt whose decode instance is known."""
+    """Progress of the prefill instance in an attempt (placement) whose decode instance is known."""
 
     WORKING = enum.auto()
     HANDED_OVER = enum.auto()
@@ -63,7 +62,7 @@ class PrefillLeg(enum.Enum):
 
 
 class Tokens(NamedTuple):
-    """Event: a decode instance has sent a batch of tokens."""
+    """Event of a request: a decode instance has sent a batch of its tokens."""
 
     attempt: int
     source: InstanceLife
@@ -80,7 +79,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """Event: a decode instance will not finish the request."""
+    """Event of a request: a decode instance will not finish it."""
 
     attempt: int
     source: InstanceLife
@@ -90,7 +89,7 @@ class GivenUp:
 
 
 class ReplicaNamed(NamedTuple):
-    """Event: the decode instance has reported its request's replica: who holds it, and its size in tokens."""
+    """Event of a request: its decode instance has reported the holder and size of a replica: a copy of its KV cache."""
 
     attempt: int
     source: InstanceLife
@@ -100,12 +99,12 @@ class ReplicaNamed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaForgone:
-    """Event: the router has decided not to resume the lost request from its replica."""
+    """Event of a request: the router will not resume it from its replica, a copy of its KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeAsked:
-    """Event: the router asks the holder of the replica to resume the request."""
+    """Event of a request: the router asks the holder of its replica (KV cache copy) to resume it."""
 
     attempt: Attempt
     holder: InstanceLife
@@ -113,7 +112,7 @@ class ResumeAsked:
 
 @dataclass(frozen=True, slots=True)
 class ResumeAnswered:
-    """Event: the replica's holder has accepted or refused to resume the request, or does not answer."""
+    """Event of a request: the holder of its replica has accepted or refused to resume it, or does not answer."""
 
     error: KaveriError | None = None
     """None: the holder has resumed the request."""
@@ -123,7 +122,7 @@ class ResumeAnswered:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Event: the router sends the request to a prefill instance."""
+    """Event of a request: the router sends it to a prefill instance."""
 
     attempt: Attempt
     decode: InstanceLife | None = None
@@ -132,7 +131,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Sought:
-    """Event: the router asks instances whether they have the request from an earlier session."""
+    """Event of a request: after its client has re-attached, the router asks instances whether they have it."""
 
     attempt: Attempt
     """Only its number is final, under which the instance will continue; the rest is unknown."""
@@ -140,12 +139,12 @@ class Sought:
 
 @dataclass(frozen=True, slots=True)
 class NotFound:
-    """Event: no instance has the request from an earlier session."""
+    """Event of a request: after its client has re-attached, no instance has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TookOver:
-    """Event: an instance has the request from an earlier session, and continues it for this router."""
+    """Event of a request: after its client has re-attached, an instance that has it continues it for this router."""
 
     attempt: Attempt
     missing: Sequence[int] = ()
@@ -156,14 +155,14 @@ class TookOver:
 
 @dataclass(frozen=True, slots=True)
 class DecodeNamed:
-    """Event: prefill has reported the decode instance that has reserved memory for the request."""
+    """Event of a request: prefill has reported the decode instance that has reserved memory for it."""
 
     decode: InstanceLife
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenReported:
-    """Event: prefill has reported the token that it generated."""
+    """Event of a request: prefill has reported the token that it generated."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[object] = ()
@@ -172,12 +171,12 @@ class FirstTokenReported:
 
 @dataclass(frozen=True, slots=True)
 class HandOverReported:
-    """Event: prefill has reported that the decode instance accepted the KV cache."""
+    """Event of a request: prefill has reported that the decode instance accepted the KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """Event: prefill's reports on the attempt have ended, or are no longer waited for."""
+    """Event of a request: prefill's reports on it have ended, or are no longer waited for."""
 
     error: KaveriError | None = None
     was_reached: bool = True
@@ -186,14 +185,14 @@ class PrefillEnded:
 
 @dataclass(frozen=True, slots=True)
 class Superseded:
-    """Event: a later session of the request takes over, at this router or at another one."""
+    """Event of a request: its client has re-attached, so a later session takes over, here or at another router."""
 
     error: KaveriError
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """Event: the router ends the request, also at its instances."""
+    """Event of a request: the router ends it, also at its instances."""
 
     outcome: FinishReason | KaveriError
     """CANCELLED (by id) or STOP (at a stop text), which deliver the tokens so far; or an error, such as a deadline."""
@@ -220,7 +219,7 @@ Event = (
 
 
 class HeldEvents(NamedTuple):
-    """Events of decode instances, in order of arrival, that wait for the placement or the first token to be known."""
+    """Events of decode instances, held in order of arrival until the request's placement or first token is known."""
 
     events: tuple[Tokens | GivenUp | ReplicaNamed, ...] = ()
     token_count: int = 0
@@ -243,8 +242,7 @@ class Unplaced:
 
 @dataclass(frozen=True, slots=True)
 class SeekingOwner:
-    """State of a request: instances are asked whether they have it from an earlier session. Tokens may precede
-    answers."""
+    """State of a request: after a re-attach, instances are asked whether they have it; tokens may come first."""
 
     attempt: Attempt
     next_index: int
@@ -276,7 +274,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Resuming:
-    """State of a request: its replica's holder is asked to resume decoding, without a prefill instance."""
+    """State of a request: the holder of a replica of its KV cache is asked to resume decoding, without prefill."""
 
     attempt: Attempt
     next_index: int
@@ -287,7 +285,7 @@ class Resuming:
 
 
 class Decoding(NamedTuple):
-    """State of a request: its decode instance has generated tokens of the answer, or has resumed it."""
+    """State of a request: its decode instance has generated tokens of the answer, or has resumed the request."""
 
     attempt: Attempt
     next_index: int
@@ -321,7 +319,7 @@ class Lost:
 
     @property
     def is_prefills_fault(self) -> bool:
-        """True if the prefill instance reported no hand-over, or was the decode instance as well."""
+        """True if prefill is to blame for the loss: it reported no KV hand-over, or was the decode instance too."""
         same = self.decode is not None and self.decode.instance_id == self.attempt.prefill.instance_id
         return same or self.leg in (PrefillLeg.WORKING, PrefillLeg.BROKEN)
 
@@ -342,7 +340,7 @@ State = Unplaced | SeekingOwner | Prefilling | Placed | Resuming | Decoding | Fi
 
 
 class Append(NamedTuple):
-    """Action: append tokens to the answer."""
+    """Action for a request: append tokens to the answer."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[object]
@@ -351,7 +349,7 @@ class Append(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompleteAnswer:
-    """Action: release the text that is held back, since no tokens follow."""
+    """Action for a request: release text withheld as a possible stop text, since no tokens follow."""
 
     decode_queue_s: float = 0.0
     decode_s: float = 0.0
@@ -359,8 +357,8 @@ class CompleteAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Action: receive the attempt's tokens from this decode instance only. Report GivenUp if it has no stream to this
-    router, or does not have the request."""
+    """Action for a request: receive the attempt's tokens from this decode instance only. If it has no stream to this
+    router, or does not have the request, the event GivenUp follows."""
 
     attempt: int
     decode: InstanceLife
@@ -370,24 +368,24 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class Unfollow:
-    """Action: stop receiving tokens of the request."""
+    """Action for a request: stop receiving its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitReport:
-    """Action: report PrefillEnded at `until_s`, a time.monotonic(), unless the request has ended by then."""
+    """Action for a request: apply PrefillEnded at `until_s`, a time.monotonic(), unless it has ended by then."""
 
     until_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveAttempt:
-    """Action: end the attempt in the router: no more of prefill's reports, no more tokens."""
+    """Action for a request: stop receiving the attempt's tokens and prefill reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Action: send decode instances an Abort of an attempt."""
+    """Action for a request: have decode instances abort an attempt."""
 
     attempt: int
     decode: InstanceLife | None
@@ -396,7 +394,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Disown:
-    """Action: abort an attempt at an instance that sent its tokens but was never named as its decode instance."""
+    """Action for a request: abort an attempt at an instance that sent its tokens but was never named for decode."""
 
     attempt: int
     source: InstanceLife

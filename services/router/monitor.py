@@ -28,8 +28,7 @@ class _Lead:
 
 
 class Monitor:
-    """Campaigns to be the one router that broadcasts all instances' loads, and does so while it leads. Not
-    thread-safe."""
+    """Campaigns to be the router that broadcasts all instances' loads; broadcasts while it leads. Not thread-safe."""
 
     def __init__(self, store: ClusterStore, router_id: str, interval_s: float) -> None:
         """router_id: unique per process run. interval_s: seconds between two broadcasts of changed loads."""
@@ -47,12 +46,12 @@ class Monitor:
 
     @property
     def leading(self) -> bool:
-        """True if this router leads, as of its last contact with the store."""
+        """True if this router leads the cluster monitor, as of its last contact with the store."""
         return self._lead is not None
 
     async def run(self) -> None:
-        """Campaign, and broadcast while leading, until stop(); then resign. If cancelled, the lease expires by
-        itself."""
+        """Campaign for the lead, and broadcast loads while leading, until stop(); then resign. If cancelled, the lease
+        of the lead expires by itself."""
         try:
             while not self._stopping:
                 self._due.clear()
@@ -66,8 +65,7 @@ class Monitor:
             self._set_token(None, "stopping")
 
     def update(self, view: ClusterView) -> None:
-        """Apply a cluster view. While leading, broadcast changes of membership at once, and loads at the next
-        interval."""
+        """Apply a cluster view. While leading, broadcast new members at once, and loads at the next interval."""
         if not self.leading:
             return
         new_loads = not self._has_new_loads and has_new_loads(self._told, view)

@@ -17,7 +17,7 @@ _MOST_ADDRESSES = 16
 
 
 def router_addresses(view: ClusterView, model: str, *, without: str = "", public: bool = False) -> list[str]:
-    """Addresses of at most 16 routers that accept requests for the model. without: id of one to leave out. public:
+    """Addresses of at most 16 routers that accept requests for the model. without: a router's id to leave out. public:
     their addresses for clients with API keys."""
     found = (
         status.record.public_address if public else status.record.address
@@ -40,8 +40,7 @@ def has_another_router(view: ClusterView, config: RouterConfig, since_s: float) 
 async def cancel_elsewhere(
     request_id: str, view: ClusterView, config: RouterConfig, channels: Channels
 ) -> tuple[bool, set[tuple[str, int]]]:
-    """Cancel a request at all other routers. Returns True if one has it, and the (id, incarnation) of routers without
-    it."""
+    """Cancel a request at all other routers. Returns True if one has it, and (id, incarnation) of those without."""
     records = [
         status.record
         for status in view.instances.values()

@@ -68,8 +68,8 @@ class PrefillAttempts:
         self._asking: set[asyncio.Task[None]] = set()
 
     def update(self, view: ClusterView) -> None:
-        """Apply a cluster view: ask draining instances for prompts that wait there, if another instance accepts
-        requests."""
+        """Apply a cluster view: ask draining instances to return the prompts that they have not begun, if another
+        instance accepts requests."""
         if view.instances is self._instances:
             return
         self._instances = view.instances
@@ -96,7 +96,7 @@ class PrefillAttempts:
                 task.add_done_callback(self._asking.discard)
 
     async def close(self) -> None:
-        """Wait until no call for prompts at draining instances is in flight."""
+        """Wait until the calls that ask draining instances to return prompts are over."""
         if self._asking:
             await asyncio.wait(self._asking)
 
@@ -108,7 +108,8 @@ class PrefillAttempts:
     async def send(
         self, entry: RequestEntry, attempt: lives.Attempt, target: ViewedInstance, over: asyncio.Future[None]
     ) -> None:
-        """Submit the request to a prefill instance, and apply its reports until they end or `over` is done."""
+        """Submit the request to a prefill instance, and apply its reports until they end or the attempt, which
+        completes the future `over`, does."""
         accepted = entry.accepted
         request = prefill_pb2.SubmitRequest(
             request_id=entry.request_id,
@@ -169,7 +170,8 @@ class PrefillAttempts:
     async def read(
         self, entry: RequestEntry, attempt: lives.Attempt, tie: PromptTie, over: asyncio.Future[None]
     ) -> None:
-        """Apply a prefill instance's reports on an attempt until they end or `over`, the attempt's end, is done."""
+        """Apply the prefill reports that arrive in `tie` until they end or the attempt, which completes `over`,
+        does."""
         ended = lives.PrefillEnded()
         self._waiting[entry, attempt.number] = tie.record
         over.add_done_callback(lambda _: tie.news.put_nowait(None))

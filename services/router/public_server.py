@@ -17,7 +17,7 @@ from services.router.server import GenerateProgress, InferenceServicer, new_requ
 
 class PublicServicer(inference_pb2_grpc.InferenceServiceServicer):
     """InferenceService for clients with API keys. Request ids get the key's name as prefix, so that no key can name
-    another one's requests. Calls of Cancel and Beat are not limited."""
+    another one's requests. Cancel and Beat are exempt from the key's limits."""
 
     def __init__(self, inner: InferenceServicer, callers: Callers) -> None:
         self.callers = callers

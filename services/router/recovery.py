@@ -30,15 +30,14 @@ _MOST_ASKED = 256
 _SEARCHES = 8
 """Max requests that are searched at all instances at a time."""
 _OWNER_TIME_S = 3.0
-"""A draining instance moves its requests itself, with all their KV. The router does so only after this long without a
-move."""
+"""A draining instance moves its requests itself, with all KV. The router does so after this long without a move."""
 _MOST_LACKING_BLOCKS = 2
 """Max KV blocks that a moved request's replica may lack. Others catch up soon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An instance that has the request from an earlier session, and now continues it for this router."""
+    """An instance that has the request of a re-attached client, and now continues it for this router."""
 
     attached: Attached
     prefill: InstanceLife
@@ -49,21 +48,20 @@ class Found:
 
 
 class Missing(enum.Enum):
-    """Reason why no instance with the request was found."""
+    """Outcome of an unsuccessful search for the instances that have a re-attached request."""
 
     NOWHERE = enum.auto()
     """No instance asked has it."""
     OWNER_LOST = enum.auto()
-    """The hinted owner does not answer; others were not asked."""
+    """The instance that the hint names does not answer; others were not asked."""
 
 
 class TakeOver:
-    """Finds the instances that have a request from an earlier session, and attaches it to this router.
+    """Finds the instances that have the request of a re-attached client, and makes them continue it for this router.
 
     Hints, of the cluster store before the client, name the instances to ask first, if they have not restarted. If no
-    hint holds, all instances are asked: in batches, at most 256 per phase, for a few requests at a time. If a hint
-    names a replica's holder and the request's instance does not answer, the holder resumes the request before others
-    are asked."""
+    hint holds, all are asked: in batches, at most 256 per phase, for a few requests at a time. If a hint names a
+    replica's holder and the request's instance does not answer, the holder resumes the request before all are asked."""
 
     def __init__(self, store: ClusterStore, feeds: TokenFeeds, stream_id: str) -> None:
         self._store = store
@@ -72,10 +70,10 @@ class TakeOver:
         self._searches = asyncio.Semaphore(_SEARCHES)
 
     async def find(self, entry: RequestEntry, number: int, can_resume: bool = False) -> Found | Missing:
-        """Find the instance with the request, and attach it there as attempt `number`. can_resume: True if a replica's
-        holder can replace an instance that does not answer.
+        """Find the instance with the request, which then sends its tokens to this router as attempt `number`.
+        can_resume: True if a replica's holder can replace an instance that does not answer.
 
-        Raises InvalidArgument, StaleAttempt or RequestAlreadyExists if the instance that has the request refuses so."""
+        Raises InvalidArgument, StaleAttempt or RequestAlreadyExists if the instance with the request refuses so."""
         hint = entry.accepted.received.owner
         prefills, decodes = self._records(Phase.PREFILL), self._records(Phase.DECODE)
         hinted_decodes = self._hinted(hint.decode, decodes)
@@ -191,8 +189,7 @@ class Departures:
     """Moves requests off draining decode instances that have moved none themselves for a while.
 
     The requests resume at the holders of their replicas (copies of the KV cache), which recompute at most two missing
-    blocks. A move does not use up an attempt. Requests without such a replica, or whose holder has no memory free,
-    stay."""
+    blocks. A move uses up no attempt. Requests without such a replica, or whose holder has no free memory, stay."""
 
     def __init__(self, table: RequestTable, holders: Holders, feeds: TokenFeeds) -> None:
         self._table = table

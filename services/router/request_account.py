@@ -16,8 +16,7 @@ _MOST_CAUSE_CHARACTERS = 300
 
 @dataclass(slots=True)
 class OwnerChange:
-    """A request's interruption by the loss of an instance, until its next token. A second loss meanwhile belongs to
-    it."""
+    """Interruption of a request from the loss of an instance to its next token; may include a second loss."""
 
     cause: str
     former_instance_id: str
@@ -73,8 +72,7 @@ class RequestAccount:
             self.traceparent = ""
 
     def note_loss(self, cause: str, former: InstanceLife, last_token_s: float) -> None:
-        """Record the loss of an instance. Begins an OwnerChange unless one is in progress. last_token_s: 0: no token
-        yet."""
+        """Record the loss of an instance. Begins an OwnerChange unless one is open. last_token_s: 0: none so far."""
         now_s = time.monotonic()
         self.steps.append((now_s, f"lost {former.instance_id or 'its instance'}: {cause[:_MOST_CAUSE_CHARACTERS]}"))
         if self.owner_change is None:

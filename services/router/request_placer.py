@@ -162,7 +162,7 @@ class RequestPlacer:
         return self._feeds.address_of(decode)
 
     def abandon(self, request_id: str, session: int, secret: bytes) -> None:
-        """Abort at all instances what earlier sessions have left of a request. For a request not looked for here."""
+        """Abort at all instances what earlier sessions have left of a request, without looking for it."""
         ownership = Ownership(Owner(session, 1), self._stream_id, secret)
         self._feeds.abort(request_id, ownership, None)
 
@@ -230,9 +230,7 @@ class RequestPlacer:
     def _after_loss(
         self, entry: RequestEntry, lost: lives.Lost, prefill: InstanceRecord | None, retry: RetryState
     ) -> RetryState:
-        """Record a lost attempt, and return the retry state for the next one. Raises the attempt's error if there is
-        none.
-
+        """Record a lost attempt, and return the retry state for the next one. Raises its error if there is none.
         prefill: the instance that the attempt was sent to; None: it was resumed."""
         if lost.setback is Setback.REFUSED:
             entry.account.timing.attempts -= 1
@@ -277,10 +275,8 @@ class RequestPlacer:
             get_logger().info("placement_delayed", request_id=entry.request_id, attempt=0, reason=reason)
 
     async def _choose(self, entry: RequestEntry, retry: RetryState) -> ViewedInstance:
-        """Wait until a prefill instance has room for the request.
-
-        The caller must register the result as unconfirmed work before its next await, or two requests could take the
-        same room."""
+        """Wait until a prefill instance has room for the request. Before its next await, the caller must register the
+        result as unconfirmed work (load that no heartbeat shows yet), or two requests could take the same room."""
         has_waited = False
         try:
             while True:

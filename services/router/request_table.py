@@ -32,7 +32,7 @@ _MOST_ENDS = 4096
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """One session of a request in the table, from before its input is validated."""
+    """Place of one session of a request in a RequestTable, from before its input is validated."""
 
     request_id: str
     session: int
@@ -62,7 +62,7 @@ class Slot:
 
 
 class KeptPlace(NamedTuple):
-    """Slot reserved for the next session of a request whose client was interrupted and re-attaches."""
+    """Slot reserved for the next session of a request whose client lost its decode instance and re-attaches."""
 
     session: int
     secret: bytes
@@ -91,9 +91,8 @@ class RequestTable:
 
     def reserve(self, request_id: str, session: int, secret: bytes, task: asyncio.Task[object]) -> Slot:
         """Reserve a slot for the RPC that runs in `task`. A later session ends the earlier one and takes its slot.
-
-        Raises RequestAlreadyExists; NoCapacity; InvalidArgument for another secret, or a session number that does not
-        grow."""
+        Raises RequestAlreadyExists, NoCapacity, and InvalidArgument for another secret or a session that is no later
+        one."""
         former = self._slots.get(request_id)
         self._returning.prune(time.monotonic())
         returned = self._take_returned(request_id, session, secret) if session else None
@@ -151,8 +150,7 @@ class RequestTable:
         self._sends_away = False
 
     def is_left_to_a_later_session(self, request_id: str, session: int) -> bool:
-        """True if instances must not abort this session: a later one is being validated here, or its client was sent to
-        another router."""
+        """True if instances must not abort this session: a later one is validated here, or its client was sent away."""
         slot = self._slots.get(request_id)
         if slot is not None and slot.session > session:
             return True
@@ -220,7 +218,7 @@ class RecentRequests:
             self._since_s = max(self._since_s, self._arrivals.popleft())
 
     def add(self, entry: RequestEntry, outcome: str) -> None:
-        """Record a request whose call has ended."""
+        """Record a request whose call has ended. outcome: finish reason or error, for its account."""
         accepted, finish, now_s = entry.accepted, entry.finish, time.monotonic()
         known = self._ended.get(entry.request_id)
         # The call of an early session may end after that of a later one.
@@ -234,8 +232,7 @@ class RecentRequests:
             self._ends.append(_RecentEnd(now_s, *lengths, is_whole))
 
     def account_of(self, request_id: str) -> cluster_pb2.GetRequestAccountResponse:
-        """Account of a request. Also finds the newest request whose id a gateway made from this one. Raises
-        RequestNotFound."""
+        """Timing and steps of a request, or of the newest whose id a gateway made of this. Raises RequestNotFound."""
         ids = (*self._ended.keys(), *(entry.request_id for entry in self._table.entries()))
         if request_id not in ids:
             request_id = next((each for each in reversed(ids) if is_made_from(each, request_id)), request_id)

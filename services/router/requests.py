@@ -22,20 +22,18 @@ _COMPLETE = (lives.Finishing, lives.Ended)
 _MOST_AHEAD = 32
 """Max tokens of an instance's last steps that its router may lack."""
 _LEAST_LEFT = 8
-"""An answer with fewer tokens to come is not worth a call to the decode instance."""
+"""Min tokens to come for which reading at the decode instance is worth the client's call."""
 
 
 class SentAway(Unavailable):
-    """Ends a session at a draining router: the client should re-attach at another one. The instances continue
-    meanwhile."""
+    """Ends a session at a draining router: its client should re-attach at another one. Instances continue meanwhile."""
 
     def __init__(self) -> None:
         super().__init__("this router is draining: the request goes on through another router", retry_after_s=0.0)
 
 
 class Interrupted(SentAway):
-    """Ends a session whose decode instance was lost while the client read there. The client re-attaches with its
-    tokens."""
+    """Ends a session that lost its decode instance while its client read there. The client re-attaches."""
 
     def __init__(self, cause: str) -> None:
         Unavailable.__init__(self, "the decode instance was lost while its tokens were read there", retry_after_s=0.0)
@@ -52,14 +50,12 @@ class DirectReading:
 
     def __init__(self) -> None:
         self.offered = 0
-        """Last attempt whose decode instance was named to the client, which may have more of its tokens than the
-        router."""
+        """Last attempt whose decode instance was named to the client, which may have tokens that the router lacks."""
         self.read = 0
         """Attempt whose tokens the client reads directly at the decode instance; 0: none."""
 
     def offer(self, state: lives.State) -> lives.InstanceLife | None:
-        """Decode instance to name to the client now; None if it was named, does not decode yet, or few tokens are
-        left."""
+        """Decode instance to name to the client; None if already named, not decoding yet, or few tokens are left."""
         if not isinstance(state, lives.Decoding):
             return None
         is_worth_it = state.attempt.most_tokens - state.next_index >= _LEAST_LEFT
@@ -131,7 +127,7 @@ class RequestEntry:
 
     @property
     def most_tokens(self) -> int:
-        """Max tokens of the answer."""
+        """Max tokens of the answer, by the request and the model's context length."""
         assert self.accepted.params.max_tokens is not None
         return min(self.accepted.params.max_tokens, self.accepted.room)
 
@@ -208,7 +204,7 @@ class RequestEntry:
         self.account.timing.decode_instance_id = decode.instance_id if decode is not None else ""
 
     def note_holder(self) -> None:
-        """Record the present holder of the request's replica as a hint for a later session."""
+        """Record the present holder of the request's replica (KV cache copy), as a hint for a later session."""
         if not isinstance(self.state, lives.Placed | lives.Decoding):
             return
         replica = self.state.replica
@@ -221,8 +217,7 @@ class RequestEntry:
         self.account.note_loss(cause, former, self.answer.last_token_s)
 
     def note_resumed(self, holder: lives.InstanceLife, first_index: int, held_tokens: int) -> None:
-        """Record that a replica's holder continues at answer token `first_index`, with the KV of `held_tokens`
-        tokens."""
+        """Record that a replica's holder continues at answer token `first_index`, with KV of `held_tokens` tokens."""
         self.note_owner(None, holder)
         self.account.timing.resumes += 1
         context_tokens = len(self.accepted.prompt_token_ids) + first_index

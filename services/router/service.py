@@ -53,8 +53,7 @@ _OTHERS_DRAIN_WITHIN_S = 0.25
 
 
 async def serve(config: RouterConfig, stopping: asyncio.Event) -> int:
-    """Run a router until `stopping` is set and the requests in flight have ended. Returns the exit status. Raises
-    ConfigError."""
+    """Run a router until `stopping` is set and its requests have ended. Returns the exit status. Raises ConfigError."""
     if config.vllm_grpc:
         # Fails early.
         _vllm_grpc()
@@ -115,7 +114,7 @@ def _public_server(config: RouterConfig, servicer: PublicServicer) -> RpcServer:
 
 
 class Router:
-    """A router with all its parts; the HostedService that a ServiceHost runs."""
+    """A router with all its parts: the work that its ServiceHost (server, lease, drain) runs."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from services.router.requests import RequestEntry
 
 @dataclass(slots=True, eq=False)
 class Tie:
-    """Dependency of an attempt on the token stream of its decode instance."""
+    """Dependency of an attempt (placement of a request) on the token stream of its decode instance."""
 
     entry: RequestEntry
     attempt: Attempt
@@ -34,7 +34,7 @@ class Tie:
 
     @property
     def is_named(self) -> bool:
-        """True if naming the request when the stream is reopened repeats its lost tokens."""
+        """True if a new stream that names the request repeats the tokens lost on the former one."""
         return self.is_there and not (self.needs_attach and self.attempt.taken_over)
 
     def lose(self, error: KaveriError) -> None:
@@ -43,7 +43,7 @@ class Tie:
 
 @dataclass(slots=True, eq=False)
 class PromptTie:
-    """Dependency of an attempt on the stream of its prefill instance, with the reports received from it."""
+    """Dependency of an attempt (placement of a request) on its prefill instance's stream, with the reports received."""
 
     entry: RequestEntry
     number: int
@@ -64,7 +64,7 @@ class PromptTie:
 
     @property
     def is_named(self) -> bool:
-        """True if naming the request when the stream is reopened repeats its lost reports."""
+        """True if a new stream that names the request repeats the reports lost on the former one."""
         return self.is_there
 
     def lose(self, error: KaveriError) -> None:

@@ -43,7 +43,7 @@ from services.router.subscriptions import OpenStream, PromptTie, Subscription, T
 _ABORTED_COUNT = 4096
 """Max remembered aborts; more than are in flight at once."""
 _LIVES_COUNT = 4096
-"""Max remembered lives of instances that have left."""
+"""Max remembered process runs of instances that have left."""
 _ABORTS_AT_ONCE = 4096
 """Max aborts in a message; with the longest ids they take less than half of the largest one."""
 _FIRST_RECONNECT_S = 0.01
@@ -83,8 +83,8 @@ class TokenFeeds:
         """Aborts and attaches in flight."""
 
     def update(self, view: ClusterView) -> None:
-        """Apply a cluster view: open streams to new instances, end those of instances that left or restarted, and fail
-        the attempts of these."""
+        """Apply a cluster view: open streams to new instances; end those of instances that left or restarted, whose
+        attempts fail."""
         if view.instances is self._instances and all(known.record for known in self._subscriptions.values()):
             return
         self._instances = view.instances
@@ -116,8 +116,7 @@ class TokenFeeds:
             self._over.put(lives.InstanceLife(record.instance_id, record.incarnation), True)
 
     def _subscription(self, instance_id: str) -> Subscription:
-        """Return the instance's subscription. A new one has no record if a prefill instance named it before the
-        view."""
+        """Return the instance's subscription. A new one has no record if a prefill instance knew it before the view."""
         if instance_id not in self._subscriptions:
             self._subscriptions[instance_id] = Subscription(instance_id, self._over.get)
         return self._subscriptions[instance_id]
@@ -266,8 +265,7 @@ class TokenFeeds:
         return subscription.record.incarnation == life.incarnation
 
     def address_of(self, life: lives.InstanceLife) -> str:
-        """Address at which clients can read this instance's tokens; empty while its stream to this router is not
-        open."""
+        """Address where clients can read this instance's tokens directly; empty while its stream is not open."""
         subscription = self._subscriptions.get(life.instance_id)
         if subscription is None or subscription.record is None or not self.is_connected(life):
             return ""

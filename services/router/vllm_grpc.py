@@ -1,5 +1,4 @@
-"""Serves vLLM's gRPC API, `vllm.grpc.engine.VllmEngine` of the package smg-grpc-proto: the cluster looks like one
-worker.
+"""Serves vLLM's gRPC API, `vllm.grpc.engine.VllmEngine` of smg-grpc-proto: the cluster looks like one worker.
 
 Requests are those of InferenceService. Imported with --vllm-grpc only, as the package is an extra."""
 
@@ -238,8 +237,7 @@ class VllmEngineServicer:
 
 
 def cluster_load(view: ClusterView, model: str) -> Any:
-    """Build the SchedulerLoad of all instances of the model together. Tokens are those of decode instances' KV
-    pools."""
+    """Build the SchedulerLoad of the model's whole cluster. Tokens are those of decode instances' KV pools."""
     instances = [
         instance for instance in view.instances.values() if instance.record.phases and instance.record.model == model
     ]

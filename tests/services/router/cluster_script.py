@@ -245,7 +245,6 @@ class RouterUnderTest:
 async def _run_router(
     config: RouterConfig, store: MemoryStore, tokenizer: ModelTokenizer
 ) -> AsyncIterator[RouterUnderTest]:
-    """A router that takes requests; at the end it has left the cluster."""
     defaults = read_sampling_defaults(config.generation_config, config.model)
     router, stopping = Router(config, store, tokenizer, defaults), asyncio.Event()
     host = router_host(router)
@@ -266,7 +265,7 @@ async def _run_router(
 async def read_once_placed(
     cluster: ScriptedCluster, router: RouterUnderTest, request_id: str, instance_id: str
 ) -> tuple[Any, list[inference_pb2.GenerateResponse]]:
-    """Starts a request; returns its call and first response, once the router has read the placement on the instance."""
+    """Start a request. Returns its call and first response once the router has read its placement on the instance."""
     call = router.stub.Generate(ask(request_id=request_id), timeout=60)
     responses = [await call.read()]
 

@@ -33,8 +33,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self.incarnation = 0
         self.refusals: list[KaveriError] = []
         self.hold: set[str] = set()
-        """Steps before which requests wait for `release`: started, placed, prompt_logprobs, first_token,
-        handed_over."""
+        """Steps before which requests wait for `release`, such as started, placed or first_token."""
         self.release = asyncio.Event()
         self.break_after_hold = False
         """Fail held requests once they are released."""

@@ -227,8 +227,7 @@ async def test_a_cancel_between_two_sessions_ends_the_next_one_of_its_own_client
 async def test_a_re_attached_request_that_is_cancelled_before_it_is_looked_for_ends_where_the_client_is(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found by seeds 200276 and 100842 of the simulation: its last response counted from 0, and lacked the text
-    that was held back."""
+    """Simulation seeds 200276 and 100842: the last response counted from 0 and lacked withheld text."""
     received = (70, 71, 72)
     async with cluster.router() as router:
 

@@ -101,7 +101,7 @@ async def test_the_ids_of_requests_that_ended_while_the_store_was_away_are_free_
 async def test_a_later_session_waits_for_the_end_of_a_dead_routers_claim_of_another_request(
     cluster: ScriptedCluster,
 ) -> None:
-    """The store was away while the request's first session began, so the claim before it is still there."""
+    """The store was away when the first session began, so an older claim is still there."""
     of_another = replace(HELD, secret_hash="of another request", hint=b"of another request")
     async with beside_another(cluster, lives=False) as (router, _):
         cluster.cluster.put_request(of_another, 60.0)

@@ -53,7 +53,7 @@ def asks(**params: Any) -> inference_pb2.GenerateRequest:
 async def drawn_with(
     cluster: ScriptedCluster, router: RouterUnderTest, **params: Any
 ) -> tuple[dict[str, Any], list[inference_pb2.GenerateResponse]]:
-    """The sampling parameters that an instance got for such a request, and the answer."""
+    """Sampling parameters that an instance got for a request with `params`, and the answer."""
     before = len(cluster.taken())
     responses = await collect(router.stub.Generate(asks(**params), timeout=60))
     assert len(cluster.taken()) == before + 1

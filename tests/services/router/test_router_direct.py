@@ -26,7 +26,7 @@ WITHIN_S = 60.0
 
 @pytest.fixture
 async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
-    """One prefill and two decode instances, of which no silence is noticed on a busy machine."""
+    """One prefill and two decode instances, never suspected on a busy machine."""
     async with scripted_cluster(tokenizer, decodes=2, lease_ttl_s=WITHIN_S, place_on="decode-0") as cluster:
         yield cluster
 

@@ -48,7 +48,7 @@ HUGE: dict[str, tuple[Callable[[], inference_pb2.GenerateRequest], str]] = {
 
 @pytest.fixture
 async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
-    """Instances share this process's loop with the huge messages: no lease ends while it stands still."""
+    """Long leases: instances share this process's event loop, which huge messages block."""
     async with scripted_cluster(tokenizer, 2, 2, lease_ttl_s=30.0) as cluster:
         yield cluster
 

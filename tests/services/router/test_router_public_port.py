@@ -239,7 +239,7 @@ async def test_a_key_neither_cancels_nor_collides_with_the_requests_of_others(
 async def _streaming_at_the_first_of_two(
     cluster: ScriptedCluster, keys_file: str
 ) -> AsyncIterator[tuple[PublicRouter, PublicRouter, AsyncClient, Any]]:
-    """Both public routers, and a client of alice with its stream, which has its first token and waits."""
+    """Two public routers, and a client of key alice whose stream at the first has one token and waits."""
     secret = add_key(keys_file, "alice", KeyLimits(in_flight=1))
     cluster.decodes["decode-0"].may_step.clear()
     async with (

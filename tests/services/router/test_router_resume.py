@@ -54,7 +54,7 @@ def holder(cluster: ScriptedCluster, owner: ScriptedDecode) -> ScriptedDecode:
 async def begun(
     cluster: ScriptedCluster, request_id: str = "one", **settings: Any
 ) -> AsyncIterator[tuple[RouterUnderTest, "asyncio.Task[list[inference_pb2.GenerateResponse]]"]]:
-    """A request that the router has ten tokens of, and whose replica it knows."""
+    """A request of which the router has ten tokens and knows the replica."""
     async with cluster.router(**settings) as router:
         call = router.stub.Generate(ask(request_id=request_id), timeout=20)
         collecting = asyncio.create_task(collect(call))
@@ -165,8 +165,7 @@ async def test_the_next_life_of_a_hinted_owner_is_not_asked_for_what_the_holder_
 async def test_a_client_that_has_more_than_a_former_owner_is_placed_again(
     cluster: ScriptedCluster, hinted: str, known_at_prefill: bool
 ) -> None:
-    """Its owner has died, and the one before, which was cut off, still draws and is behind. Prefill may still know of
-    the former one, to which it pushed."""
+    """The last owner has died. The one before, cut off, still generates and is behind; prefill may still name it."""
     former = cluster.decodes["decode-0"]
     cluster.prefills["prefill-0"].handed_over_to = former if known_at_prefill else None
     former.attach_refusal = InvalidArgument("received.token_ids", "10 tokens", "at most 4: no more were generated")
@@ -199,7 +198,7 @@ async def test_a_client_that_has_more_than_a_former_owner_is_placed_again(
 async def test_attempts_after_a_re_attach_go_on_counting_however_long_it_ran(
     cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two attempts of one name could not be told apart at instances: the holder of a copy would refuse the second."""
+    """Otherwise the replica's holder would refuse the second attempt of the same number."""
     monkeypatch.setattr(request_placer, "ATTEMPT_REMEMBERED_S", 0.0)
     owner.attachable.add("one")
     async with cluster.router() as router:
@@ -249,7 +248,7 @@ async def test_a_holder_that_has_refused_is_not_asked_once_more_when_no_instance
 async def test_what_an_earlier_session_still_has_elsewhere_is_ended(
     cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
 ) -> None:
-    """The client has re-attached to this router while the holder was asked to resume the earlier session; it did so."""
+    """The client re-attached here while the holder was asked to resume the earlier session."""
     owner.attachable.add("one")
     async with cluster.router() as router:
         request = ask(request_id="one", secret=SECRET, session=1)

@@ -110,7 +110,7 @@ async def test_an_answer_that_pauses_longer_than_the_limit_is_not_cut_off(cluste
 
 
 async def test_clients_that_never_read_their_error_do_not_pile_up(cluster: ScriptedCluster) -> None:
-    """gRPC keeps a call until its client reads the end or goes. At a limit the router takes no more requests."""
+    """gRPC keeps a call until its client reads the end or disconnects."""
     async with cluster.router(slow_reader_s=LIMIT_S, max_requests=2) as router, client(router) as stub:
         calls = [stub.Generate(large(request_id=f"mute-{number}"), timeout=60) for number in range(2)]
         for call in calls:

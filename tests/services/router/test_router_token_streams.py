@@ -181,7 +181,7 @@ async def test_an_abort_that_was_sent_again_is_remembered_as_new(
 
 
 async def test_the_aborts_of_many_requests_reach_an_instance_in_few_messages(cluster: ScriptedCluster) -> None:
-    """When a prefill instance dies, each of its requests is aborted at every decode instance."""
+    """The death of a prefill instance aborts each of its requests at every decode instance."""
     async with cluster.router() as router:
         for number in range(500):
             router.router.feeds.abort(f"request {number}", Ownership(Owner(0, 1), "router"), None)

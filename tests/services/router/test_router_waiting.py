@@ -135,7 +135,7 @@ async def test_a_request_in_line_that_is_cancelled_leaves_its_place_to_the_next(
 async def test_an_attempt_that_was_never_connected_costs_nothing_when_its_instance_begins_a_new_life(
     single: ScriptedCluster,
 ) -> None:
-    """The call was still connecting to the former life when its channel was closed, and counted as lost."""
+    """The call was still connecting when its channel was closed, and counted as lost."""
     former = single.instances["prefill-0"]
     await former.die()
     with socket.socket() as deaf:
