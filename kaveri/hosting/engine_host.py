@@ -139,7 +139,7 @@ class EngineWatch:
         self._clock = RunningClock(now_s, 2 * LOOK_EVERY_S)
         self._turn_count = 0
         self._since_s: float | None = None
-        """When the current turn was first seen, on the clock; None if the engine was idle."""
+        """Time on the clock when the current turn was first seen; None if the engine was idle."""
 
     def look(self, stats: EngineStats, now_s: float) -> float | None:
         """Seconds for which the engine has been stuck; None if it is not. now_s: time.monotonic()."""

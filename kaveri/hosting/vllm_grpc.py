@@ -70,7 +70,7 @@ class VllmAsked:
     """Empty: the caller gave none."""
     prompt: str | Sequence[int]
     params: ResolvedParams
-    """As in vLLM's server: callers fill in the model's defaults, from GetModelInfo."""
+    """Parameters without the model's defaults: as with vLLM's server, callers fill these in from GetModelInfo."""
     n: int
     stream: bool
 

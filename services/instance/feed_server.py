@@ -1,4 +1,4 @@
-"""FeedService over gRPC: streams news of both phases to routers; attaches and aborts requests."""
+"""FeedService over gRPC: streams tokens and prompt reports to routers; attaches and aborts requests."""
 
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 from typing import Any

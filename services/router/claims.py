@@ -55,12 +55,11 @@ class RequestClaims:
         """Claim a request id. Returns the serialized OwnerHint (instances that have the request) that a session before
         the client's re-attach has stored; else b"".
 
-        Raises RequestAlreadyExists if another live router has the id, InvalidArgument for a session that is not above
-        the stored one or has another secret. Waits at most 5 s for a heartbeat of the claim's router, which may be
-        dead."""
+        Raises RequestAlreadyExists if another live router has the id, InvalidArgument for a session with another secret
+        or not above the stored one. Waits at most 5 s for a heartbeat of the claim's router, which may be dead."""
         request_id, hint = claim.request_id, b""
         if claim in self._ended:
-            # The caller uses an id again before the store has heard that its former request ended.
+            # The caller reuses an id before the store has the end of its former request.
             if self._flushing is not None:
                 await asyncio.wait({self._flushing})
             self._ended.pop(claim, None)
@@ -71,7 +70,7 @@ class RequestClaims:
         asked_s = time.monotonic()
         while (holder := await self._store.claim_request(claim, ttl_s)) is not None:
             if holder == claim or holder in self._ended:
-                # Left behind: requests in flight are in this router's own table.
+                # A leftover claim: requests in flight are in this router's own table.
                 await self._store.close_requests([holder])
                 continue
             if holder.secret_hash and holder.secret_hash == claim.secret_hash:

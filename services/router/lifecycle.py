@@ -421,8 +421,8 @@ def _setback(error: KaveriError, was_reached: bool) -> Setback:
 
 
 def _leaving(state: Prefilling | Placed | Resuming | Decoding) -> tuple[Action, ...]:
-    """Actions that end an attempt at its instances. Before the hand-over, prefill itself aborts a reservation that it
-    has not named; after it, the decode instance has sent something and gets a Disown."""
+    """Actions that end an attempt at its instances. There is no Abort for a decode instance that prefill has not named:
+    prefill aborts its reservation or, after the hand-over, it has sent events and gets a Disown."""
     if isinstance(state, Prefilling):
         sources = dict.fromkeys(event.source for event in state.held.events)
         return LeaveAttempt(), *(Disown(state.attempt.number, source) for source in sources)
@@ -466,7 +466,7 @@ def _replica_named(state: State, event: ReplicaNamed) -> Step:
 
 
 def _resume_answered(state: State, event: ResumeAnswered) -> Step:
-    """Apply the holder's answer to a resume call. Without effect if its tokens came first."""
+    """Apply the answer of a replica's holder to the resume call. Without effect if its tokens came first."""
     match state:
         case Resuming(attempt, next_index, decode):
             if event.error is None:

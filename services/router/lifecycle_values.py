@@ -94,7 +94,7 @@ class ReplicaNamed(NamedTuple):
     attempt: int
     source: InstanceLife
     replica: ReplicaLocation | None
-    """None: the replica is gone."""
+    """The replica's location and size; None: it is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class ResumeAnswered:
     """Event of a request: the holder of its replica has accepted or refused to resume it, or does not answer."""
 
     error: KaveriError | None = None
-    """None: the holder has resumed the request."""
+    """Reason of the refusal; None: the holder has resumed the request."""
     may_have_begun: bool = False
     """True if the holder may have resumed the request in spite of the error."""
 
@@ -389,7 +389,7 @@ class Abort:
 
     attempt: int
     decode: InstanceLife | None
-    """None: every instance, as the right one is unknown."""
+    """The decode instance; None: every one, as the right one is unknown."""
 
 
 @dataclass(frozen=True, slots=True)

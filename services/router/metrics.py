@@ -52,7 +52,7 @@ _RARE = (
 )
 for _metric, _outcomes in _RARE:
     for _outcome in _outcomes:
-        # There from the start: Prometheus does not count what a series begins with, and the first loss would be lost.
+        # Create these series at once: Prometheus counts no increase for the first value of a series.
         _metric.labels(_outcome)
 
 

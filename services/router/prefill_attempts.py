@@ -108,8 +108,8 @@ class PrefillAttempts:
     async def send(
         self, entry: RequestEntry, attempt: lives.Attempt, target: ViewedInstance, over: asyncio.Future[None]
     ) -> None:
-        """Submit the request to a prefill instance, and apply its reports until they end or the attempt, which
-        completes the future `over`, does."""
+        """Submit an attempt at a prefill instance, and apply its reports until they end or `over`, its end,
+        completes."""
         accepted = entry.accepted
         request = prefill_pb2.SubmitRequest(
             request_id=entry.request_id,
@@ -170,8 +170,7 @@ class PrefillAttempts:
     async def read(
         self, entry: RequestEntry, attempt: lives.Attempt, tie: PromptTie, over: asyncio.Future[None]
     ) -> None:
-        """Apply the prefill reports that arrive in `tie` until they end or the attempt, which completes `over`,
-        does."""
+        """Apply the prefill reports that arrive in `tie` until they end or `over`, the attempt's end, completes."""
         ended = lives.PrefillEnded()
         self._waiting[entry, attempt.number] = tie.record
         over.add_done_callback(lambda _: tie.news.put_nowait(None))

@@ -46,7 +46,7 @@ class RequestAccount:
     span: OpenSpan | None
     """The request's span; whoever created it ends it. None: not traced."""
     timing: inference_pb2.Timing = field(default_factory=inference_pb2.Timing)
-    """Of the last attempt. Lacks the fields that the relay adds at the end."""
+    """Timing of the last attempt. Lacks the fields that the relay adds at the end."""
     steps: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
     """The last steps, with their times."""
     owner_change: OwnerChange | None = None

@@ -136,7 +136,7 @@ class RequestPlacer:
         await self._prefills.close()
 
     def check_integrity(self) -> None:
-        """Assert, while no request is in flight, that ended requests left nothing behind."""
+        """Assert, while no request is in flight, that no task, attempt or waiting request is left."""
         assert not self._running, self._running
         self._prefills.check_integrity()
         assert not len(self._line), len(self._line)

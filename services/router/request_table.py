@@ -91,8 +91,7 @@ class RequestTable:
 
     def reserve(self, request_id: str, session: int, secret: bytes, task: asyncio.Task[object]) -> Slot:
         """Reserve a slot for the RPC that runs in `task`. A later session ends the earlier one and takes its slot.
-        Raises RequestAlreadyExists, NoCapacity, and InvalidArgument for another secret or a session that is no later
-        one."""
+        Raises RequestAlreadyExists, NoCapacity, and InvalidArgument for an earlier session or another secret."""
         former = self._slots.get(request_id)
         self._returning.prune(time.monotonic())
         returned = self._take_returned(request_id, session, secret) if session else None

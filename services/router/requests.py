@@ -273,8 +273,8 @@ class RequestEntry:
         self.wake()
 
     def _without_unreported_prompt(self, event: lives.Event) -> lives.Event:
-        """Replace a token that precedes the prompt's logprobs by the loss of its attempt. A decode instance that draws
-        the first token has not computed the prompt, and some versions do not know prompt_logprobs."""
+        """Turn a token event before the prompt's logprobs into the loss of its attempt. A decode instance that
+        generates the first token has not computed the prompt, and old versions do not know prompt_logprobs."""
         match event:
             case lives.Tokens(first_index=0) if event.token_ids:
                 return lives.GivenUp(event.attempt, event.source, _no_report(event.source))
@@ -346,9 +346,9 @@ class RequestEntry:
         if isinstance(self.state, lives.Ended):
             return True
         if self.direct is not None and self.direct.read == self.attempt_number:
-            # Tokens come from elsewhere, but who has the request only from here.
+            # Tokens come from the decode instance, but owner hints only from this router.
             return self.owner_news is not None
-        # A client that re-attaches must bring a suspicion along, or the request would end more instances.
+        # A client that re-attaches must name a suspicion, or the request would break more engines.
         has_suspicion = self.owner_news is not None and self.owner_news.suspect_until > 0
         return self.answer.has_output or (has_suspicion and bool(self.answer.token_ids))
 

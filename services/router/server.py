@@ -394,7 +394,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             accepted = accepted or await accept()
             token_count = len(accepted.received.token_ids)
             prompt_tokens = len(accepted.prompt_token_ids) if token_count else 0
-            # What the router before held back, such as an unfinished character, is decided now.
+            # Text that the former router withheld, such as an unfinished character, is final now.
             answer = await self._router.intake.begin_answer(accepted)
             answer.flush()
             text = answer.take().text

@@ -24,7 +24,7 @@ class Tie:
     life: InstanceLife
     is_there: bool
     needs_attach: bool = False
-    """True if the attempt's tokens come on the stream only after an Attach call."""
+    """True if the stream carries the attempt's tokens only after an Attach call by this router."""
 
     at_prefill = False
 
@@ -134,7 +134,7 @@ class Subscription:
             self.stream.call.cancel()
 
     def open(self) -> list[feed_pb2.FollowedRequest]:
-        """Requests that the Follow call of a new stream names, to continue them."""
+        """List the requests to name in the Follow call of a new stream, which then continues them."""
         named = [tie for tie in self.ties.values() if self.is_of_life(tie) and tie.is_named]
         for tie in named:
             if isinstance(tie, Tie):
@@ -162,7 +162,7 @@ class Subscription:
             is_late = tie.attempt.taken_over or self.stream is None or self.stream.since_s >= tie.entry.begun_s
             tie.needs_attach = tie.is_there and is_late
         elif self.stream is not None:
-            # The instance beats from when it has the prompt: until then its silence means something.
+            # The instance sends beats once it has the prompt, so silence counts from now on.
             self.stream.quiet = False
         self.ties[tie.entry, tie.at_prefill] = tie
         if self.record is not None and self._is_over(tie.life):

@@ -83,8 +83,8 @@ class TokenFeeds:
         """Aborts and attaches in flight."""
 
     def update(self, view: ClusterView) -> None:
-        """Apply a cluster view: open streams to new instances; end those of instances that left or restarted, whose
-        attempts fail."""
+        """Apply a cluster view: open streams to new instances; end streams and attempts of those that left or
+        restarted."""
         if view.instances is self._instances and all(known.record for known in self._subscriptions.values()):
             return
         self._instances = view.instances
@@ -126,8 +126,8 @@ class TokenFeeds:
         instance restarts, lacks the request, or has no stream for CONNECT_GRACE_S. is_there: True if it is known to
         have the request.
 
-        Sends an Attach if the stream is newer than the attempt, whose tokens a former stream may have lost, or if the
-        attempt was taken over and its tokens go to another router."""
+        Calls Attach, after which the instance sends the tokens here from the next one on, if a former stream may have
+        lost some or the attempt was taken over from another router."""
         subscription = self._subscription(life.instance_id)
         if self._followed.get(entry) is not subscription:
             self.unfollow(entry)
@@ -235,7 +235,7 @@ class TokenFeeds:
     async def attach(
         self, record: InstanceRecord, attachment: Attachment, timeout_s: float = CALL_TIMEOUT_S
     ) -> Attached:
-        """Make an instance send a request's tokens or reports on its stream to this router, the new owner.
+        """Make this router the receiver of a request's tokens or prefill reports, on the instance's stream.
 
         Raises the error with which the instance answers, or Unavailable."""
         name = f"{'prefill' if attachment.at_prefill else 'decode'} instance {record.instance_id}"
