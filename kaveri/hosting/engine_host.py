@@ -63,9 +63,10 @@ class EngineHost(ServiceHost):
         return await self._phases.switch(phases, order)
 
     async def serve(self, stopping: asyncio.Event) -> int:
-        """Try the engine, serve until `stopping` is set, then drain; or until a failure. Returns the exit status.
+        """Test the engine with dummy requests, serve until `stopping` is set, then drain; or until a failure. Returns
+        the exit status.
 
-        Raises ConfigError if the engine cannot run its model, which is tried before the instance registers, or the
+        Raises ConfigError if the engine cannot run its model, which is tested before the instance registers, or the
         address cannot be bound. The engine is closed when this returns, however it ends."""
         self._trial = Trial(self._engine, Phase.DECODE in self._phases.services)
         loop = asyncio.get_running_loop()
@@ -86,7 +87,7 @@ class EngineHost(ServiceHost):
             await asyncio.to_thread(self._engine.close)
 
     async def _engine_works(self, stopping: asyncio.Event) -> bool:
-        """Try the engine; return False if `stopping` was set first. Raises ConfigError."""
+        """Test the engine. Returns False if `stopping` was set first. Raises ConfigError if the engine fails."""
         assert self._trial is not None
         trying = asyncio.ensure_future(self._trial.run())
         await first_of(stopping.wait(), asyncio.wait((trying,)), timeout_s=None)

@@ -27,9 +27,9 @@ _NAME = "kaveri-trial"
 
 
 class Trial:
-    """One trial of a started engine, which runs dummy requests. For the event loop that receives the engine's events.
+    """A test that a started engine can run its model, by dummy requests. For the event loop that receives its events.
 
-    decodes: also try a decode step."""
+    decodes: also test a decode step."""
 
     def __init__(self, engine: Engine, decodes: bool) -> None:
         # A decode-only engine cannot compute a prompt, and is not tried.

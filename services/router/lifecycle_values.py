@@ -112,7 +112,7 @@ class ResumeAsked:
 
 @dataclass(frozen=True, slots=True)
 class ResumeAnswered:
-    """Event of a request: the holder of its replica has accepted or refused to resume it, or does not answer."""
+    """Event of a request: the holder of its KV replica has accepted or refused to resume it, or does not answer."""
 
     error: KaveriError | None = None
     """Reason of the refusal; None: the holder has resumed the request."""

@@ -108,8 +108,8 @@ class PrefillAttempts:
     async def send(
         self, entry: RequestEntry, attempt: lives.Attempt, target: ViewedInstance, over: asyncio.Future[None]
     ) -> None:
-        """Submit an attempt at a prefill instance, and apply its reports until they end or `over`, its end,
-        completes."""
+        """Submit an attempt to a prefill instance, and apply its reports until they end. over: the attempt's end, which
+        also ends this call."""
         accepted = entry.accepted
         request = prefill_pb2.SubmitRequest(
             request_id=entry.request_id,

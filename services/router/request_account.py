@@ -72,7 +72,7 @@ class RequestAccount:
             self.traceparent = ""
 
     def note_loss(self, cause: str, former: InstanceLife, last_token_s: float) -> None:
-        """Record the loss of an instance. Begins an OwnerChange unless one is open. last_token_s: 0: none so far."""
+        """Record the loss of an instance, as an OwnerChange unless one is open. last_token_s: 0: no token so far."""
         now_s = time.monotonic()
         self.steps.append((now_s, f"lost {former.instance_id or 'its instance'}: {cause[:_MOST_CAUSE_CHARACTERS]}"))
         if self.owner_change is None:

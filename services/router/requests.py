@@ -318,7 +318,7 @@ class RequestEntry:
         self.handle(lives.Stopped(outcome), time.monotonic())
 
     def supersede(self) -> None:
-        """End this session; its instances continue for a later one of the same request."""
+        """End this session; its instances continue for a later one, as the client has re-attached."""
         self.handle(lives.Superseded(RequestAlreadyExists(self.request_id)), time.monotonic())
 
     def send_away(self) -> None:

@@ -83,8 +83,8 @@ class TokenFeeds:
         """Aborts and attaches in flight."""
 
     def update(self, view: ClusterView) -> None:
-        """Apply a cluster view: open streams to new instances; end streams and attempts of those that left or
-        restarted."""
+        """Apply a cluster view: open streams to new instances, and end those of instances that left or restarted. The
+        attempts that depend on them fail."""
         if view.instances is self._instances and all(known.record for known in self._subscriptions.values()):
             return
         self._instances = view.instances
