@@ -1,1 +1,1 @@
-"""Shared parts of engine instances of every role: settings, the engine's events on the loop, lease, drain."""
+"""Shared parts of service processes: settings, engine events on the event loop, lease, drain."""

@@ -29,7 +29,7 @@ _PATH_STARTS = ("/", "./", "../", "~")
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceConfig(EngineSettings, ServiceConfig):
-    """Settings of an engine instance, whatever its role."""
+    """Settings of an engine instance, whatever phases it serves."""
 
     HELP_TITLE: ClassVar = "Instance"
 
@@ -62,12 +62,12 @@ class InstanceConfig(EngineSettings, ServiceConfig):
 
     @property
     def model_name(self) -> str:
-        """The model's name in the cluster."""
+        """Name of the served model in the cluster."""
         return self.served_model_name or self.model
 
     @property
     def heavy_thresholds(self) -> HeavyThresholds:
-        """Thresholds of heavy requests, here and in the loads of decode instances; must agree on all instances."""
+        """Lengths in tokens above which a request counts as heavy for decode; must agree on all instances."""
         return HeavyThresholds(self.heavy_output_tokens, self.heavy_prompt_tokens)
 
     @property
@@ -99,10 +99,9 @@ class InstanceConfig(EngineSettings, ServiceConfig):
 
 
 async def load_engine(settings: EngineSettings, stopping: asyncio.Event) -> "BuiltEngine | None":
-    """Build the engine on a thread; takes seconds or minutes. Raises ConfigError, naming the flag.
+    """Build the engine on a thread, which takes seconds or minutes. Raises ConfigError, naming the flag.
 
-    Returns None if `stopping` was set first. The thread is then abandoned, and ends with the process.
-    """
+    Returns None if `stopping` was set first. The thread is then abandoned, and ends with the process."""
     if settings.engine == "vllm":
         # The engine's process wakes this one after each step. Under SCHED_BATCH that does not preempt its next step.
         with contextlib.suppress(AttributeError, OSError):
@@ -122,7 +121,7 @@ async def load_engine(settings: EngineSettings, stopping: asyncio.Event) -> "Bui
 
 
 def name_flag(error: ConfigError) -> ConfigError:
-    """Convert an engine's settings error to one that names the flag."""
+    """Convert an engine's ConfigError, which names a setting, to one that names the command-line flag."""
     name = _FLAG_OF_SETTING.get(error.field, error.field)
     return ConfigError(name if name.startswith("-") else "--" + name.replace("_", "-"), error.reason)
 

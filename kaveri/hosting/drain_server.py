@@ -1,4 +1,4 @@
-"""DrainService over gRPC: takes this process out of service and back. Routers forward calls to other processes."""
+"""DrainService over gRPC: takes this process out of service and back. Routers forward calls for other processes."""
 
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ _PASS_ON_TIMEOUT_S = 5.0
 
 
 class Drainable(Protocol):
-    """A ServiceHost, as far as a drain needs it."""
+    """Interface of a process that can be drained; ServiceHost implements it."""
 
     record: InstanceRecord
 
@@ -30,10 +30,10 @@ class Drainable(Protocol):
 
 
 class DrainServer(DrainServiceServicer):
-    """DrainService of one process. Not thread-safe: for one event loop."""
+    """gRPC DrainService of one process: stops and resumes accepting requests. Not thread-safe: for one event loop."""
 
     def __init__(self, process: Drainable, store: ClusterStore, operators: Callers | None = None) -> None:
-        """operators: only callers with an admin key are allowed; None: everyone that the port admits."""
+        """operators: checks that callers present an admin key; None: every caller that the port admits."""
         self._process = process
         self._store = store
         self._operators = operators
@@ -54,7 +54,7 @@ class DrainServer(DrainServiceServicer):
         return cluster_pb2.DrainResponse(changed=changed, requests=load.waiting_requests + load.running_requests)
 
     def _named(self, instance_id: str) -> InstanceRecord | None:
-        """Record of the instance; None if it is this process. Raises InvalidArgument for an unknown one."""
+        """Record of the instance to forward to; None if it is this process. Raises InvalidArgument if unknown."""
         own = self._process.record
         if instance_id == own.instance_id:
             return None
@@ -71,7 +71,6 @@ class DrainServer(DrainServiceServicer):
 
 
 async def _passed_on(record: InstanceRecord, request: cluster_pb2.DrainRequest) -> cluster_pb2.DrainResponse:
-    """Forward to another process and return its answer. Raises KaveriErrors."""
     async with open_channel(record.address) as channel:
         try:
             answer: cluster_pb2.DrainResponse = await DrainServiceStub(channel).Drain(

@@ -1,8 +1,6 @@
 """Life of one engine instance: start the engine, try it, serve phases with it, close it.
 
-The engine's events reach the service on the event loop, one call per batch, so that neither the loop nor the engine
-waits for the other.
-"""
+The engine's events reach the event loop in one call per batch, so that neither waits for the other."""
 
 import asyncio
 import time
@@ -24,11 +22,11 @@ from kaveri.telemetry.logs import get_logger
 LOOK_EVERY_S = 0.25
 _USUAL_STEPS = 20
 _FIRST_STEP_S = 300.0
-"""Limit of an engine's first step, which may compile kernels or read weights for minutes."""
+"""Limit of an engine's first step, in seconds: it may compile kernels or read weights for minutes."""
 
 
 class EngineHost(ServiceHost):
-    """Serves phases with one engine, which it owns."""
+    """Host process of an engine instance: serves prefill, decode or both with one engine, which it owns."""
 
     def __init__(
         self,
@@ -40,7 +38,7 @@ class EngineHost(ServiceHost):
         register: Callable[[aio.Server], None],
         incarnation: int,
     ) -> None:
-        """incarnation: see new_incarnation(). The other arguments after `engine` are ServiceHost's."""
+        """incarnation: number of this process run, from new_incarnation(). Others: as in ServiceHost."""
         info = engine.info
         record = replace(
             service_record(config, Role.ENGINE, config.model_name, incarnation),
@@ -60,20 +58,20 @@ class EngineHost(ServiceHost):
         """Receives the engine's events until the engine has proved that it can run its model."""
 
     async def switch(self, phases: Sequence[Phase], order: int) -> bool:
-        """Serve exactly these phases; see ServedPhases.switch."""
+        """Serve exactly these phases. order: number of the command, ignored unless above all earlier ones. Returns
+        False if it is ignored or overtaken, or during a drain. Raises InvalidArgument for an unsupported phase."""
         return await self._phases.switch(phases, order)
 
     async def serve(self, stopping: asyncio.Event) -> int:
-        """Serve until `stopping` is set, then drain; or until a failure. Returns the exit status.
+        """Test the engine with dummy requests, serve until `stopping` is set, then drain; or until a failure. Returns
+        the exit status.
 
-        Raises ConfigError when the engine cannot run its model, which is tried before the instance registers, and when
-        the address cannot be bound. The engine is closed when this returns, however it ends.
-        """
+        Raises ConfigError if the engine cannot run its model, which is tested before the instance registers, or the
+        address cannot be bound. The engine is closed when this returns, however it ends."""
         self._trial = Trial(self._engine, Phase.DECODE in self._phases.services)
         loop = asyncio.get_running_loop()
 
         def forward(events: Sequence[EngineEvent]) -> None:
-            """Pass events from the engine's thread to the loop."""
             loop.call_soon_threadsafe(self._handle, events)
 
         self._engine.start(forward)
@@ -89,7 +87,7 @@ class EngineHost(ServiceHost):
             await asyncio.to_thread(self._engine.close)
 
     async def _engine_works(self, stopping: asyncio.Event) -> bool:
-        """Try the engine; return False if `stopping` was set first. Raises ConfigError."""
+        """Test the engine. Returns False if `stopping` was set first. Raises ConfigError if the engine fails."""
         assert self._trial is not None
         trying = asyncio.ensure_future(self._trial.run())
         await first_of(stopping.wait(), asyncio.wait((trying,)), timeout_s=None)
@@ -101,7 +99,6 @@ class EngineHost(ServiceHost):
         return not stopping.is_set()
 
     async def _watch_engine(self) -> None:
-        """Break off the service when the engine is stuck."""
         watch = EngineWatch(self._stuck_after_s, time.monotonic())
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -132,21 +129,21 @@ class EngineHost(ServiceHost):
 
 
 class EngineWatch:
-    """Detects a stuck engine: it is alive, has work, and makes no step. Checked every LOOK_EVERY_S. Pure."""
+    """Detects a stuck engine: it has work and makes no step. Pure; call look() every LOOK_EVERY_S seconds."""
 
     def __init__(self, stuck_after_s: float, now_s: float) -> None:
-        """stuck_after_s: min time before an engine counts as stuck, however short its steps are."""
+        """stuck_after_s: min seconds without a step after which an engine is stuck, however short its steps are."""
         self._stuck_after_s = stuck_after_s
         self.limit_s = _FIRST_STEP_S
-        """Max duration of a step at the last look, in seconds."""
+        """Max duration of a step at the last look(), in seconds."""
         # A process that is stopped as a whole is not a stuck engine.
         self._clock = RunningClock(now_s, 2 * LOOK_EVERY_S)
         self._turn_count = 0
         self._since_s: float | None = None
-        """First sight of the current turn, on the clock; None if the engine was idle."""
+        """Time on the clock when the current turn was first seen; None if the engine was idle."""
 
     def look(self, stats: EngineStats, now_s: float) -> float | None:
-        """Seconds for which the engine has been stuck; None if it is not."""
+        """Seconds for which the engine has been stuck; None if it is not. now_s: time.monotonic()."""
         self._clock.tick(now_s)
         at_s = self._clock.elapsed_s
         if not stats.is_busy:

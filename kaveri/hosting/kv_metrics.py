@@ -1,4 +1,4 @@
-"""Prometheus metrics of KV in transfer: queued bytes, receivers and credit. Read when scraped."""
+"""Prometheus metrics of KV cache transfers: queued bytes, receivers and flow-control credit. Read when scraped."""
 
 from collections.abc import Callable, Iterator
 
@@ -29,17 +29,17 @@ _PEER_GAUGES: dict[str, tuple[str, Callable[[PeerFlow], float]]] = {
 
 
 class KvMetrics:
-    """Collector for an engine's KV flow: the sending side by receiver, then the receiving side."""
+    """Prometheus collector for an engine's KV cache transfers: sent, by receiver, and received."""
 
     def __init__(self, flow: Callable[[], KvFlow]) -> None:
         self._flow = flow
 
     def describe(self) -> Iterator[Metric]:
-        """Names and labels, without reading values."""
+        """Names and labels of the metrics, without reading values."""
         return _families(KvFlow())
 
     def collect(self) -> Iterator[Metric]:
-        """Current values."""
+        """Metrics with current values."""
         return _families(self._flow())
 
 

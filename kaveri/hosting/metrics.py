@@ -14,7 +14,7 @@ BUILD_INFO = Gauge(
 
 
 class PhaseMetrics:
-    """Requests of each phase of an instance, and its readiness; as of the instance's last heartbeat."""
+    """Prometheus gauges of each phase's requests and readiness, as of the instance's last heartbeat."""
 
     def __init__(self, model: str, registry: CollectorRegistry) -> None:
         self._requests = Gauge(
@@ -32,8 +32,7 @@ class PhaseMetrics:
         self._model = model
 
     def note(self, loads: Mapping[Phase, InstanceLoad], ready: Collection[Phase]) -> None:
-        """Update the metrics. loads: of the served phases; the others have no requests. ready: phases that accept
-        requests."""
+        """Update the gauges. loads: by served phase; others count as empty. ready: phases that accept requests."""
         for phase in Phase:
             load = loads.get(phase)
             queued, running = (load.waiting_requests, load.running_requests) if load is not None else (0, 0)
@@ -43,8 +42,7 @@ class PhaseMetrics:
 
 
 def register_engine_metrics(engine: Engine, registry: CollectorRegistry, model: str) -> None:
-    """Register kaveri_kv_blocks{state="free" | "held"}, the held share, and the flow of KV; read from the engine when
-    scraped."""
+    """Register gauges of free and held KV blocks, and of KV transfers; read from the engine when scraped."""
     blocks = Gauge("kaveri_kv_blocks", "Blocks of the KV pool by state.", ["state"], registry=registry)
     total = engine.info.total_blocks
     blocks.labels("free").set_function(lambda: engine.stats().free_blocks)

@@ -23,7 +23,7 @@ from kaveri.policy.replication import ReplicationMode
 from kaveri.telemetry.logs import get_logger
 
 GROUP = "kaveri.policies"
-"""Entry-point group. An entry's name is the setting's flag, a dot, and the policy's name:
+"""Entry-point group. An entry is named by the setting's flag, a dot and the policy's name:
 "decode-placement.nearest"."""
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -35,17 +35,17 @@ FAULTS = Counter(
 
 
 class PolicyFaults:
-    """Counts the faults of one plug-in, and logs the first one, then at most one in ten seconds."""
+    """Counts the faults of one plug-in policy, and logs the first one, then at most one in ten seconds."""
 
     def __init__(self, policy: str, plugin: str) -> None:
-        """policy: the setting's name. plugin: as given."""
+        """policy: the setting's name. plugin: the setting's value, which names the plug-in."""
         self._policy = policy
         self._plugin = plugin
         self._unlogged = 0
         self._logged_s: float | None = None
 
     def __call__(self, reason: str) -> None:
-        """Record a fault after which the default decided."""
+        """Record a fault of the plug-in, after which the default policy decided."""
         FAULTS.labels(self._policy).inc()
         self._unlogged += 1
         now_s = time.monotonic()
@@ -64,27 +64,26 @@ class PolicyFaults:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyPoint(PluginPoint):
-    """The policies of one setting."""
+    """A setting that selects a policy: one of Kaveri's own, or a plug-in."""
 
     name: str
-    """The setting's name."""
     contract: type[Any]
     """Base class of plug-ins."""
 
     @classmethod
     def of(cls, name: str, choices: type[enum.StrEnum], contract: type[Any]) -> Self:
-        """choices: Kaveri's own policies."""
+        """Create the PolicyPoint of setting `name`. choices: Kaveri's policies. contract: base class of plug-ins."""
         flag = name.replace("_", "-")
         own = {choice.value: f"{choices.__module__}:{choices.__name__}.{choice.name}" for choice in choices}
         return cls(kind=f"--{flag}", group=GROUP, own=own, prefix=f"{flag}.", name=name, contract=contract)
 
     def parse(self, text: str) -> Any:
-        """Parser for `setting`: returns a member of its choices, or a guarded plug-in. Raises ValueError."""
+        """Parse the setting's value: one of its choices, or a plug-in whose faults are caught. Raises ValueError."""
         found = self.load(text)
         return found if text in self.own else Guarded(found, PolicyFaults(self.name, text))
 
     def load(self, name: str) -> Any:
-        """Load a policy; a plug-in's class is instantiated. Raises ValueError."""
+        """Load a policy by name; a plug-in's class is instantiated. Raises ValueError."""
         found = super().load(name)
         if name in self.own:
             return found

@@ -1,4 +1,4 @@
-"""Aborts answers to clients that do not read them."""
+"""Ends answers to clients that do not read them."""
 
 import asyncio
 import contextlib
@@ -12,20 +12,19 @@ _LIMIT_TICKS = 10
 
 @dataclass(eq=False, slots=True)
 class Writes:
-    """Progress of the writes of one answer."""
+    """Progress of an answer's writes, which read_limit() watches."""
 
     ticks: int | None = None
-    """Ticks since the present write began. The writer sets 0 before each write, and None after it."""
+    """Tenths of the limit since the present write began. The writer sets 0 before each write, and None after it."""
 
 
 @contextlib.asynccontextmanager
 async def read_limit(limit_s: float) -> AsyncIterator[Writes]:
-    """Limit the writes of one answer. Within the context a write may take `limit_s` seconds, and a tenth more; a longer
-    one ends the context with SlowReader.
+    """Limit how long each write of one answer takes: `limit_s` seconds, and a tenth more. A longer one ends the context
+    with SlowReader. The caller marks each write in the yielded object.
 
-    Only time counts in which the event loop runs: a stalled loop does not notice that the client has read, and counts
-    one tick for the stall. One timer serves a whole answer: one per write would cost more.
-    """
+    Only time in which the event loop runs counts: a stalled loop cannot notice that the client has read, and counts one
+    tick for the stall. One timer serves a whole answer: one per write would cost more."""
     writes, timeout, loop = Writes(), asyncio.timeout(None), asyncio.get_running_loop()
     timer: asyncio.TimerHandle
 

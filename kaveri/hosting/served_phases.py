@@ -12,11 +12,11 @@ from kaveri.hosting.service_host import HostedService
 from kaveri.telemetry.logs import get_logger
 
 FIRST_ORDER = 1
-"""Number of the initial order."""
+"""Number of the initial order: the command that says which phases to serve."""
 
 
 class PhaseService(HostedService, Protocol):
-    """An instance's work in one phase. Every method is called on the event loop."""
+    """Interface of an instance's work in one phase, prefill or decode. All methods are called on the event loop."""
 
     @property
     def is_idle(self) -> bool:
@@ -27,13 +27,12 @@ class PhaseService(HostedService, Protocol):
 
 
 class ServedPhases:
-    """The HostedService of one engine. Not thread-safe: for one event loop.
+    """Serves prefill, decode or both on one engine, and switches between them. For one event loop.
 
-    A phase that stops refuses new requests, finishes or hands over its own, and is then no longer served.
-    """
+    A phase that is switched off refuses new requests, finishes its own or hands them over, and is then not served."""
 
     def __init__(self, services: Mapping[Phase, PhaseService], first: Collection[Phase]) -> None:
-        """services: of the phases that the engine supports, in the order in which requests pass through. first: the
+        """services: one per phase that the engine supports, in the order in which requests pass through. first: the
         phases served from the start, as if by an order numbered FIRST_ORDER."""
         self.services = services
         self.ordered = frozenset(first)
@@ -44,18 +43,16 @@ class ServedPhases:
         self._order = FIRST_ORDER
         self._stopping = False
         self.on_change: Callable[[], object] = lambda: None
-        """Called when the phases in the load change."""
+        """Called when the phases in load() change."""
         self.on_loads: Callable[[Mapping[Phase, InstanceLoad], Collection[Phase]], object] = lambda _, __: None
-        """Called whenever load() is: with the load of each served phase, and the phases that accept requests."""
+        """Called by load(), with the load of each served phase and the phases that accept requests."""
 
     async def switch(self, phases: Sequence[Phase], order: int) -> bool:
-        """Serve exactly these phases. Returns when the requests of stopping phases have ended here.
+        """Serve exactly these phases. Returns once no request is left in phases that are switched off.
 
-        order: its number; an order takes effect only if it exceeds all earlier numbers. During a drain no phase starts;
-        the end of the drain starts those of the newest order. Returns False if it has no effect, a newer one came
-        meanwhile, or the instance drains. Raises InvalidArgument for a phase that the engine does not support. If
-        cancelled, the order stands.
-        """
+        order: number of this command, ignored unless above all earlier ones. During a drain no phase starts; undrain()
+        starts those of the newest order. Returns False if it was ignored or overtaken by a newer one, or the instance
+        drains. Raises InvalidArgument for a phase that the engine does not support. If cancelled, the order stands."""
         unknown = [phase for phase in phases if phase not in self.services]
         if unknown:
             raise InvalidArgument("phases", unknown[0].value, f"one of {', '.join(self.services)}")
@@ -114,7 +111,6 @@ class ServedPhases:
 
 
 def _combined(loads: Mapping[Phase, InstanceLoad]) -> InstanceLoad:
-    """Combine the loads of phases that share the engine and its blocks."""
     prefill, decode = loads.get(Phase.PREFILL), loads.get(Phase.DECODE)
     if prefill is None or decode is None:
         return next(iter(loads.values()))

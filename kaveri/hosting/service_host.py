@@ -1,4 +1,4 @@
-"""Life of every service process around its own work: listen, register, serve, drain, stop."""
+"""Runs a service process around its own work: listens, registers, serves, drains, stops."""
 
 import asyncio
 import importlib.metadata
@@ -32,7 +32,7 @@ _LAST_WORD_S = 0.1
 
 
 class ProcessServer(Protocol):
-    """A server of a process. RpcServer is one."""
+    """Interface of a process's server, such as RpcServer."""
 
     @property
     def port(self) -> int:
@@ -42,23 +42,23 @@ class ProcessServer(Protocol):
         """Bind the address. Raises ConfigError."""
 
     async def ready(self) -> None:
-        """Accept requests."""
+        """Accept requests. Also ends a drain."""
 
     async def drain(self) -> None:
-        """Report that no requests are accepted, until ready(). Those in flight continue."""
+        """Report to health checks that no requests are accepted, until ready(). Those in flight continue."""
 
     async def stop(self, grace_s: float) -> None:
         """Refuse requests, give those in flight `grace_s` seconds, then end them. Idempotent."""
 
 
 class HostedService(Protocol):
-    """A process's own work while it serves. Every method is called on the event loop."""
+    """Interface of a service's own work, which ServiceHost runs. All methods are called on the event loop."""
 
     async def run(self) -> None:
         """Run background work until cancelled."""
 
     def load(self) -> InstanceLoad:
-        """Current load. The host fills in the state."""
+        """Current load, for the heartbeat; its `state` is ignored."""
 
     def drain(self) -> None:
         """Refuse new requests from now on. Idempotent."""
@@ -74,12 +74,12 @@ class HostedService(Protocol):
 
 
 def new_incarnation() -> int:
-    """Random number that identifies one incarnation of an instance."""
+    """Random number that identifies one run of an instance's process."""
     return secrets.randbits(63)
 
 
 def service_record(config: ServiceConfig, role: Role, model: str, incarnation: int) -> InstanceRecord:
-    """Common fields of a service's record; the host adds the address."""
+    """Build a service's record for the cluster, with the fields common to all services; the host adds the address."""
     return InstanceRecord(
         instance_id=config.instance_id,
         incarnation=incarnation,
@@ -93,7 +93,7 @@ def service_record(config: ServiceConfig, role: Role, model: str, incarnation: i
 
 
 class ServiceHost:
-    """Runs one service: owns its server, its lease and its background work."""
+    """Runs one service process: owns its server, its lease in the cluster and its background work."""
 
     def __init__(
         self,
@@ -107,12 +107,12 @@ class ServiceHost:
         public: ProcessServer | None = None,
         operators: Callers | None = None,
     ) -> None:
-        """service_names: full names of the gRPC services; register adds their servicers. store: already connected.
-        server: replaces the gRPC server with these services and DrainService. public: an additional server. operators:
-        only callers with an admin key may drain the process; None: everyone that the port admits."""
+        """service_names: full names of the gRPC services, whose servicers `register` adds. store: already connected.
+        server: replaces the gRPC server, and with it DrainService. public: an additional server. operators: checks that
+        callers of DrainService present an admin key; None: every caller that the port admits."""
         check_order()
         self.record = record
-        """Its address is set once `started`."""
+        """Registration in the cluster. Has an address once `started` is set."""
         self.state = InstanceState.READY
         """State for the heartbeats."""
         self.started = asyncio.Event()
@@ -129,14 +129,13 @@ class ServiceHost:
 
     @property
     def address(self) -> str:
-        """Address for other processes; empty before it listens."""
+        """Address at which other processes reach this one; empty before it listens."""
         return self.record.address
 
     async def serve(self, stopping: asyncio.Event) -> int:
         """Serve until `stopping` is set, then drain; or until break_off(). Returns the exit status.
 
-        Raises ConfigError when the address cannot be bound.
-        """
+        Raises ConfigError if the address cannot be bound."""
         BUILD_INFO.labels(self.record.version, self.record.role, self.record.model).set(1)
         self._broken = self._broken or asyncio.get_running_loop().create_future()
         try:
@@ -189,8 +188,7 @@ class ServiceHost:
         return True
 
     async def undrain(self) -> bool:
-        """Accept requests again. Returns False if it was not draining. Raises Unavailable when the process is
-        ending."""
+        """Accept requests again. Returns False if it was not draining. Raises Unavailable if the process is ending."""
         if self._stopping:
             raise Unavailable(f"{self.record.instance_id} is ending: it cannot take requests again")
         if self.state is InstanceState.READY:
@@ -203,7 +201,7 @@ class ServiceHost:
         return True
 
     def break_off(self, reason: str) -> None:
-        """End the service without a drain, with BROKEN_STATUS. The first reason wins."""
+        """End the service without a drain, with exit status BROKEN_STATUS. The first reason is kept."""
         if self._broken is None:
             self._broken = asyncio.get_running_loop().create_future()
         if not self._broken.done():
@@ -264,7 +262,7 @@ def _log_posture(config: ServiceConfig) -> None:
 
 
 async def first_of(*waits: Coroutine[Any, Any, object], timeout_s: float | None) -> None:
-    """Return when one of the waits does, or after the timeout; cancel the others."""
+    """Return when one of the waits does, or after `timeout_s` seconds (None: no limit); cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Connects a starting service to the cluster's state, and waits while Redis does not answer."""
+"""Connects a starting service to the cluster store in Redis, and waits while Redis does not answer."""
 
 import asyncio
 import contextlib
@@ -13,17 +13,15 @@ from kaveri.security.api_keys import USAGE_COMMANDS, usage_prefix
 from kaveri.security.settings import KeySettings
 
 _STAND_BY_AFTER_S = 1.0
-"""After this long without an answer, the service's port reports NOT_SERVING."""
+"""Seconds without an answer after which the service's port reports NOT_SERVING."""
 
 
 @contextlib.asynccontextmanager
 async def open_store(
     config: ServiceConfig, stopping: asyncio.Event, follow: ViewSource = ViewSource.HEARTBEATS
 ) -> AsyncIterator[RedisStore | None]:
-    """Open the store for the context; yields None if `stopping` was set while Redis was away.
-
-    Raises ConfigError when Redis does not answer within `redis_wait_s`.
-    """
+    """Open the cluster store for the context; yields None if `stopping` is set before Redis answers. follow: source of
+    the store's view of the cluster. Raises ConfigError if Redis does not answer within `redis_wait_s` seconds."""
     async with contextlib.AsyncExitStack() as stack:
         store = RedisStore(
             config.redis_url, config.cluster_name, follow, wait_s=config.redis_wait_s, also_needs=_needs_of_keys(config)
@@ -53,8 +51,7 @@ def _needs_of_keys(config: ServiceConfig) -> RedisNeeds:
 
 @contextlib.asynccontextmanager
 async def _not_serving(config: ServiceConfig) -> AsyncIterator[None]:
-    """Report NOT_SERVING on the service's port during the context. With port 0 there is no report: no client knows the
-    port yet."""
+    """Report NOT_SERVING on the service's port during the context; not with port 0, which no client knows yet."""
     if config.port == 0:
         yield
         return

@@ -1,9 +1,7 @@
-"""Tests before registration that an engine can run its model, by dummy requests that leave no trace.
+"""Tries, before registration, that an engine can run its model, by dummy requests that leave no trace.
 
 Two prompts, of two tokens and of one, share one step, so that chunks and single tokens are computed. If the instance
-decodes, the first one continues with a decode step. Prompt and answer are shorter than a block of any usual size, so no
-prefix cache keeps them.
-"""
+decodes, the first one continues with a decode step. All is shorter than a usual block, so no prefix cache keeps it."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,16 +21,15 @@ from kaveri.engine.contract import (
 from kaveri.errors import ConfigError, KaveriError, NoCapacity
 
 TRIAL_TIMEOUT_S = 300.0
-"""Timeout of a trial. The first steps of an engine on a GPU may compile kernels, for minutes."""
+"""Seconds for a trial. The first steps of an engine on a GPU may compile kernels, for minutes."""
 _LOOK_AGAIN_S = 0.005
 _NAME = "kaveri-trial"
 
 
 class Trial:
-    """One trial of a started engine. For the event loop that receives the engine's events.
+    """A test that a started engine can run its model, by dummy requests. For the event loop that receives its events.
 
-    decodes: also try a decode step.
-    """
+    decodes: also test a decode step."""
 
     def __init__(self, engine: Engine, decodes: bool) -> None:
         # A decode-only engine cannot compute a prompt, and is not tried.
@@ -43,7 +40,7 @@ class Trial:
         self._over = asyncio.Event()
 
     async def run(self, timeout_s: float = TRIAL_TIMEOUT_S) -> None:
-        """Return when the dummy requests have ended and their blocks are free. Raises ConfigError otherwise."""
+        """Run the dummy requests until they have ended and their blocks are free. Raises ConfigError otherwise."""
         if self._engine is None:
             return
         try:
@@ -61,7 +58,7 @@ class Trial:
             raise ConfigError("engine", f"cannot run this model: {self._failure}")
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
-        """Process the engine's events. Never raises."""
+        """Process a batch of the engine's events. Never raises."""
         for event in events:
             match event:
                 case FirstToken(key=key):

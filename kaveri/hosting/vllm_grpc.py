@@ -1,8 +1,6 @@
-"""Reads, validates and writes messages of `vllm.grpc.engine.VllmEngine` (package smg-grpc-proto).
+"""Reads, validates and writes messages of vLLM's gRPC API, `vllm.grpc.engine.VllmEngine` (package smg-grpc-proto).
 
-Imported with --vllm-grpc only, since the package is an extra. Unsupported fields, including those of newer packages,
-are refused by name.
-"""
+Imported with --vllm-grpc only, as the package is an extra. Unsupported fields, also newer ones, are refused by name."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,18 +64,18 @@ _HARMLESS_FIELDS: Mapping[str, Accepts] = {
 
 @dataclass(frozen=True, slots=True)
 class VllmAsked:
-    """A validated Generate of this protocol."""
+    """A validated Generate request of vLLM's gRPC API."""
 
     request_id: str
     """Empty: the caller gave none."""
     prompt: str | Sequence[int]
     params: ResolvedParams
-    """Parameters as in vLLM's server of this protocol: callers fill in the model's defaults from GetModelInfo."""
+    """Parameters without the model's defaults: as with vLLM's server, callers fill these in from GetModelInfo."""
     n: int
     stream: bool
 
     def request(self, index: int, prompt: str | Sequence[int]) -> inference_pb2.GenerateRequest:
-        """Build the request for the answer `index`."""
+        """Build the router's own request for answer `index` of the `n` requested."""
         request = inference_pb2.GenerateRequest()
         if isinstance(prompt, str):
             request.text = prompt
@@ -90,12 +88,12 @@ class VllmAsked:
         return request
 
     def name(self, request_id: str, index: int) -> str:
-        """Build the id of the answer `index`."""
+        """Build the request id of answer `index`, from 0."""
         return request_id if self.n == 1 else f"{request_id}-{index}"
 
 
 def read_generate(request: Any) -> VllmAsked:
-    """Parse a GenerateRequest of vllm.grpc.engine. Raises InvalidArgument; see renamed()."""
+    """Parse and validate a GenerateRequest of vLLM's gRPC API. Raises InvalidArgument."""
     _refuse_rest(request, "", _HONOURED_FIELDS, _HARMLESS_FIELDS)
     prompt: str | Sequence[int]
     match request.WhichOneof("input"):
@@ -136,7 +134,7 @@ def _read_params(params: Any) -> tuple[ResolvedParams, int]:
 
 
 def _refuse_rest(message: Message, path: str, honoured: frozenset[str], harmless: Mapping[str, Accepts]) -> None:
-    """Raise InvalidArgument for every field that is set, is not supported, and would have an effect."""
+    """Raise InvalidArgument for a field that is set, unsupported and has an effect."""
     for field, value in message.ListFields():
         if field.name in honoured or harmless.get(field.name, lambda _value: False)(value):
             continue
@@ -149,7 +147,7 @@ def _refuse_rest(message: Message, path: str, honoured: frozenset[str], harmless
 
 
 def renamed(error: KaveriError, is_text: bool = True) -> KaveriError:
-    """Translate an error's field name to that of vLLM's gRPC. is_text: False if the prompt came as token ids."""
+    """Translate an error's field name to that of vLLM's gRPC API. is_text: False if the prompt came as token ids."""
     if not isinstance(error, InvalidArgument):
         return error
     prompt = "text" if is_text else "tokenized.input_ids"
@@ -161,10 +159,10 @@ def renamed(error: KaveriError, is_text: bool = True) -> KaveriError:
 
 
 class AnswerMessages:
-    """Builds the messages of one answer."""
+    """Builds the response messages of one answer in vLLM's gRPC API."""
 
     def __init__(self, asked: VllmAsked, index: int) -> None:
-        """index: of the answer among those requested."""
+        """index: of the answer among those requested, from 0."""
         self._asked = asked
         self._prompt_tokens = 0
         self._last_token_id: int | None = None
@@ -175,7 +173,7 @@ class AnswerMessages:
     def part(
         self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.Logprobs], prompt_tokens: int
     ) -> Any | None:
-        """Add the next tokens; returns their message if the answer is streamed. logprobs: one for each token, or none.
+        """Add the next tokens. Returns their message if the answer is streamed. logprobs: one per token, or empty.
         prompt_tokens: 0 if already reported."""
         self._prompt_tokens = self._prompt_tokens or prompt_tokens
         if token_ids:
@@ -200,8 +198,8 @@ class AnswerMessages:
         return message
 
     def complete(self, finish: FinishReason, stop_text: str | None = None) -> Any:
-        """Return the final message. stop_text: the one that ended the answer. Raises InvalidArgument when an answer
-        that is not streamed is too large."""
+        """Return the final message. stop_text: the text that ended the answer. Raises InvalidArgument if an answer that
+        is not streamed is too large."""
         last = self._last
         last.finish_reason = _FINISH_REASONS[finish]
         last.prompt_tokens = self._prompt_tokens
@@ -219,7 +217,6 @@ class AnswerMessages:
 
 
 def _report(token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.Logprobs], top_count: int | None) -> Any:
-    """Log-probabilities of a part of an answer; None if not requested."""
     if not logprobs:
         return None
     report = vllm_engine_pb2.OutputLogProbs(token_logprobs=[each.logprob for each in logprobs], token_ids=token_ids)
@@ -231,7 +228,7 @@ def _report(token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.Logprobs],
 
 
 def register(servicer: object, server: aio.Server) -> None:
-    """Register the servicer's methods at a server that has not started. All others are UNIMPLEMENTED."""
+    """Register the methods that `servicer` has at a server that has not started. All others are UNIMPLEMENTED."""
     handlers = {
         method.name: _HANDLERS[method.server_streaming](
             getattr(servicer, method.name),
@@ -269,8 +266,8 @@ def model_info(
     files: ModelFiles,
     defaults: SamplingParams,
 ) -> Any:
-    """Build a GetModelInfoResponse. name: under which the model is served. limit: tokens of prompt and answer together.
-    defaults: with which callers complete their requests."""
+    """Build a GetModelInfoResponse. name: of the served model. limit: max tokens of prompt and answer together.
+    defaults: sampling parameters with which callers complete their requests."""
     drawing = {name: value for name, value in shown_params(defaults).items() if name != "max_tokens"}
     return vllm_engine_pb2.GetModelInfoResponse(
         model_path=model,
@@ -286,7 +283,7 @@ def model_info(
 
 
 def tokenizer_chunks(files: ModelFiles) -> Iterable[Any]:
-    """Chunks of the tokenizer archive for GetTokenizer. Raises Unsupported if there is none."""
+    """Yield the tokenizer archive as GetTokenizer chunks. Raises Unsupported if the model has none."""
     data = files.archive
     if not data:
         raise Unsupported("the model has no tokenizer files to send")
@@ -297,7 +294,7 @@ def tokenizer_chunks(files: ModelFiles) -> Iterable[Any]:
 
 
 def scheduler_load(running: int, waiting: int, used_tokens: int, total_tokens: int, uncached_tokens: int) -> Any:
-    """Build one scheduler's load. Tokens are those of KV pools; uncached_tokens wait to be computed."""
+    """Build a SchedulerLoad message. Tokens are in KV pools, except uncached_tokens, which wait to be computed."""
     usage = used_tokens / total_tokens if total_tokens else 0.0
     return vllm_engine_pb2.SchedulerLoad(
         num_running_reqs=running,

@@ -7,7 +7,7 @@ from kaveri.extras import install_command, lacks
 
 
 def require_vllm_grpc() -> None:
-    """Raise ConfigError if the extra is missing, or incompatible with the installed gRPC or protobuf."""
+    """Raise ConfigError if the package for --vllm-grpc is missing, or incompatible with gRPC or protobuf here."""
     try:
         # Import here: without the flag the package is not needed.
         from smg_grpc_proto import vllm_engine_pb2  # noqa: F401

@@ -1,4 +1,4 @@
-"""`python -P -m services.instance COMMAND`: runs one engine instance, which serves first what the command says."""
+"""`python -P -m services.instance COMMAND`: runs one engine instance. COMMAND: which phases it serves first."""
 
 import asyncio
 import sys
@@ -17,7 +17,7 @@ COMMANDS: dict[str, type[PhasesConfig]] = {
 
 
 def main() -> int:
-    """Run the service. Returns the exit status."""
+    """Run the instance that the command line describes. Returns the exit status."""
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if command not in COMMANDS:
         sys.exit(f"services.instance: the first argument is {command!r}; it must be {', '.join(COMMANDS)}")

@@ -1,4 +1,4 @@
-"""An engine instance's settings: those of both phases, and which it serves first."""
+"""Settings of an engine instance: those of both phases, and which it serves first."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,12 +10,12 @@ from services.prefill.config import PromptConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PhasesConfig(PromptConfig, BatchConfig):
-    """Settings of an instance that can serve both phases, in turn or together."""
+    """Settings of an instance that can serve prefill and decode, in turn or together."""
 
     HELP_TITLE: ClassVar = "Phases"
 
     phases: tuple[Phase, ...] = BOTH_PHASES
-    """Phases served from the start. Not a flag: set by the command."""
+    """Phases served from the start. No flag: the command sets it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""FeedService over gRPC: the logs of both phases of an instance, attaches and aborts in either."""
+"""FeedService over gRPC: streams tokens and prompt reports to routers; attaches and aborts requests."""
 
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 from typing import Any
@@ -26,11 +26,11 @@ SERVICE_NAME = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
 _BEAT = feed_pb2.FollowResponse()
 _QUIET = feed_pb2.FollowResponse(quiet=True)
 _REPORTS_TOGETHER = 64
-"""Limit on reports in one message. One with log-probabilities of a prompt ends its message: it is large."""
+"""Max reports in one message. One with log-probabilities of a prompt ends its message: it is large."""
 
 
 class FeedServer(FeedServiceServicer):
-    """FeedService of one instance."""
+    """gRPC FeedService of one instance: streams tokens and prompt reports to routers; attaches and aborts requests."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class FeedServer(FeedServiceServicer):
         incarnation: int,
         holder: ReplicaHolder | None = None,
     ) -> None:
-        """feeds: those of both phases. holder: None where replicas are off."""
+        """feeds: streams of both phases to routers. holder: replicas of other instances; None: replication is off."""
         self._feeds = feeds
         self._prefill = prefill
         self._decode = decode
@@ -114,8 +114,8 @@ class FeedServer(FeedServiceServicer):
             self._holder.close(name.request_id, ownership, name.replica)
 
     def _repeat(self, request: feed_pb2.FollowRequest) -> list[Hashable]:
-        """Have news repeated of the requests that a new stream names. Returns errors for those that are not here, or
-        belong to another router."""
+        """Queue lost messages of the requests that a new stream names again. Returns errors for requests that are not
+        here, or belong to another router."""
         awaited = [
             Awaited(named.request_id, Owner(named.session, named.attempt), named.next_index)
             for named in request.requests
@@ -129,7 +129,6 @@ class FeedServer(FeedServiceServicer):
 
 
 def _messages(news: Sequence[Hashable]) -> Iterator[feed_pb2.FollowResponse]:
-    """Encode a batch of news; no message if nothing in it is unsent."""
     gained: list[GainedTokens] = []
     for each in news:
         if isinstance(each, DecodeRequest):

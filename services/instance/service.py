@@ -1,5 +1,4 @@
-"""Builds an engine instance from its settings and runs it, and hands its prompts over: to its own decode side, or to
-other instances."""
+"""Builds and runs an engine instance, and hands its prompts over to its own or another decode side."""
 
 import asyncio
 import itertools
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
 
 async def serve(config: PhasesConfig, stopping: asyncio.Event) -> int:
-    """Serve until `stopping`, then drain. Returns the exit status. Raises ConfigError."""
+    """Run an engine instance until `stopping` is set, then drain it. Returns the exit status. Raises ConfigError."""
     async with open_store(config, stopping, ViewSource.BROADCASTS) as store:
         if store is None:
             return 0
@@ -63,10 +62,8 @@ async def serve(config: PhasesConfig, stopping: asyncio.Event) -> int:
 
 
 async def _load_tokenizer(config: PhasesConfig) -> "ModelTokenizer | None":
-    """Load the tokenizer of answers that callers read here; None: they read them at routers.
-
-    At the start, as loading a large vocabulary holds the interpreter for longer than an instance may be silent.
-    """
+    """Load the tokenizer for clients that read answers here; None: they read at routers. At the start, as loading a
+    large vocabulary blocks the interpreter for longer than an instance may be silent."""
     if not (config.reads_directly and Phase.DECODE in config.phases):
         return None
     # Takes seconds to import where no engine has done so.
@@ -90,11 +87,10 @@ def instance_host(
     replicas: ReplicaStore | None = None,
     tokenizer: "ModelTokenizer | None" = None,
 ) -> EngineHost:
-    """Build an instance around `engine`, which it owns from now on. rng: for its choices of peers.
+    """Build an instance around `engine`, which it then owns. rng: for choosing among other instances.
 
-    replicas: memory for copies of other instances' requests; None: no replication. tokenizer: for answers that callers
-    read here; None: they cannot.
-    """
+    replicas: host memory for copies of other instances' KV caches; None: no replication. tokenizer: for clients that
+    read answers directly here; None: they cannot."""
     incarnation, serials = new_incarnation(), itertools.count(1)
     register_engine_metrics(engine, registry, config.model_name)
     feeds = RouterFeeds(config.orphan_grace_s)
@@ -164,7 +160,7 @@ def _has_room(
     request: PrefillRequest,
     computing: Collection[PrefillRequest],
 ) -> bool:
-    """True if a prompt fits next to the blocks that the admission policy keeps for answers."""
+    """True if a prompt fits next to the KV blocks that the admission policy reserves for answers."""
     # Without running and new answers, the engine alone decides.
     if decode.is_idle and not decodes_here():
         return True
@@ -180,7 +176,6 @@ def _has_room(
 
 
 def _adopt(decode: DecodeInstance, adopted: Adopted, request: PrefillRequest) -> Adopted:
-    """Have the decode side take over a request whose first token is drawn. Raises as DecodeInstance.adopt()."""
     first = request.log.first_token
     assert first is not None, request
     decode.adopt(

@@ -1,4 +1,4 @@
-"""A validated request, and the part of its answer that its client has."""
+"""A validated request, and the part of its answer that its client has already received."""
 
 from dataclasses import dataclass
 
@@ -13,17 +13,17 @@ from services.router.lifecycle_values import InstanceLife
 
 @dataclass(frozen=True, slots=True)
 class OwnerHint:
-    """The instances that had a request last; None: there was none."""
+    """Instances last known to serve a request, to be asked for it first when its client re-attaches; None: unknown."""
 
     prefill: InstanceLife | None = None
     decode: InstanceLife | None = None
     holder: InstanceLife | None = None
-    """Holder of the replica."""
+    """Instance that holds a replica: a copy of the request's KV cache."""
     suspect_until: int = 0
-    """As in Attempt."""
+    """Answer length in tokens until which the request is suspected of breaking engines; 0: it is not."""
 
     def names_others_than(self, life: InstanceLife, phase: Phase) -> bool:
-        """True if another instance was the last to have the request in this phase."""
+        """True if, by this hint, an instance other than `life` was the last to serve the request in `phase`."""
         if phase is Phase.PREFILL:
             return self.decode is not None or self.prefill not in (None, life)
         return (self.decode or self.prefill) is not None and self.decode != life
@@ -50,7 +50,7 @@ def hint_from_proto(message: inference_pb2.OwnerHint) -> OwnerHint:
 
 
 def hint_from_store(value: bytes) -> OwnerHint:
-    """Parse a hint from the cluster store; an empty one if that fails."""
+    """Parse a hint from the cluster store; an empty hint if the bytes are invalid."""
     try:
         return hint_from_proto(inference_pb2.OwnerHint.FromString(value))
     except DecodeError:
@@ -63,18 +63,18 @@ def _life(instance_id: str, incarnation: int) -> InstanceLife | None:
 
 @dataclass(frozen=True, slots=True)
 class AlreadyReceived:
-    """The part of an answer that a client has."""
+    """The part of an answer that a re-attaching client already has."""
 
     token_ids: tuple[int, ...] = ()
     characters: int = 0
     owner: OwnerHint = OwnerHint()
-    """Instances that are asked for the request first: the store's hint if there is one, else the client's."""
+    """Instances to ask for the request first: the store's hint if there is one, else the client's."""
     told: OwnerHint = OwnerHint()
-    """The client's hint. The store's may be older, if it was away."""
+    """The client's hint. The store's may be older, if the store was unreachable."""
 
     def excuses(self, refusal: BaseException, life: InstanceLife, phase: Phase) -> bool:
-        """True if an instance refuses the client's tokens because it is a former owner. One that was cut off while the
-        request went on elsewhere has fewer tokens than the client or, in low precision, others."""
+        """True if `life` refused the client's tokens only because another instance has replaced it since. Its own
+        tokens are then fewer than the client's or, in low precision, different."""
         if not (isinstance(refusal, InvalidArgument) and refusal.field.startswith("received.")):
             return False
         return self.owner.names_others_than(life, phase) or self.told.names_others_than(life, phase)
@@ -85,14 +85,14 @@ NOTHING_RECEIVED = AlreadyReceived()
 
 @dataclass(frozen=True, slots=True)
 class AcceptedRequest:
-    """A validated request."""
+    """A validated, tokenized request with all parameters filled in."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: ResolvedParams
-    """With max_tokens and seed set."""
+    """Includes max_tokens and seed."""
     room: int
-    """Max tokens of the answer by the model's length."""
+    """Max answer tokens that the model's context length allows."""
     arrived_s: float
     """time.monotonic() at its arrival."""
     deadline_s: float
@@ -100,8 +100,8 @@ class AcceptedRequest:
     session: int = 0
     """Number of times the client has re-attached."""
     secret: bytes = b""
-    """Empty: the client cannot re-attach."""
+    """Proof of a re-attaching client that the request is its own; empty: the client cannot re-attach."""
     received: AlreadyReceived = NOTHING_RECEIVED
     """Tokens and text from earlier sessions."""
     direct: bool = False
-    """True if the client may read the answer at decode instances."""
+    """True if the client may read the answer directly from decode instances."""

@@ -16,10 +16,10 @@ from services.router.request_table import RecentRequests
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServiceServicer):
-    """ClusterService of a router."""
+    """gRPC ClusterService of a router, for operators: cluster view, timing and steps of requests, recent workload."""
 
     def __init__(self, store: ClusterStore, recent: RecentRequests, operators: Callers | None = None) -> None:
-        """operators: checks callers for an admin key; None: everyone on this port may call."""
+        """operators: checks that callers present an admin key; None: every caller is allowed."""
         self._store = store
         self._recent = recent
         self._operators = operators

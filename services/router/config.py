@@ -19,7 +19,7 @@ from kaveri.text.content_format import ContentFormat
 
 @dataclass(frozen=True, kw_only=True)
 class FrontSettings(PublicSettings, ServiceConfig):
-    """The model that a router serves, and the ports where it does."""
+    """Settings of a router's served model, and of its ports."""
 
     model: str = setting(
         "model to serve: a path, a hub id or a bundled name; its tokenizer is loaded here", KAVERI_TINY, present
@@ -71,12 +71,12 @@ class FrontSettings(PublicSettings, ServiceConfig):
 
     @property
     def public_listen_host(self) -> str:
-        """Address that the public port listens on."""
+        """Host on which the public port, for clients with API keys, listens."""
         return self.public_host or self.host
 
     @property
     def advertised_public_address(self) -> str:
-        """Address for clients with API keys; empty: there is none."""
+        """HOST:PORT at which clients with API keys reach the public port; empty: there is no such port."""
         if not self.public_port:
             return ""
         host = self.public_host or self.reached_host
@@ -85,7 +85,7 @@ class FrontSettings(PublicSettings, ServiceConfig):
 
     @property
     def model_name(self) -> str:
-        """The name under which callers and the cluster know the model."""
+        """Name of the served model, for callers and in the cluster."""
         return self.served_model_name or self.model
 
 

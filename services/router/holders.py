@@ -1,4 +1,4 @@
-"""Resumes requests whose decode instance is lost, at the holders of their replicas."""
+"""Resumes requests that lost their decode instance, at instances that hold replicas of their KV cache."""
 
 import asyncio
 import time
@@ -22,21 +22,20 @@ from services.router.lifecycle_values import NO_LIFE, holder_of
 from services.router.requests import RequestEntry
 
 _REFUSALS = ((RequestNotFound, "not_found"), (NoCapacity, "no_room"), (Unavailable, "unavailable"))
-"""A holder's errors, and the metric's labels for them."""
 
 
 class Holders:
-    """Resumes requests at the holders of their replicas."""
+    """Resumes requests at the holders of their replicas: instances that keep a copy of the request's KV cache."""
 
     def __init__(self, store: ClusterStore, channels: Channels, stream_id: str, model: str) -> None:
-        """stream_id: the router_id of the decode protocol."""
+        """stream_id: this router's id in the decode protocol."""
         self._store = store
         self._channels = channels
         self._stream_id = stream_id
         self._model = model
 
     def replica_of(self, entry: RequestEntry) -> ReplicaLocation | None:
-        """The replica to resume the request from if its present instance is lost, if there is one."""
+        """The replica (copy of its KV cache) to resume the request from after a loss; None if none is worth it."""
         context_tokens = entry.context_tokens
         match entry.state:
             case lives.Placed() | lives.Decoding() | lives.Lost():
@@ -51,14 +50,13 @@ class Holders:
         return replica
 
     def does_not_wait(self, entry: RequestEntry) -> bool:
-        """True if a request leaves a silent or unreachable instance at once: another one has a replica, or the instance
-        was only asked to resume it."""
+        """True if a request need not wait for an unreachable instance: a replica exists, or it only resumes there."""
         return isinstance(entry.state, lives.Resuming) or self.replica_of(entry) is not None
 
     async def resume(self, entry: RequestEntry, number: int, replica: ReplicaLocation) -> None:
-        """Run attempt `number` at the holder until it is over, or refused by the holder.
+        """Resume the request at its replica's holder as attempt (placement) `number`, until that is over or refused.
 
-        replica: just returned by replica_of()."""
+        replica: a fresh result of replica_of()."""
         holder = holder_of(replica)
         if entry.account.owner_change is None:
             entry.note_loss("it was lost with the request's router", entry.accepted.received.owner.decode or NO_LIFE)

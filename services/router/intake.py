@@ -1,4 +1,4 @@
-"""Checks a request against every limit and tokenizes it, before anything is spent on it."""
+"""Validates and tokenizes requests, before anything is spent on them."""
 
 import asyncio
 import contextlib
@@ -20,24 +20,23 @@ from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, 
 from services.router.request_placer import RequestPlacer
 
 _SLICE_TOKENS = 16_384
-"""Token ids are copied and checked in slices, about a millisecond of the event loop each. Those of longer input take
-turns: many such requests at once would otherwise each take a slice of the same turn of the loop."""
+"""Token ids are copied and checked in slices of about a millisecond each. Longer inputs take turns, so that many of
+them do not run a slice each in one iteration of the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A prompt to be rendered with the chat template."""
+    """Chat messages that become a prompt through the model's chat template."""
 
     messages: Sequence[Turn]
 
 
 Prompt = str | Sequence[int] | Conversation
-"""Text, token ids or a conversation, not empty. Sequences may be those of the message, of any length; nothing is copied
-before their length is checked."""
+"""Text, token ids or a conversation; not empty. Token ids of a message are not copied before their count is checked."""
 
 
 class Intake:
-    """Turns requests as received into accepted ones."""
+    """Validates, tokenizes and completes incoming requests."""
 
     def __init__(
         self, model: str, tokenizer: ModelTokenizer, placer: RequestPlacer, defaults: SamplingDefaults
@@ -49,15 +48,14 @@ class Intake:
         self._turn = asyncio.Lock()
 
     def check_model(self, model: str) -> None:
-        """Raise ModelNotFound unless `model` is empty or the one served."""
+        """Raise ModelNotFound unless `model` is empty or the served model's name."""
         if model not in ("", self._model):
             raise ModelNotFound(model, (self._model,))
 
     def check(self, request: inference_pb2.GenerateRequest, request_id: str) -> SamplingParams:
-        """Check everything but the tokens and the limits of instances. request_id: the router's name of the request.
+        """Validate what needs neither tokens nor limits of instances. Returns the sampling parameters.
 
-        Raises InvalidArgument and ModelNotFound.
-        """
+        request_id: the id under which the router serves the request. Raises InvalidArgument and ModelNotFound."""
         self.check_model(request.model)
         check_request(request_id, request.session, request.secret)
         params = params_from_proto(request.params, SamplingParams) if request.HasField("params") else SamplingParams()
@@ -83,10 +81,9 @@ class Intake:
         *,
         is_public: bool,
     ) -> AcceptedRequest:
-        """Tokenize and resolve a request. params: as check() returned them. Times are time.monotonic()'s.
+        """Tokenize a request and fill in its defaults. params: from check(). Times are time.monotonic()'s.
 
-        Raises InvalidArgument, naming field, value and limit; Unavailable when no instance tells the limits.
-        """
+        Raises InvalidArgument, naming field, value and limit; Unavailable if no instances serve the model."""
         check_token_ids("params.stop_token_ids", params.stop_token_ids, self.tokenizer.vocab_size)
         prompt = _prompt_of(request)
         view = await self._placer.wait_for_instances(deadline_s)
@@ -125,8 +122,7 @@ class Intake:
         )
 
     def _resolved(self, params: SamplingParams, room: int, resolved_tokens: int) -> ResolvedParams:
-        """Fill in the model's defaults, max_tokens and seed. resolved_tokens: max_tokens as an earlier session's router
-        has resolved it; 0: there was none."""
+        """Fill in max_tokens, seed and defaults. resolved_tokens: an earlier session's max_tokens; 0: none."""
         most_tokens = room
         if resolved_tokens:
             params = dataclasses.replace(params, max_tokens=min(resolved_tokens, params.max_tokens or resolved_tokens))
@@ -142,20 +138,21 @@ class Intake:
     async def tokenize(
         self, request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, deadline_s: float
     ) -> tuple[list[int], int]:
-        """Token ids of a request's prompt, and the model's length. Raises as accept()."""
+        """Tokenize a request's prompt. Returns its token ids and the model's context length. Raises like accept()."""
         prompt = _prompt_of(request)
         limit = max_model_len(await self._placer.wait_for_instances(deadline_s), self._model)
         return await self._tokenize(prompt, limit - 1, deadline_s), limit
 
     async def detokenize(self, token_ids: Sequence[int], deadline_s: float) -> str:
-        """Text of token ids, at most as many as the model's length. Raises as accept()."""
+        """Decode token ids, at most as many as the model's context length, to text. Raises like accept()."""
         limit = max_model_len(await self._placer.wait_for_instances(deadline_s), self._model)
         if len(token_ids) > limit:
             raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", f"at most {limit} tokens")
         return await self.tokenizer.decode(token_ids, deadline_s)
 
     async def begin_answer(self, accepted: AcceptedRequest) -> Answer:
-        """Start the answer after the part that the client has. Raises InvalidArgument if that part has less text."""
+        """Create the request's output, which begins after the tokens and text that the client already has. Raises
+        InvalidArgument if these tokens have less text than the client claims."""
         received, params = accepted.received, accepted.params
         detokenizer = self.tokenizer.detokenizer(
             accepted.prompt_token_ids,
@@ -204,7 +201,7 @@ class Intake:
 
 
 def _prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> Prompt:
-    """The prompt of a request, in whichever form it is given. Raises InvalidArgument for a missing or empty one."""
+    """Return the request's prompt, in its given form. Raises InvalidArgument if it is missing or empty."""
     match request.WhichOneof("prompt"):
         case "text":
             if not request.text:

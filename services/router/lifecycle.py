@@ -1,4 +1,4 @@
-"""Transitions of a request's life on the router. Pure: no clock, no waiting, no I/O, no protobuf.
+"""State machine of a request on the router. Pure: no clock, no waiting, no I/O, no protobuf.
 
     Unplaced -> Prefilling -> Placed -> Decoding -> Finishing -> Ended
        ^            |           |          | ^
@@ -66,12 +66,12 @@ from services.router.lifecycle_values import (
 
 Step = tuple[State, tuple[Action, ...]]
 HAND_OVER_GRACE_S = 0.25
-"""How long the timing of a complete answer waits for prefill's report of the hand-over."""
+"""Seconds that a complete answer waits for prefill's report of the KV hand-over, for the timing."""
 
 
 def step(state: State, event: Event, now_s: float) -> Step:
-    """Return the next state and the actions. Events of peers are possible in every state. Raises AssertionError for an
-    event of the service itself that is impossible in `state`."""
+    """Return the next state and the actions to carry out. Events from instances are possible in every state. Raises
+    AssertionError for an event of the router itself that is impossible in `state`."""
     match event:
         case Tokens():
             return _tokens(state, event, now_s)
@@ -98,7 +98,6 @@ def step(state: State, event: Event, now_s: float) -> Step:
 
 
 def _moved_on(state: State, event: Sent | Sought | NotFound | ResumeAsked | ReplicaForgone | HandOverReported) -> Step:
-    """Apply an event that is possible in few states."""
     match state, event:
         case Unplaced(next_index) | Lost(_, next_index), Sent(attempt, decode):
             assert attempt.first_index == next_index, (state, event)
@@ -180,7 +179,7 @@ def _tokens(state: State, event: Tokens, now_s: float) -> Step:
 
 
 def _of_another_attempt(state: State, attempt: Attempt, event: Tokens) -> Step:
-    """Drop tokens of another attempt. An instance that draws for an older one has not received its Abort."""
+    """Drop tokens of another attempt. An instance that still sends an older attempt's has missed its Abort."""
     if event.attempt < attempt.number and event.finish is None:
         return state, (Disown(event.attempt, event.source),)
     return state, ()
@@ -256,7 +255,7 @@ def _took_over(state: State, event: TookOver, now_s: float) -> Step:
 
 
 def _superseded(state: State, event: Superseded) -> Step:
-    """End without an abort: the instances go on for the later session."""
+    """End without an abort: the instances continue for the later session."""
     match state:
         case Ended():
             return state, ()
@@ -369,7 +368,6 @@ def _stopped(state: State, outcome: FinishReason | KaveriError) -> Step:
 
 
 def _lost_by_gap(state: Placed | Resuming | Decoding, event: Tokens) -> Step:
-    """Lose an attempt because tokens are missing before those of the event."""
     missing = f"tokens {state.next_index} to {event.first_index - 1} are missing"
     error = Unavailable(f"decode instance {state.decode.instance_id}: {missing}")
     return _lost(state, error, decode_has_ended=event.finish is not None)
@@ -382,10 +380,8 @@ def _lost(
     was_reached: bool = True,
     decode_has_ended: bool = False,
 ) -> Step:
-    """End an attempt that cannot go on. was_reached: True if the instance may know of it.
-
-    An answer that has all its tokens is complete, whatever the error.
-    """
+    """Fail the attempt; an answer that has all its tokens is complete all the same. was_reached: True if the instance
+    may know the attempt. decode_has_ended: True if the decode instance has ended it itself."""
     decode = None if isinstance(state, Prefilling) else state.decode
     replica = state.replica if isinstance(state, Placed | Decoding) else None
     match state:
@@ -425,8 +421,8 @@ def _setback(error: KaveriError, was_reached: bool) -> Setback:
 
 
 def _leaving(state: Prefilling | Placed | Resuming | Decoding) -> tuple[Action, ...]:
-    """Actions that end an attempt which decode has not ended. Prefill aborts a reservation that it has not named unless
-    it has handed the request over; then the decode instance has sent something."""
+    """Actions that end an attempt at its instances. There is no Abort for a decode instance that prefill has not named:
+    prefill aborts its reservation or, after the hand-over, it has sent events and gets a Disown."""
     if isinstance(state, Prefilling):
         sources = dict.fromkeys(event.source for event in state.held.events)
         return LeaveAttempt(), *(Disown(state.attempt.number, source) for source in sources)
@@ -434,12 +430,11 @@ def _leaving(state: Prefilling | Placed | Resuming | Decoding) -> tuple[Action, 
 
 
 def _withheld_by(state: State) -> tuple[Abort, ...]:
-    """Aborts that wait until the holder of the replica has answered."""
     return state.withheld if isinstance(state, Lost | Resuming) else ()
 
 
 def _held_of(events: tuple[Tokens | GivenUp | ReplicaNamed, ...]) -> HeldEvents:
-    """Held events with the number of their tokens. An error counts as one token, a replica's name as none."""
+    """Wrap events with their token count: an error counts as one token, a replica's name as none."""
     tokens = sum(len(event.token_ids) for event in events if isinstance(event, Tokens))
     return HeldEvents(events, tokens + sum(isinstance(event, GivenUp) for event in events))
 
@@ -449,7 +444,6 @@ def _impossible(state: State, event: Event) -> AssertionError:
 
 
 def _replica_named(state: State, event: ReplicaNamed) -> Step:
-    """Record where the replica is, or hold that until the placement is known."""
     match state:
         case Placed(attempt, _, decode) if event.attempt == attempt.number and event.source == decode:
             return replace(state, replica=event.replica), ()
@@ -472,7 +466,7 @@ def _replica_named(state: State, event: ReplicaNamed) -> Step:
 
 
 def _resume_answered(state: State, event: ResumeAnswered) -> Step:
-    """Apply the holder's answer. It does not matter once its tokens have come."""
+    """Apply the answer of a replica's holder to the resume call. Without effect if its tokens came first."""
     match state:
         case Resuming(attempt, next_index, decode):
             if event.error is None:

@@ -1,8 +1,6 @@
-"""States, events and actions of a request's life on the router; lifecycle.py has the transitions.
+"""States, events and actions of a request's state machine, whose transitions are in lifecycle.py.
 
-Tokens, Decoding and Append are named tuples because one of each is made for every batch of tokens; all others are
-frozen dataclasses.
-"""
+Frozen dataclasses, but named tuples where one is made per batch of tokens: Tokens, Decoding, Append."""
 
 import enum
 from collections.abc import Sequence
@@ -16,44 +14,44 @@ from kaveri.policy.retry import Setback
 
 
 class InstanceLife(NamedTuple):
-    """One life of an instance."""
+    """One run of an instance's process. A restart keeps the id and changes the incarnation."""
 
     instance_id: str
     incarnation: int
 
 
 NO_LIFE = InstanceLife("", 0)
-"""The prefill instance of a resumed attempt, or an unknown one."""
+"""Stands for an unknown prefill instance, or for none: a resumed attempt needs none."""
 
 
 def holder_of(replica: ReplicaLocation) -> InstanceLife:
-    """The life that holds a replica."""
+    """The instance, by id and process run, that holds this replica: a copy of a request's KV cache."""
     return InstanceLife(replica.holder_id, replica.holder_incarnation)
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A placement of the request on a prefill instance, or on the holder of its replica, which resumes it."""
+    """One placement of a request: on a prefill instance, or on a replica's holder, which resumes decoding."""
 
     number: int
     prefill: InstanceLife
     first_index: int
-    """Index of the first token that this placement draws."""
+    """Index in the answer of the first token that this attempt generates."""
     most_tokens: int
-    """Max tokens of the whole answer, and of those held."""
+    """Max tokens of the whole answer, and of events held back."""
     taken_over: bool = False
-    """True if it began in an earlier session: the decode instance sends its tokens elsewhere until it is attached."""
+    """True if an earlier session began it: the decode instance's tokens go elsewhere until this router attaches."""
     suspect_until: int = 0
-    """The request is a suspect until its answer has this many tokens, because an engine raised in a step with it. 0: it
-    is no suspect. After a loss: that of the next attempt."""
+    """Answer length in tokens until which the request is suspected of breaking engines, as one raised in a step with
+    it; 0: it is not. After a loss: the value for the next attempt."""
 
 
 class PrefillLeg(enum.Enum):
-    """Progress of the prefill instance with an attempt that has a decode instance."""
+    """Progress of the prefill instance in an attempt (placement) whose decode instance is known."""
 
     WORKING = enum.auto()
     HANDED_OVER = enum.auto()
-    """Decode has accepted the KV. Prefill reports on."""
+    """The decode instance has accepted the KV cache. Prefill's reports continue."""
     COMPLETE = enum.auto()
     """Prefill's reports ended after the hand-over."""
     BROKEN = enum.auto()
@@ -64,50 +62,49 @@ class PrefillLeg(enum.Enum):
 
 
 class Tokens(NamedTuple):
-    """A batch of tokens from a decode instance."""
+    """Event of a request: a decode instance has sent a batch of its tokens."""
 
     attempt: int
     source: InstanceLife
     first_index: int
-    """Index of the first one in the answer."""
+    """Index in the answer of the batch's first token."""
     token_ids: Sequence[int]
     logprobs: Sequence[object] = ()
-    """One per token, or none; opaque here."""
+    """One per token, or empty; opaque here."""
     finish: FinishReason | None = None
-    """Set if the instance has finished the request."""
+    """Set if these are the answer's last tokens."""
     decode_queue_s: float = 0.0
     decode_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """A decode instance will not finish the request."""
+    """Event of a request: a decode instance will not finish it."""
 
     attempt: int
     source: InstanceLife
     error: KaveriError
     has_ended: bool = True
-    """True if the instance has ended the request itself. False: it may go on, for instance because it has no token
-    stream, left the cluster or restarted."""
+    """True if the instance has ended the request. False: it may still run it, for instance because its stream broke."""
 
 
 class ReplicaNamed(NamedTuple):
-    """The decode instance names the request's replica and its size."""
+    """Event of a request: its decode instance has reported the holder and size of a replica: a copy of its KV cache."""
 
     attempt: int
     source: InstanceLife
     replica: ReplicaLocation | None
-    """None: there is none anymore."""
+    """The replica's location and size; None: it is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaForgone:
-    """The request will not be resumed from its replica."""
+    """Event of a request: the router will not resume it from its replica, a copy of its KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeAsked:
-    """The holder of a replica is asked to resume the request."""
+    """Event of a request: the router asks the holder of its replica (KV cache copy) to resume it."""
 
     attempt: Attempt
     holder: InstanceLife
@@ -115,57 +112,57 @@ class ResumeAsked:
 
 @dataclass(frozen=True, slots=True)
 class ResumeAnswered:
-    """The holder has accepted or refused the request, or does not answer."""
+    """Event of a request: the holder of its KV replica has accepted or refused to resume it, or does not answer."""
 
     error: KaveriError | None = None
-    """None: it goes on with the request."""
+    """Reason of the refusal; None: the holder has resumed the request."""
     may_have_begun: bool = False
-    """True if the holder may go on with the request in spite of the error."""
+    """True if the holder may have resumed the request in spite of the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The request is sent to a prefill instance."""
+    """Event of a request: the router sends it to a prefill instance."""
 
     attempt: Attempt
     decode: InstanceLife | None = None
-    """The instance that will decode, if known: one that does both phases."""
+    """Decode instance if known already: the prefill instance itself, where it serves both phases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sought:
-    """Instances are asked for the request of an earlier session."""
+    """Event of a request: after its client has re-attached, the router asks instances whether they have it."""
 
     attempt: Attempt
-    """Has the number under which the instance will go on; the rest is unknown."""
+    """Only its number is final, under which the instance will continue; the rest is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotFound:
-    """No instance has the request of an earlier session."""
+    """Event of a request: after its client has re-attached, no instance has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TookOver:
-    """An instance has the request of an earlier session, and goes on for this router."""
+    """Event of a request: after its client has re-attached, an instance that has it continues it for this router."""
 
     attempt: Attempt
     missing: Sequence[int] = ()
-    """Tokens of earlier placements that the client lacks."""
+    """Tokens of earlier attempts that the client lacks."""
     decode: InstanceLife | None = None
     """The decode instance, already attached. None: a prefill instance has the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeNamed:
-    """Prefill names the decode instance that has reserved room."""
+    """Event of a request: prefill has reported the decode instance that has reserved memory for it."""
 
     decode: InstanceLife
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenReported:
-    """The token that prefill drew."""
+    """Event of a request: prefill has reported the token that it generated."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[object] = ()
@@ -174,32 +171,31 @@ class FirstTokenReported:
 
 @dataclass(frozen=True, slots=True)
 class HandOverReported:
-    """Decode has accepted the KV."""
+    """Event of a request: prefill has reported that the decode instance accepted the KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """Prefill reports nothing more, or its report is not waited for any longer."""
+    """Event of a request: prefill's reports on it have ended, or are no longer waited for."""
 
     error: KaveriError | None = None
     was_reached: bool = True
-    """False: there was no connection, so the instance does not know the request."""
+    """False: no connection was made, so the instance does not know the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Superseded:
-    """A later session takes the request over, at this router or at another one."""
+    """Event of a request: its client has re-attached, so a later session takes over, here or at another router."""
 
     error: KaveriError
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The router ends the request, and has its instances end it."""
+    """Event of a request: the router ends it, also at its instances."""
 
     outcome: FinishReason | KaveriError
-    """CANCELLED by its id, STOP at a stop text: the tokens so far are still delivered; or an error, such as its
-    deadline."""
+    """CANCELLED (by id) or STOP (at a stop text), which deliver the tokens so far; or an error, such as a deadline."""
 
 
 Event = (
@@ -223,7 +219,7 @@ Event = (
 
 
 class HeldEvents(NamedTuple):
-    """Events of decode instances that wait for a placement or the first token, in the order of arrival."""
+    """Events of decode instances, held in order of arrival until the request's placement or first token is known."""
 
     events: tuple[Tokens | GivenUp | ReplicaNamed, ...] = ()
     token_count: int = 0
@@ -237,16 +233,16 @@ NOTHING_HELD = HeldEvents()
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """No instance has the request yet."""
+    """State of a request: no instance has it yet."""
 
     next_index: int = 0
     suspect_until: int = 0
-    """As in Attempt."""
+    """Attempt.suspect_until of the next attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeekingOwner:
-    """Instances are asked for the request of an earlier session. One may send tokens before it answers."""
+    """State of a request: after a re-attach, instances are asked whether they have it; tokens may come first."""
 
     attempt: Attempt
     next_index: int
@@ -255,7 +251,7 @@ class SeekingOwner:
 
 @dataclass(frozen=True, slots=True)
 class Prefilling:
-    """A prefill instance has the request, and has not named a decode instance."""
+    """State of a request: a prefill instance has it, and has not named a decode instance."""
 
     attempt: Attempt
     next_index: int
@@ -264,32 +260,32 @@ class Prefilling:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A decode instance has reserved room. The answer has none of its tokens."""
+    """State of a request: a decode instance has reserved memory for it, and the answer has no token from there."""
 
     attempt: Attempt
     next_index: int
     decode: InstanceLife
     leg: PrefillLeg = PrefillLeg.WORKING
     left: tuple[InstanceLife, ...] = ()
-    """Earlier decode instances of this attempt."""
+    """Former decode instances of this attempt."""
     held: HeldEvents = NOTHING_HELD
     replica: ReplicaLocation | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Resuming:
-    """The holder of the replica is asked to resume the request, without a prefill instance."""
+    """State of a request: the holder of a replica of its KV cache is asked to resume decoding, without prefill."""
 
     attempt: Attempt
     next_index: int
     decode: InstanceLife
     """The holder."""
     withheld: tuple["Abort", ...] = ()
-    """As in Lost."""
+    """Aborts for the former decode instance, sent once the holder has answered."""
 
 
 class Decoding(NamedTuple):
-    """A decode instance draws the tokens: the answer has some of them, or it has resumed the request."""
+    """State of a request: its decode instance has generated tokens of the answer, or has resumed the request."""
 
     attempt: Attempt
     next_index: int
@@ -300,7 +296,7 @@ class Decoding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finishing:
-    """The answer is complete. Its timing waits for prefill's report of the hand-over."""
+    """State of a request: the answer is complete, and its timing waits for prefill's report of the KV hand-over."""
 
     attempt: Attempt
     finish: FinishReason
@@ -308,7 +304,7 @@ class Finishing:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The attempt cannot go on. The request may be placed again."""
+    """State of a request: its attempt has failed, and it may be placed again."""
 
     attempt: Attempt
     next_index: int
@@ -317,20 +313,20 @@ class Lost:
     decode: InstanceLife | None
     leg: PrefillLeg
     replica: ReplicaLocation | None = None
-    """Replica to resume the request from."""
+    """Replica from which the request may be resumed."""
     withheld: tuple["Abort", ...] = ()
-    """Aborts for the former decode instance, which would have the holder drop the replica. Sent after its answer."""
+    """Aborts for the former decode instance, sent once the holder has answered: they also make it drop the replica."""
 
     @property
     def is_prefills_fault(self) -> bool:
-        """True if the prefill instance had not handed over, or was the decode instance as well."""
+        """True if prefill is to blame for the loss: it reported no KV hand-over, or was the decode instance too."""
         same = self.decode is not None and self.decode.instance_id == self.attempt.prefill.instance_id
         return same or self.leg in (PrefillLeg.WORKING, PrefillLeg.BROKEN)
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """All events are ignored."""
+    """State of a request: final, every event is ignored."""
 
     outcome: FinishReason | KaveriError
     attempt: Attempt | None
@@ -344,7 +340,7 @@ State = Unplaced | SeekingOwner | Prefilling | Placed | Resuming | Decoding | Fi
 
 
 class Append(NamedTuple):
-    """Append tokens to the end of the answer."""
+    """Action for a request: append tokens to the answer."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[object]
@@ -353,7 +349,7 @@ class Append(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompleteAnswer:
-    """Release the text that is held back; no tokens follow."""
+    """Action for a request: release text withheld as a possible stop text, since no tokens follow."""
 
     decode_queue_s: float = 0.0
     decode_s: float = 0.0
@@ -361,44 +357,44 @@ class CompleteAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Follow the stream of this decode instance, and of no other. Report GivenUp if there is none, or if the instance
-    does not have the request."""
+    """Action for a request: receive the attempt's tokens from this decode instance only. If it has no stream to this
+    router, or does not have the request, the event GivenUp follows."""
 
     attempt: int
     decode: InstanceLife
     is_there: bool = True
-    """True if the instance knows the request."""
+    """True if the instance is known to have the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unfollow:
-    """Stop following a stream."""
+    """Action for a request: stop receiving its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitReport:
-    """Report PrefillEnded at `until_s`, unless the request ends earlier."""
+    """Action for a request: apply PrefillEnded at `until_s`, a time.monotonic(), unless it has ended by then."""
 
     until_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveAttempt:
-    """End the attempt: stop reading prefill's reports, and unfollow."""
+    """Action for a request: stop receiving the attempt's tokens and prefill reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Have decode instances end an attempt."""
+    """Action for a request: have decode instances abort an attempt."""
 
     attempt: int
     decode: InstanceLife | None
-    """None: all of them, as the instance is unknown."""
+    """The decode instance; None: every one, as the right one is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disown:
-    """Have a decode instance that no placement named end an attempt."""
+    """Action for a request: abort an attempt at an instance that sent its tokens but was never named for decode."""
 
     attempt: int
     source: InstanceLife

@@ -1,4 +1,4 @@
-"""The router's Prometheus metrics, and where Prometheus finds those of the whole cluster."""
+"""The router's Prometheus metrics, and service discovery for those of the whole cluster."""
 
 from typing import Any
 
@@ -52,13 +52,12 @@ _RARE = (
 )
 for _metric, _outcomes in _RARE:
     for _outcome in _outcomes:
-        # There from the start: Prometheus does not count what a series begins with, and the first loss would be lost.
+        # Create these series at once: Prometheus counts no increase for the first value of a series.
         _metric.labels(_outcome)
 
 
 def metrics_targets(view: ClusterView) -> list[dict[str, Any]]:
-    """A target group in the format of Prometheus' HTTP service discovery for each instance that serves metrics, this
-    router included."""
+    """One target group per instance with metrics, in the format of Prometheus' HTTP service discovery."""
     return [
         {
             "targets": [status.record.metrics_address],

@@ -16,24 +16,22 @@ from kaveri.timeouts import LEADER_LEASE_S
 from services.router import metrics
 
 _CAMPAIGN_INTERVAL_S = LEADER_LEASE_S / 3
-"""Interval of campaigns: a leader may miss two, and a dead one is replaced within 3 s. Also the
-interval of broadcasts while no instance reports a load."""
+"""Seconds between two campaigns (lease renewals or bids): a leader may miss two, and a dead one is replaced within 3 s.
+Also between broadcasts while no instance reports a load."""
 _MIN_PAUSE_S = 0.02
-"""Min interval between two broadcasts."""
 
 
 @dataclass(slots=True)
 class _Lead:
     fencing_token: int
     sequence_number: int = 0
-    """Number of broadcasts."""
 
 
 class Monitor:
-    """Campaigns for the lead, and broadcasts while leading. Not thread-safe."""
+    """Campaigns to be the router that broadcasts all instances' loads; broadcasts while it leads. Not thread-safe."""
 
     def __init__(self, store: ClusterStore, router_id: str, interval_s: float) -> None:
-        """router_id: unique to one life of the router. interval_s: between two broadcasts without news."""
+        """router_id: unique per process run. interval_s: seconds between two broadcasts of changed loads."""
         self._store = store
         self._router_id = router_id
         self._interval_s = interval_s
@@ -48,14 +46,12 @@ class Monitor:
 
     @property
     def leading(self) -> bool:
-        """True if this router leads, as far as it knows."""
+        """True if this router leads the cluster monitor, as of its last contact with the store."""
         return self._lead is not None
 
     async def run(self) -> None:
-        """Campaign, and broadcast while leading, until stop(); then resign and return.
-
-        If cancelled, the lease expires by itself.
-        """
+        """Campaign for the lead, and broadcast loads while leading, until stop(); then resign. If cancelled, the lease
+        of the lead expires by itself."""
         try:
             while not self._stopping:
                 self._due.clear()
@@ -69,7 +65,7 @@ class Monitor:
             self._set_token(None, "stopping")
 
     def update(self, view: ClusterView) -> None:
-        """Process a view. While leading, broadcast news at once, and loads at the next interval."""
+        """Apply a cluster view. While leading, broadcast new members at once, and loads at the next interval."""
         if not self.leading:
             return
         new_loads = not self._has_new_loads and has_new_loads(self._told, view)
@@ -78,12 +74,12 @@ class Monitor:
             self._due.set()
 
     def stop(self) -> None:
-        """Ask run() to resign and return."""
+        """Make run() resign and return."""
         self._stopping = True
         self._due.set()
 
     def go_on(self) -> None:
-        """Take stop() back; run() continues, or may be called again."""
+        """Undo stop(): run() continues, or may be called again."""
         self._stopping = False
 
     async def _campaign(self) -> None:
@@ -96,7 +92,6 @@ class Monitor:
         return not lead.sequence_number or is_news(self._told, view) or self._rest_s() <= 0
 
     def _rest_s(self) -> float:
-        """Seconds until the next broadcast without news."""
         pause_s = self._interval_s if self._has_new_loads else max(self._interval_s, _CAMPAIGN_INTERVAL_S)
         return self._told_at_s + pause_s - time.monotonic()
 

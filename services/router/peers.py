@@ -14,12 +14,11 @@ from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
 from services.router.config import RouterConfig
 
 _MOST_ADDRESSES = 16
-"""Max addresses named to clients."""
 
 
 def router_addresses(view: ClusterView, model: str, *, without: str = "", public: bool = False) -> list[str]:
-    """Addresses of routers that take requests for the model. without: id of one to leave out. public: addresses for
-    clients with API keys."""
+    """Addresses of at most 16 routers that accept requests for the model. without: a router's id to leave out. public:
+    their addresses for clients with API keys."""
     found = (
         status.record.public_address if public else status.record.address
         for status in _ready_routers(view)
@@ -29,7 +28,7 @@ def router_addresses(view: ClusterView, model: str, *, without: str = "", public
 
 
 def has_another_router(view: ClusterView, config: RouterConfig, since_s: float) -> bool:
-    """True if another router has reported since then that it takes requests. since_s: a time.monotonic()."""
+    """True if another router for the same model has reported READY since `since_s`, a time.monotonic()."""
     now_s = time.monotonic()
     return any(
         status.record.model == config.model_name and now_s - status.heartbeat_age_s >= since_s
@@ -41,8 +40,7 @@ def has_another_router(view: ClusterView, config: RouterConfig, since_s: float) 
 async def cancel_elsewhere(
     request_id: str, view: ClusterView, config: RouterConfig, channels: Channels
 ) -> tuple[bool, set[tuple[str, int]]]:
-    """Cancel a request at the other routers. Returns True if one has it, and the routers (id and incarnation) that
-    answered that they do not."""
+    """Cancel a request at all other routers. Returns True if one has it, and (id, incarnation) of those without."""
     records = [
         status.record
         for status in view.instances.values()

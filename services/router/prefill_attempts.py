@@ -1,8 +1,7 @@
-"""Attempts at prefill instances: sends requests there, passes on what is reported, and aborts what is given up.
+"""Attempts at prefill instances: sends requests, applies reports, and aborts abandoned attempts.
 
-Instances that drain are asked to give back the prompts that they have not begun, once another instance takes requests:
-an instance does not know of others, the router does.
-"""
+Draining instances are asked to give back prompts that they have not begun, once another instance accepts requests,
+which only the router knows."""
 
 import asyncio
 import contextlib
@@ -31,45 +30,46 @@ from services.router.subscriptions import PromptTie
 from services.router.token_feeds import TokenFeeds
 
 _MOST_TRIES = 6
-"""Limit on the calls that ask an instance that drains to give prompts back."""
+"""Max calls that ask a draining instance to give prompts back."""
 _FIRST_PAUSE_S = 0.05
-"""Pause between the first two such calls. It doubles."""
+"""Pause after the first such call. It doubles."""
 _MOST_AT_ONCE = 4096
-"""Max requests of one such call: less than half of the largest message, when every id is as long as it may be."""
+"""Max requests of one such call: less than half of the largest message, even with the longest ids."""
 _MOST_SUBMITS = 4
-"""Limit on Submit calls for one attempt, when connections break."""
+"""Max Submit calls for one attempt, when connections break."""
 _SHORTEST_S = 1e-3
 _IN_ORDER: Final = ("started", "placed", "prompt_logprobs", "first_token", "handed_over")
 """Fields of a PrefillReport, in reading order."""
 
 _Attempt = tuple[RequestEntry, int]
-"""A request and the number of its attempt."""
+"""Request and attempt number."""
 
 
 class PrefillAttempts:
-    """The attempts of a router at prefill instances. Not thread-safe."""
+    """A router's attempts (placements of requests) at prefill instances. Not thread-safe."""
 
     def __init__(
         self, model: str, stream_id: str, channels: Channels, feeds: TokenFeeds, has_begun: Callable[[], object]
     ) -> None:
-        """stream_id: the placer's. has_begun: called when an instance has begun or ended a prompt, so that it may have
-        room."""
+        """stream_id: this router's id in the prefill protocol. has_begun: called when an instance has begun or ended a
+        prompt, and may have room for another."""
         self._model = model
         self._stream_id = stream_id
         self._channels = channels
         self._feeds = feeds
         self._has_begun = has_begun
         self.unconfirmed: UnconfirmedWork[tuple[str, int]] = UnconfirmedWork()
-        """Prompts not in any heartbeat yet."""
+        """Prompts sent that no heartbeat of their instance includes yet."""
         self._instances: Mapping[str, ViewedInstance] = {}
         self._waiting: dict[_Attempt, InstanceRecord] = {}
         """Attempts that their instance has not begun."""
         self._asked: set[_Attempt] = set()
-        """Waiting attempts that a draining instance is asked to give back, or has answered about."""
+        """Waiting attempts that a draining instance was asked to give back."""
         self._asking: set[asyncio.Task[None]] = set()
 
     def update(self, view: ClusterView) -> None:
-        """Ask instances that drain for the prompts that wait there, if another instance takes requests."""
+        """Apply a cluster view: ask draining instances to return the prompts that they have not begun, if another
+        instance accepts requests."""
         if view.instances is self._instances:
             return
         self._instances = view.instances
@@ -96,19 +96,20 @@ class PrefillAttempts:
                 task.add_done_callback(self._asking.discard)
 
     async def close(self) -> None:
-        """Wait until no instance is asked to give prompts back."""
+        """Wait until the calls that ask draining instances to return prompts are over."""
         if self._asking:
             await asyncio.wait(self._asking)
 
     def check_integrity(self) -> None:
-        """Assert, while no request is in flight, that ended requests left nothing behind."""
+        """Assert, while no request is in flight, that no attempt is left."""
         assert not len(self.unconfirmed), len(self.unconfirmed)
         assert not len(self._waiting), len(self._waiting)
 
     async def send(
         self, entry: RequestEntry, attempt: lives.Attempt, target: ViewedInstance, over: asyncio.Future[None]
     ) -> None:
-        """Send the request to prefill, and pass its reports on until they or the attempt end."""
+        """Submit an attempt to a prefill instance, and apply its reports until they end. over: the attempt's end, which
+        also ends this call."""
         accepted = entry.accepted
         request = prefill_pb2.SubmitRequest(
             request_id=entry.request_id,
@@ -138,7 +139,7 @@ class PrefillAttempts:
             await asyncio.wait((submitting,))
 
     async def _submit(self, request: prefill_pb2.SubmitRequest, tie: PromptTie) -> None:
-        """Call until the instance has answered. A refusal, or an instance that cannot be reached, ends the reports."""
+        """Submit until the instance answers. A refusal, or an unreachable instance, ends the reports."""
         stub, name = self._channels.stub(PrefillServiceStub, tie.record.address), tie.record.instance_id
         for _ in range(_MOST_SUBMITS):
             sent_s = time.monotonic()
@@ -169,7 +170,7 @@ class PrefillAttempts:
     async def read(
         self, entry: RequestEntry, attempt: lives.Attempt, tie: PromptTie, over: asyncio.Future[None]
     ) -> None:
-        """Pass prefill's reports on until they end or the attempt is over."""
+        """Apply the prefill reports that arrive in `tie` until they end or `over`, the attempt's end, completes."""
         ended = lives.PrefillEnded()
         self._waiting[entry, attempt.number] = tie.record
         over.add_done_callback(lambda _: tie.news.put_nowait(None))

@@ -16,8 +16,8 @@ from services.router.server import GenerateProgress, InferenceServicer, new_requ
 
 
 class PublicServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """InferenceService for clients with API keys. The ids of a key's requests begin with the key's name, so that no key
-    can name the requests of another one. Cancel and Beat are not limited."""
+    """InferenceService for clients with API keys. Request ids get the key's name as prefix, so that no key can name
+    another one's requests. Cancel and Beat are exempt from the key's limits."""
 
     def __init__(self, inner: InferenceServicer, callers: Callers) -> None:
         self.callers = callers
@@ -89,7 +89,7 @@ class PublicServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 async def _named(key: ApiKey, request_id: str, context: ServicerContext) -> str:
-    """The router's id of a key's request. Ends the call if it is too long."""
+    """Prefix a request id with its key's name. Aborts the call if the result is too long."""
     prefix = f"{key.name}/"
     if request_id.startswith(prefix):
         # Responses name it so.

@@ -1,8 +1,4 @@
-"""Recovery of requests from earlier sessions, and from decode instances that drain.
-
-TakeOver finds the instances that have a request of an earlier session. Departures moves requests off decode instances
-that drain.
-"""
+"""Finds requests of earlier sessions (TakeOver), and moves requests off draining decode instances (Departures)."""
 
 import asyncio
 import enum
@@ -27,48 +23,45 @@ from services.router.subscriptions import PromptTie
 from services.router.token_feeds import TokenFeeds
 
 _ATTACH_AGAIN_S = 0.05
-"""Pause before a prefill instance without a stream is asked once more for its reports."""
+"""Seconds before a prefill instance without an open stream is asked again for its reports."""
 _ASKED_TOGETHER = 16
 _MOST_ASKED = 256
-"""Max instances of a phase that are asked without a hint."""
+"""Max instances per phase that are asked without a hint."""
 _SEARCHES = 8
-"""Max requests that are looked for at all instances at a time."""
+"""Max requests that are searched at all instances at a time."""
 _OWNER_TIME_S = 3.0
-"""A draining instance lets requests go with all their KV. The router moves them only after it has let none go for this
-long."""
+"""A draining instance moves its requests itself, with all KV. The router does so after this long without a move."""
 _MOST_LACKING_BLOCKS = 2
-"""Max blocks that the replica of a moved request lacks. Replicas that lack more catch up soon."""
+"""Max KV blocks that a moved request's replica may lack. Others catch up soon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The instance that has the request, and goes on for this router."""
+    """An instance that has the request of a re-attached client, and now continues it for this router."""
 
     attached: Attached
     prefill: InstanceLife
     decode: InstanceLife | None
     """The decode instance, if it has the request already."""
     tie: PromptTie | None
-    """Receives prefill's reports, if the prefill instance has the request."""
+    """Receives prefill's reports; set if a prefill instance has the request."""
 
 
 class Missing(enum.Enum):
-    """Reason why a request was not found."""
+    """Outcome of an unsuccessful search for the instances that have a re-attached request."""
 
     NOWHERE = enum.auto()
-    """No instance that was asked has it."""
+    """No instance asked has it."""
     OWNER_LOST = enum.auto()
-    """The hinted owner does not answer; others were not asked."""
+    """The instance that the hint names does not answer; others were not asked."""
 
 
 class TakeOver:
-    """Finds the instances that have a request from an earlier session, and attaches it to this router.
+    """Finds the instances that have the request of a re-attached client, and makes them continue it for this router.
 
-    The hints of the cluster store and then of the client say where to look first. They name lives of instances, and
-    only lives in the view are asked. If no hint holds, all instances are asked: in batches, at most 256 per phase, and
-    for a few requests at a time. If a hint names the holder of a replica and the owner does not answer, the holder
-    resumes the request before others are asked.
-    """
+    Hints, of the cluster store before the client, name the instances to ask first, if they have not restarted. If no
+    hint holds, all are asked: in batches, at most 256 per phase, for a few requests at a time. If a hint names a
+    replica's holder and the request's instance does not answer, the holder resumes the request before all are asked."""
 
     def __init__(self, store: ClusterStore, feeds: TokenFeeds, stream_id: str) -> None:
         self._store = store
@@ -77,11 +70,10 @@ class TakeOver:
         self._searches = asyncio.Semaphore(_SEARCHES)
 
     async def find(self, entry: RequestEntry, number: int, can_resume: bool = False) -> Found | Missing:
-        """Attach the request as attempt `number`, where it is. can_resume: True if a holder can replace an owner that
-        does not answer.
+        """Find the instance with the request, which then sends its tokens to this router as attempt `number`.
+        can_resume: True if a replica's holder can replace an instance that does not answer.
 
-        Raises InvalidArgument, StaleAttempt and RequestAlreadyExists like the instance that has it.
-        """
+        Raises InvalidArgument, StaleAttempt or RequestAlreadyExists if the instance with the request refuses so."""
         hint = entry.accepted.received.owner
         prefills, decodes = self._records(Phase.PREFILL), self._records(Phase.DECODE)
         hinted_decodes = self._hinted(hint.decode, decodes)
@@ -113,15 +105,15 @@ class TakeOver:
         return [status.record for status in instances if phase in phases_now(status)]
 
     def _hinted(self, life: InstanceLife | None, serving: list[InstanceRecord]) -> list[InstanceRecord]:
-        """The life that a hint names, if the view has it. One that was switched to the other phase still has requests
-        of the former one, but is of no use without a stream."""
+        """Record of the hinted instance, in a list, if the view has it. After a switch to the other phase it still has
+        requests of the former one, but is of use only with a stream."""
         status = self._store.view().instances.get(life.instance_id) if life is not None else None
         if life is None or status is None or _life_of(status.record) != life:
             return []
         return [status.record] if status.record in serving or self._feeds.is_connected(life) else []
 
     def _batches(self, records: list[InstanceRecord], asked: list[InstanceRecord]) -> list[list[InstanceRecord]]:
-        """Batches of instances to ask without a hint. A silent one would make the others wait."""
+        """Batches of instances to ask without a hint; no silent ones, which would delay the others."""
         silent = self._feeds.silent_ids
         left = [record for record in records if record not in asked and record.instance_id not in silent]
         left = left[:_MOST_ASKED]
@@ -181,8 +173,7 @@ def _timeout_s(entry: RequestEntry) -> float:
 def _first_of_owners(
     entry: RequestEntry, records: list[InstanceRecord], phase: Phase, outcomes: list[Found | BaseException]
 ) -> Found | None:
-    """The first that was found, if any. Raises the first refusal of an instance that has the request, unless it is
-    the refusal of a former owner."""
+    """Return the first Found, if any. Raises an instance's refusal, unless it is that of a former owner."""
     if found := next((outcome for outcome in outcomes if isinstance(outcome, Found)), None):
         return found
     for record, outcome in zip(records, outcomes, strict=True):
@@ -195,23 +186,22 @@ def _first_of_owners(
 
 
 class Departures:
-    """Moves requests off decode instances that drain and do not let them go themselves for a while.
+    """Moves requests off draining decode instances that have moved none themselves for a while.
 
-    The holders of their replicas go on with them, as after a loss, and compute again what the replica lacks, two blocks
-    at most. A move does not use up an attempt. Requests without such a replica, or whose holder has no room, stay.
-    """
+    The requests resume at the holders of their replicas (copies of the KV cache), which recompute at most two missing
+    blocks. A move uses up no attempt. Requests without such a replica, or whose holder has no free memory, stay."""
 
     def __init__(self, table: RequestTable, holders: Holders, feeds: TokenFeeds) -> None:
         self._table = table
         self._holders = holders
         self._feeds = feeds
         self._unconfirmed: UnconfirmedWork[str] = UnconfirmedWork()
-        """Blocks of requests moved to holders, not in any heartbeat yet."""
+        """KV blocks of moved requests that no heartbeat of their holder includes yet."""
         self._since_s: dict[InstanceLife, float] = {}
-        """time.monotonic() when the drain of each was first seen."""
+        """time.monotonic() at which each instance was first seen draining."""
 
     def update(self, view: ClusterView) -> None:
-        """Move the requests that can be moved now. Called with each view, also when only loads have changed."""
+        """Move all requests that can be moved now. Call it with each view, also when only loads have changed."""
         draining = view.derive("draining decode instances", _draining, view)
         now_s = time.monotonic()
         self._since_s = {life: self._since_s.get(life, now_s) for life in draining}

@@ -29,14 +29,14 @@ async def write_answer(
     token_piece: Callable[[int], tuple[str, bytes]] | None,
     address_of: Callable[[InstanceLife], str],
 ) -> None:
-    """Write the output of a request until it has ended. routers: addresses that the client may re-attach through.
-    token_piece: names the tokens of logprobs; None: they are not named. address_of: address where clients can read a
-    decode instance's tokens; empty: not now.
+    """Write a request's output to its client until it has ended. Raises the request's error, and SlowReader if the
+    client takes longer than `slow_reader_s` seconds to read one response.
 
-    Raises the error of the request, and SlowReader if the client takes longer than `slow_reader_s` to read a response.
-    Such a client costs that response and the tokens of its answer. A client that is sent away first gets all output so
-    far, and the addresses once more.
-    """
+    routers: returns addresses for re-attaching. token_piece: text and bytes of a token id, to name tokens in logprobs;
+    None: unnamed. address_of: where clients can read a decode instance's tokens directly; empty: nowhere now.
+
+    A slow client costs the memory of one response and of its answer's tokens. A client that is sent to another router
+    first gets all output so far, and the addresses once more."""
     answer = entry.answer
     is_first = True
     await entry.wait_for_output(or_begun=True)
@@ -105,11 +105,10 @@ def _report_prompt(
 async def write_cancelled(
     request_id: str, prompt_tokens: int, token_count: int, text: str, context: ServicerContext
 ) -> None:
-    """Write the only response of a request that was cancelled before this router had begun it.
+    """Write the only response of a request that was cancelled before this router began it.
 
-    token_count: number of tokens that the client has from earlier sessions. prompt_tokens: 0 if it has none. text: the
-    part of these tokens' text that the client lacks.
-    """
+    token_count: tokens that the client has from earlier sessions. prompt_tokens: 0 if it has none. text: what the
+    client lacks of the text of these tokens."""
     outcome = FinishReason.CANCELLED
     metrics.REQUESTS.labels(outcome=outcome.value).inc()
     get_logger().info("request_finished", request_id=request_id, attempt=0, finish_reason=outcome.value)
@@ -125,7 +124,6 @@ async def write_cancelled(
 
 
 def _complete(entry: RequestEntry, response: inference_pb2.GenerateResponse) -> None:
-    """Complete the last response, and log and count the request."""
     answer, accepted, finish = entry.answer, entry.accepted, entry.finish
     assert finish is not None
     token_count = len(answer.token_ids)

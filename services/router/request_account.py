@@ -1,4 +1,4 @@
-"""Account of one request at its router: timing, steps, changes of its owner, and spans."""
+"""Account of one request at its router: timing, steps, changes of its instances, and trace spans."""
 
 import time
 from collections import deque
@@ -16,52 +16,48 @@ _MOST_CAUSE_CHARACTERS = 300
 
 @dataclass(slots=True)
 class OwnerChange:
-    """The time from the loss of an instance to the next token. A second loss meanwhile belongs to the same change."""
+    """Interruption of a request from the loss of an instance to its next token; may include a second loss."""
 
     cause: str
-    """Why the instance was lost."""
     former_instance_id: str
     since_s: float
-    """Time of the last token, or of the loss if there was no token yet."""
+    """time.monotonic() of the last token, or of the loss if there was no token yet."""
     until_s: float = 0.0
-    """Time of the next token; 0: there was none yet."""
+    """time.monotonic() of the next token; 0: none yet."""
     outcome: str = ""
-    """resumed or recomputed; empty: not known yet."""
+    """resumed (from a replica) or recomputed; empty: unknown yet."""
     instance_id: str = ""
-    """The new instance: the prefill instance, or the holder of the replica."""
+    """The new prefill instance, or the replica's holder."""
     held_tokens: int = 0
     recomputed_tokens: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class RequestAccount:
-    """Account of one session of a request. Times are time.monotonic()'s.
+    """Timing, steps and trace spans of one session of a request. Times are time.monotonic()'s.
 
-    Its spans: `generate` for the request; below it `place` for each wait until an instance has it, and `attempt` for
-    each attempt, linked to the previous one. Spans of instances are below the attempt.
-    """
+    Spans: `generate` for the request; below it `place` for each wait for an instance, and `attempt` for each placement,
+    linked to the previous one. Instances add theirs below `attempt`."""
 
     request_id: str
     session: int
     waits_since_s: float
-    """When its input was checked, or its last attempt ended."""
+    """Time when its input was validated or its last attempt ended."""
     span: OpenSpan | None
-    """The request's; its owner ends it. None: it is not traced."""
+    """The request's span; whoever created it ends it. None: not traced."""
     timing: inference_pb2.Timing = field(default_factory=inference_pb2.Timing)
-    """The last attempt's if there were several; without the fields that the relay adds at the end."""
+    """Timing of the last attempt. Lacks the fields that the relay adds at the end."""
     steps: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
-    """The request's last steps, each with its time."""
+    """The last steps, with their times."""
     owner_change: OwnerChange | None = None
-    """Set from the loss of an instance until the next token."""
+    """The interruption in progress, if any."""
     traceparent: str = ""
-    """traceparent of the present attempt, for the instances; empty if it is not traced."""
+    """traceparent of the present attempt, for the instances; empty: not traced."""
     _attempt: OpenSpan | None = None
-    """Span of the present attempt."""
     _former: OpenSpan | None = None
-    """Span of the previous attempt."""
 
     def begin_span(self, number: int, now_s: float) -> None:
-        """Begin the span of an attempt, and end the previous one if it is open. Only for a request that is traced."""
+        """Begin the span of attempt `number`, and end the previous one. Only for traced requests."""
         assert self.span is not None
         self.end_span(now_s)
         self.span.write("place", self.waits_since_s, now_s)
@@ -69,16 +65,14 @@ class RequestAccount:
         self.traceparent = self._attempt.traceparent if self._attempt is not None else ""
 
     def end_span(self, now_s: float, error: object = None, **attributes: object) -> None:
-        """End the open attempt's span, if any. error: why the attempt was lost."""
+        """End the present attempt's span, if it is open. error: reason of the attempt's loss."""
         if self._attempt is not None:
             self._attempt.end(now_s, error, **attributes)
             self._former, self._attempt, self.waits_since_s = self._attempt, None, now_s
             self.traceparent = ""
 
     def note_loss(self, cause: str, former: InstanceLife, last_token_s: float) -> None:
-        """Record the loss of an instance: the owner changes from now on, unless it is changing already.
-
-        last_token_s: 0: there was no token yet."""
+        """Record the loss of an instance, as an OwnerChange unless one is open. last_token_s: 0: no token so far."""
         now_s = time.monotonic()
         self.steps.append((now_s, f"lost {former.instance_id or 'its instance'}: {cause[:_MOST_CAUSE_CHARACTERS]}"))
         if self.owner_change is None:
@@ -87,8 +81,8 @@ class RequestAccount:
     def note_new_owner(
         self, outcome: str, life: InstanceLife, attempt: int, held_tokens: int, context_tokens: int
     ) -> None:
-        """Record the instance that goes on with the request, and how: it has the KV of `held_tokens` of
-        `context_tokens`."""
+        """Record the instance that continues the request, and the part of its `context_tokens` whose KV it has.
+        outcome: "resumed" from a replica, or "recomputed"."""
         recomputed_tokens = max(0, context_tokens - held_tokens)
         self.timing.held_tokens += held_tokens
         self.timing.recomputed_tokens += recomputed_tokens
@@ -99,15 +93,14 @@ class RequestAccount:
             self.end_owner_change(attempt)
 
     def note_tokens(self, attempt: int, now_s: float) -> None:
-        """Record that tokens have arrived after a loss."""
+        """Record that tokens have arrived again after the loss of an instance."""
         assert self.owner_change is not None
         self.owner_change.until_s = self.owner_change.until_s or now_s
         self.end_owner_change(attempt)
 
     def end_owner_change(self, attempt: int, *, has_ended: bool = False) -> None:
-        """Log and count the change of owner, once there are tokens again and its outcome is known.
-
-        has_ended: True if the request has ended."""
+        """Log and count the OwnerChange in progress, once tokens have arrived again and its outcome is known.
+        has_ended: True if the request has ended, so that no outcome will follow."""
         change = self.owner_change
         if change is None or not change.until_s or not (change.outcome or has_ended):
             return

@@ -1,4 +1,4 @@
-"""Places requests on instances, follows each attempt to its end, and places requests that lost theirs again."""
+"""Places requests on instances, follows each attempt to its end, and places requests again after a loss."""
 
 import asyncio
 import random
@@ -43,11 +43,11 @@ from services.router.token_feeds import TokenFeeds
 
 _ATTEMPTS_COUNT = 65_536
 _NON_RETRYABLE = (InvalidArgument, LayoutMismatch, ModelNotFound, DeadlineExceeded, RequestAlreadyExists, EngineError)
-"""Errors that the request would have anywhere else."""
+"""Errors that the request would meet on any other instance too."""
 
 
 class RequestPlacer:
-    """Runs the attempts of every request of a router."""
+    """Runs the attempts (placements on instances) of all requests of a router."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class RequestPlacer:
         holders: Holders,
         rng: random.Random,
     ) -> None:
-        """stream_id: the router_id of the prefill and decode protocols; unique across restarts, and secret."""
+        """stream_id: this router's id in the prefill and decode protocols; unique across restarts, and secret."""
         self._model = config.model_name
         self._stream_id = stream_id
         self._policy = config.placement_policy
@@ -70,7 +70,7 @@ class RequestPlacer:
         self._rng = rng
         self._turn = 0
         self._numbers: ExpiringMap[str, int] = ExpiringMap(ATTEMPT_REMEMBERED_S, max_count=_ATTEMPTS_COUNT)
-        """The last attempt of each request id. Numbers go on when a client uses an id again, so that late tokens and
+        """Last attempt number of each request id. Numbers go on when a client reuses an id, so that late tokens and
         aborts of the former request cannot match the new one."""
         self._takeover = TakeOver(store, feeds, stream_id)
         self._view_changed = asyncio.Event()
@@ -80,7 +80,7 @@ class RequestPlacer:
         self._prefills = PrefillAttempts(self._model, stream_id, channels, feeds, self._line.wake_first)
 
     def update(self, view: ClusterView) -> None:
-        """Wake requests that wait for an instance."""
+        """Apply a cluster view: wake requests that wait for an instance."""
         self._view_changed.set()
         self._view_changed = asyncio.Event()
         self._prefills.update(view)
@@ -91,8 +91,8 @@ class RequestPlacer:
             self._line.wake_first()
 
     async def wait_for_instances(self, deadline_s: float) -> ClusterView:
-        """Wait until ready instances do both phases. Raises Unavailable at the request's deadline, a time.monotonic(),
-        or after unavailable_after_s."""
+        """Wait until instances serve both prefill and decode. Raises Unavailable at `deadline_s`, a time.monotonic(),
+        or after the setting unavailable_after_s."""
         until_s = min(deadline_s, time.monotonic() + self._limits.unavailable_after_s)
         while True:
             view = self._store.view()
@@ -106,15 +106,15 @@ class RequestPlacer:
                 raise Unavailable(f"no {missing[0]} instance serves {self._model!r}", retry_after_s=1.0) from error
 
     def start(self, entry: RequestEntry) -> asyncio.Task[None]:
-        """Start run() as a task of this placer. Cancel it when the client's RPC is over."""
+        """Start run() as a task of this placer. The caller cancels it when the client's RPC is over."""
         task = asyncio.create_task(self.run(entry), name=f"request {entry.request_id}")
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
     async def run(self, entry: RequestEntry) -> None:
-        """Serve a request until it has ended; errors end the entry. If cancelled, it stops at prefill; releasing the
-        entry then aborts the request at decode."""
+        """Place a request, again after losses, until it has ended; errors end its entry. If cancelled, only prefill is
+        aborted: the caller ends the entry, which aborts decode."""
         try:
             await self._serve(entry)
         except KaveriError as error:
@@ -130,19 +130,19 @@ class RequestPlacer:
                 self._numbers.put(entry.request_id, number, time.monotonic())
 
     async def close(self) -> None:
-        """Wait for the tasks of requests that have ended."""
+        """Wait until the tasks of ended requests are done."""
         if self._running:
             await asyncio.wait(self._running)
         await self._prefills.close()
 
     def check_integrity(self) -> None:
-        """Assert, while no request is in flight, that ended requests left nothing behind."""
+        """Assert, while no request is in flight, that no task, attempt or waiting request is left."""
         assert not self._running, self._running
         self._prefills.check_integrity()
         assert not len(self._line), len(self._line)
 
     def act(self, entry: RequestEntry, action: lives.Action) -> None:
-        """Carry out an action that concerns instances."""
+        """Carry out an action of the request's state machine that concerns instances, such as Follow or Abort."""
         match action:
             case lives.Follow(_, decode, is_there):
                 assert isinstance(entry.state, lives.Placed | lives.Resuming | lives.Decoding), entry.state
@@ -158,11 +158,11 @@ class RequestPlacer:
                 raise AssertionError(f"{action} concerns no instance")
 
     def address_of(self, decode: InstanceLife) -> str:
-        """Address where clients can read this decode instance's tokens; empty: not now."""
+        """Address where clients can read this decode instance's tokens directly; empty: not available now."""
         return self._feeds.address_of(decode)
 
     def abandon(self, request_id: str, session: int, secret: bytes) -> None:
-        """Abort, at all instances, what earlier sessions have of a request that this router has not looked for."""
+        """Abort at all instances what earlier sessions have left of a request, without looking for it."""
         ownership = Ownership(Owner(session, 1), self._stream_id, secret)
         self._feeds.abort(request_id, ownership, None)
 
@@ -230,8 +230,7 @@ class RequestPlacer:
     def _after_loss(
         self, entry: RequestEntry, lost: lives.Lost, prefill: InstanceRecord | None, retry: RetryState
     ) -> RetryState:
-        """Report a lost attempt and decide on the next one. Raises the attempt's error if there is none.
-
+        """Record a lost attempt, and return the retry state for the next one. Raises its error if there is none.
         prefill: the instance that the attempt was sent to; None: it was resumed."""
         if lost.setback is Setback.REFUSED:
             entry.account.timing.attempts -= 1
@@ -276,11 +275,8 @@ class RequestPlacer:
             get_logger().info("placement_delayed", request_id=entry.request_id, attempt=0, reason=reason)
 
     async def _choose(self, entry: RequestEntry, retry: RetryState) -> ViewedInstance:
-        """Wait until an instance takes the request: until a rest ends, room appears or the view changes.
-
-        The caller must not await anything before it has entered the choice as unconfirmed work, or two requests could
-        take the same room.
-        """
+        """Wait until a prefill instance has room for the request. Before its next await, the caller must register the
+        result as unconfirmed work (load that no heartbeat shows yet), or two requests could take the same room."""
         has_waited = False
         try:
             while True:
@@ -323,8 +319,7 @@ class RequestPlacer:
     async def _take_over(self, entry: RequestEntry, number: int, can_resume: bool) -> Found | Missing:
         """Find the instances that have the request from an earlier session, and run the attempt there until it is over.
 
-        The request has then ended or has to be placed again. Raises refusals that no other instance would reverse.
-        """
+        The request has then ended or must be placed again. Raises refusals that no other instance would reverse."""
         self._numbers.put(entry.request_id, number, time.monotonic())
         over = entry.begin(lives.Sought(entry.attempt_at(number)))
         try:
@@ -369,7 +364,6 @@ class RequestPlacer:
 
 
 def _note_search(entry: RequestEntry, found: Found | Missing) -> None:
-    """Log and count the outcome of the search for a request of an earlier session."""
     match found:
         case Found(_, prefill, decode):
             outcome = "taken_over"
@@ -390,12 +384,11 @@ def _note_search(entry: RequestEntry, found: Found | Missing) -> None:
 
 
 class PlacementLine:
-    """The requests that no prefill instance takes now. Not thread-safe; bounded by the router's `max_requests`.
+    """Requests that wait because no prefill instance accepts them. Not thread-safe; bounded by `max_requests`.
 
-    Those that wait for room stand in line. When room appears the first is woken, and it wakes the next once it has
-    found a place, so that not all of them look at every heartbeat. Those that an instance has failed rest outside the
-    line, until their time is over or an instance comes or goes.
-    """
+    Requests that wait for room form a queue: the first is woken when there is room, and wakes the next once it is
+    placed, so that not all of them check at every heartbeat. Requests that an instance has just failed rest outside the
+    queue, until their pause is over or an instance comes or goes."""
 
     def __init__(self) -> None:
         self.in_line: dict[RequestEntry, asyncio.Future[None] | None] = {}
@@ -405,8 +398,8 @@ class PlacementLine:
         return len(self.in_line) + len(self._resting)
 
     async def wait(self, request: RequestEntry, timeout_s: float, *, rests: bool) -> None:
-        """Wait until the request is woken or the timeout is over: in its place in line, else in the last one. rests:
-        outside the line."""
+        """Wait until the request is woken, at most `timeout_s` seconds. It keeps its position in the queue; a new one
+        is last. rests: True: wait outside the queue, after an instance has failed the request."""
         if rests and request in self.in_line:
             # An instance that failed the request has left the view and come back.
             self.leave(request)
@@ -421,17 +414,17 @@ class PlacementLine:
             places[request] = None
 
     def wake_first(self) -> None:
-        """Wake the first waiter; no-op if it is awake."""
+        """Wake the first request in the queue; no-op if it is awake."""
         _wake(next(iter(self.in_line.values()), None))
 
     def wake_all(self) -> None:
-        """Wake the first in line and all that rest: an instance came or went."""
+        """Wake the first request in the queue, and all outside it, because an instance came or went."""
         self.wake_first()
         for waiter in self._resting.values():
             _wake(waiter)
 
     def leave(self, request: RequestEntry) -> None:
-        """Remove a request that has found a place or ended, and wake the next. Idempotent."""
+        """Remove a request that was placed or has ended, and wake the next in the queue. Idempotent."""
         self.in_line.pop(request, None)
         self._resting.pop(request, None)
         metrics.WAITING.set(len(self))

@@ -1,5 +1,4 @@
-"""The requests in flight on a router, from before their input is checked until the end of their calls, and what is kept
-of the last ones: accounts, and the workload."""
+"""Requests in flight on a router, and what is kept of the last ones: accounts, and the workload."""
 
 import asyncio
 import time
@@ -19,12 +18,11 @@ from services.router.request_account import OwnerChange
 from services.router.requests import Interrupted, RequestEntry, SentAway
 
 SENT_AWAY_GRACE_S = 2.0
-"""How long a request whose client was sent to another router is not aborted by this one, and one whose reader was
-interrupted keeps its slot. Clients re-attach at once."""
+"""Seconds for which instances are not told to abort a request whose client was sent to another router, and for which an
+interrupted request keeps its slot. Clients re-attach at once."""
 RETRY_AFTER_S = 0.5
-"""Retry delay for clients when the router is full: about a short answer's time."""
+"""Retry delay for clients when the router is full, in seconds: about a short answer's time."""
 _MOST_ENDED = 1024
-"""Max accounts of requests that have ended."""
 _MOST_OUTCOME_CHARACTERS = 500
 _MOST_ARRIVALS = 4096
 """Max recorded arrivals: 40 s of 100 requests per second."""
@@ -34,7 +32,7 @@ _MOST_ENDS = 4096
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """The place of one session of a request in the table."""
+    """Place of one session of a request in a RequestTable, from before its input is validated."""
 
     request_id: str
     session: int
@@ -43,12 +41,12 @@ class Slot:
     """Runs the session's RPC."""
     entry: RequestEntry | None = None
     interruption: FinishReason | KaveriError | None = None
-    """Outcome for which stop() has cancelled the task, before there was an entry."""
+    """Outcome with which stop() has cancelled the task, before there was an entry."""
     owner_change: OwnerChange | None = None
-    """An unfinished one of the former session."""
+    """Unfinished OwnerChange of the request's former session."""
 
     def stop(self, outcome: FinishReason | KaveriError) -> None:
-        """End the request, in whatever phase it is."""
+        """End the request with this outcome: through its entry or, before there is one, by cancelling the RPC."""
         if self.entry is not None:
             self.entry.stop(outcome)
         elif self.interruption is None:
@@ -64,7 +62,7 @@ class Slot:
 
 
 class KeptPlace(NamedTuple):
-    """The place of an interrupted request, kept for its next session."""
+    """Slot reserved for the next session of a request whose client lost its decode instance and re-attaches."""
 
     session: int
     secret: bytes
@@ -72,7 +70,7 @@ class KeptPlace(NamedTuple):
 
 
 class RequestTable:
-    """The requests in flight by request id; at most `max_requests` of them."""
+    """Requests in flight on a router by id, at most `max_requests` of them."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
@@ -80,24 +78,20 @@ class RequestTable:
         self._entries: dict[str, RequestEntry] = {}
         self._sends_away = False
         self._sent_away: ExpiringMap[str, bool] = ExpiringMap(SENT_AWAY_GRACE_S, max_count=max_requests)
-        """Requests that were sent away, and are not aborted meanwhile."""
+        """Requests whose clients were sent to other routers, and which are not aborted meanwhile."""
         self._returning: ExpiringMap[str, KeptPlace] = ExpiringMap(SENT_AWAY_GRACE_S, max_count=max_requests)
-        """Places of interrupted requests, kept until their clients re-attach."""
+        """Slots of interrupted requests, kept until their clients re-attach."""
         self._empty = asyncio.Event()
         self._empty.set()
         self.slot_of: Callable[[str], Slot | None] = self._slots.get
-        """The slot of a request id, or None."""
         self.get: Callable[[str], RequestEntry | None] = self._entries.get
-        """The entry of a request id, or None."""
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def reserve(self, request_id: str, session: int, secret: bytes, task: asyncio.Task[object]) -> Slot:
-        """Take a slot for the RPC that runs in `task`. A later session ends an earlier one, and takes its slot.
-
-        Raises RequestAlreadyExists, NoCapacity, and InvalidArgument (another secret, or a session that does not grow).
-        """
+        """Reserve a slot for the RPC that runs in `task`. A later session ends the earlier one and takes its slot.
+        Raises RequestAlreadyExists, NoCapacity, and InvalidArgument for an earlier session or another secret."""
         former = self._slots.get(request_id)
         self._returning.prune(time.monotonic())
         returned = self._take_returned(request_id, session, secret) if session else None
@@ -121,7 +115,7 @@ class RequestTable:
         return slot
 
     def enter(self, slot: Slot, entry: RequestEntry) -> None:
-        """Fill a slot. From now on get() finds the entry, unless a later session has taken the slot."""
+        """Put a validated request into its slot, so that get() finds it, unless a later session has taken the slot."""
         slot.entry, entry.account.owner_change = entry, slot.owner_change
         if self._slots.get(slot.request_id) is slot:
             self._entries[slot.request_id] = entry
@@ -129,7 +123,7 @@ class RequestTable:
                 self._send_away(entry)
 
     def release(self, slot: Slot) -> None:
-        """Free the slot, unless a later session has it."""
+        """Free the slot, unless a later session has taken it."""
         if self._slots.get(slot.request_id) is slot:
             del self._slots[slot.request_id]
             self._entries.pop(slot.request_id, None)
@@ -140,23 +134,22 @@ class RequestTable:
             self._empty.set()
 
     def entries(self) -> tuple[RequestEntry, ...]:
-        """Entries of all requests whose input was checked."""
+        """Entries of all requests in flight whose input was validated."""
         return tuple(self._entries.values())
 
     def send_away(self) -> None:
-        """Until stay(), end every request whose client can re-attach, and leave its instances to the client's next
-        router. Requests whose input is being checked follow once it was."""
+        """Until stay(), end every session whose client can re-attach at another router; its instances continue.
+        Requests that are still being validated follow."""
         self._sends_away = True
         for entry in self.entries():
             self._send_away(entry)
 
     def stay(self) -> None:
-        """Undo send_away() for the requests that follow."""
+        """Undo send_away() for later requests."""
         self._sends_away = False
 
     def is_left_to_a_later_session(self, request_id: str, session: int) -> bool:
-        """True if instances must not abort this session: a later one is being checked here, or the client looks for
-        another router."""
+        """True if instances must not abort this session: a later one is validated here, or its client was sent away."""
         slot = self._slots.get(request_id)
         if slot is not None and slot.session > session:
             return True
@@ -175,12 +168,10 @@ class RequestTable:
             self._sent_away.put(entry.request_id, True, time.monotonic())
 
     def fail_all(self, error: KaveriError) -> None:
-        """End every request with an error."""
         for slot in tuple(self._slots.values()):
             slot.stop(error)
 
     async def wait_until_empty(self) -> None:
-        """Wait until no request is in flight."""
         await self._empty.wait()
 
 
@@ -196,41 +187,37 @@ class _RecentEnd(NamedTuple):
     prompt_tokens: int
     answer_tokens: int
     is_whole: bool
-    """False: it was cancelled, failed, or lost its client, and its answer would have been longer."""
+    """False: it was cancelled, failed or lost its client, so the full length is unknown."""
 
 
 class RecentRequests:
-    """Accounts of the requests in flight and of the last that ended, and the recent workload. Not thread-safe.
+    """Accounts of requests in flight and of the last that ended, and the recent workload. Not thread-safe.
 
-    The workload is a window, not a reservoir over the router's life: a plan is for the present load, as in DistServe's
-    section 4.3 (arXiv 2401.09670), and the rate and the bursts are in the gaps between neighbours, which a random
-    sample loses.
+    The workload is a window, not a random sample over the router's life: planning needs the present load, as in
+    DistServe's section 4.3 (arXiv 2401.09670), and rate and bursts are in the gaps between neighbours, which a sample
+    loses.
 
-    Arrivals and lengths are two windows, because the length of an answer is known at its end only. Of the last arrivals
-    only the short requests have ended: their lengths would be too short. The last ends have as many long requests as
-    come in a steady stream. While a stream has run for less time than its long answers take, lengths are too short all
-    the same; the requests that still run show it.
-    """
+    Arrivals and lengths are two windows, as an answer's length is known only at its end. Of the last arrivals only the
+    short ones have ended, while the last ends have as many long requests as a steady stream. Until a stream has run for
+    as long as its long answers take, lengths are still too short; the requests in flight show it."""
 
     def __init__(self, instance_id: str, table: RequestTable, started_s: float) -> None:
-        """instance_id: the router's. table: the requests in flight. started_s: time.monotonic(); no request came
-        before."""
+        """instance_id: the router's. started_s: time.monotonic() since which arrivals are recorded."""
         self._instance_id = instance_id
         self._table = table
         self._since_s = started_s
         self._arrivals: deque[float] = deque()
         self._ends: deque[_RecentEnd] = deque(maxlen=_MOST_ENDS)
         self._ended: ExpiringMap[str, _EndedRequest] = ExpiringMap(max_count=_MOST_ENDED)
-        """By request id."""
 
     def note_arrival(self, arrived_s: float) -> None:
-        """Record an accepted request, once over all its sessions. Arrivals may be out of order."""
+        """Record an accepted request; once per request, not per session. Arrivals may be out of order."""
         self._arrivals.append(arrived_s)
         if len(self._arrivals) > _MOST_ARRIVALS:
             self._since_s = max(self._since_s, self._arrivals.popleft())
 
     def add(self, entry: RequestEntry, outcome: str) -> None:
-        """Record a request whose call has ended."""
+        """Record a request whose call has ended. outcome: finish reason or error, for its account."""
         accepted, finish, now_s = entry.accepted, entry.finish, time.monotonic()
         known = self._ended.get(entry.request_id)
         # The call of an early session may end after that of a later one.
@@ -244,8 +231,7 @@ class RecentRequests:
             self._ends.append(_RecentEnd(now_s, *lengths, is_whole))
 
     def account_of(self, request_id: str) -> cluster_pb2.GetRequestAccountResponse:
-        """Account of a request. A gateway extends its client's ids: the last such request counts. Raises
-        RequestNotFound."""
+        """Timing and steps of a request, or of the newest whose id a gateway made of this. Raises RequestNotFound."""
         ids = (*self._ended.keys(), *(entry.request_id for entry in self._table.entries()))
         if request_id not in ids:
             request_id = next((each for each in reversed(ids) if is_made_from(each, request_id)), request_id)
@@ -259,7 +245,7 @@ class RecentRequests:
         return account
 
     def workload(self, now_s: float) -> cluster_pb2.GetWorkloadResponse:
-        """The windows at present. now_s: time.monotonic()."""
+        """Recent arrivals, and the lengths of ended and running requests. now_s: time.monotonic()."""
         running = [entry for entry in self._table.entries() if not isinstance(entry.state, Ended)]
         return cluster_pb2.GetWorkloadResponse(
             router_instance_id=self._instance_id,

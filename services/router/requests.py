@@ -1,8 +1,7 @@
-"""One request in flight: its state, its answer, and the actions of its life.
+"""One request in flight: its state, its answer, and the actions of its state machine.
 
-Its state changes by lifecycle.step alone. The entry carries out the actions that step returns: it appends to the
-answer, keeps the timers, wakes the client's RPC, and passes on to the placer what concerns instances.
-"""
+Only lifecycle.step changes the state. The entry carries out the actions that step returns: it appends to the answer,
+keeps the timers, wakes the client's RPC, and passes actions on instances to the placer."""
 
 import asyncio
 import time
@@ -23,18 +22,18 @@ _COMPLETE = (lives.Finishing, lives.Ended)
 _MOST_AHEAD = 32
 """Max tokens of an instance's last steps that its router may lack."""
 _LEAST_LEFT = 8
-"""An answer with fewer tokens to come is not worth a call to the decode instance."""
+"""Min tokens to come for which reading at the decode instance is worth the client's call."""
 
 
 class SentAway(Unavailable):
-    """The router drains, and the client should re-attach through another one. The instances go on meanwhile."""
+    """Ends a session at a draining router: its client should re-attach at another one. Instances continue meanwhile."""
 
     def __init__(self) -> None:
         super().__init__("this router is draining: the request goes on through another router", retry_after_s=0.0)
 
 
 class Interrupted(SentAway):
-    """A decode instance was lost while the client read there. The client re-attaches with its tokens."""
+    """Ends a session that lost its decode instance while its client read there. The client re-attaches."""
 
     def __init__(self, cause: str) -> None:
         Unavailable.__init__(self, "the decode instance was lost while its tokens were read there", retry_after_s=0.0)
@@ -42,30 +41,28 @@ class Interrupted(SentAway):
 
 
 class DirectReading:
-    """Attempts of a session that the client may read, or reads, at a decode instance. No I/O.
+    """Tracks whether a session's client may read, or reads, its answer directly at a decode instance. No I/O.
 
-    The router follows such a request as any other. It tells the client once per attempt where the answer is drawn, and
-    keeps tokens back while the decode instance says that the client reads there. Meanwhile the client may have tokens
-    that the router lacks, so a lost attempt is not placed again here, unless the instance has moved the request: other
-    tokens could be drawn in their place. The client re-attaches with what it has.
-    """
+    The router receives the answer too. It names the decode instance to the client once per attempt, and holds tokens
+    back while the instance reports that the client reads there. The client may then have tokens that the router lacks.
+    A lost attempt is therefore not placed again here (other tokens could be drawn), unless the instance has moved the
+    request: the client re-attaches with its tokens."""
 
     def __init__(self) -> None:
         self.offered = 0
-        """Last attempt whose decode instance the client knows. It may have tokens of it that the router lacks."""
+        """Last attempt whose decode instance was named to the client, which may have tokens that the router lacks."""
         self.read = 0
-        """Attempt that the client reads at its decode instance; 0: none."""
+        """Attempt whose tokens the client reads directly at the decode instance; 0: none."""
 
     def offer(self, state: lives.State) -> lives.InstanceLife | None:
-        """The decode instance to name to the client, if any. It has sent a token, so prefill will not place the
-        attempt elsewhere."""
+        """Decode instance to name to the client; None if already named, not decoding yet, or few tokens are left."""
         if not isinstance(state, lives.Decoding):
             return None
         is_worth_it = state.attempt.most_tokens - state.next_index >= _LEAST_LEFT
         return state.decode if is_worth_it and state.attempt.number > self.offered else None
 
     def note_read(self, attempt: int, is_read: bool) -> None:
-        """Record whether the client reads at the attempt's decode instance."""
+        """Record whether the client reads the attempt's tokens directly at the decode instance."""
         if is_read:
             self.read = attempt
         elif self.read == attempt:
@@ -73,7 +70,7 @@ class DirectReading:
 
 
 class RequestEntry:
-    """One session of a request. Not thread-safe."""
+    """One session of a request in flight: its state machine, answer and account. Not thread-safe."""
 
     def __init__(
         self,
@@ -83,8 +80,8 @@ class RequestEntry:
         act: "Callable[[RequestEntry, lives.Action], None]",
         hint_changed: Callable[[OwnerHint], object],
     ) -> None:
-        """act: carries out the actions that concern instances. hint_changed: called with the new owner of a request
-        that its client may re-attach."""
+        """act: carries out actions that concern instances. hint_changed: called with the new owner hint (the request's
+        instances) if the client may re-attach."""
         self.request_id = accepted.request_id
         self.accepted = accepted
         self.answer = answer
@@ -98,14 +95,14 @@ class RequestEntry:
         self.begun_s = 0.0
         """time.monotonic() when the present attempt began."""
         self.owner_news: OwnerHint | None = None
-        """The owner, if the client does not know it yet."""
+        """Owner hint that the client was not sent yet."""
         # The router keeps all that a client reads at decode, and logprobs are large.
         is_offered = accepted.direct and accepted.params.logprobs is None
         self.direct = DirectReading() if is_offered else None
         self.has_begun = False
         """True once an instance computes the prompt."""
         self.delay_noted = False
-        """True once the log says that the request could not be placed at once."""
+        """True once the log has a line that the request must wait."""
         self._hint = OwnerHint()
         self._act = act
         self._hint_changed = hint_changed
@@ -117,31 +114,31 @@ class RequestEntry:
 
     @property
     def attempt_number(self) -> int:
-        """Number of the present attempt, or of the last one; 0: there was none."""
+        """Number of the present or last attempt (placement); 0: there was none."""
         attempt = None if isinstance(self.state, lives.Unplaced) else self.state.attempt
         return 0 if attempt is None else attempt.number
 
     @property
     def suspect_until(self) -> int:
-        """suspect_until of the present attempt, or of the next one."""
+        """Answer length in tokens until which the request is suspected of breaking engines; 0: it is not."""
         if isinstance(self.state, lives.Unplaced):
             return self.state.suspect_until
         return 0 if self.state.attempt is None else self.state.attempt.suspect_until
 
     @property
     def most_tokens(self) -> int:
-        """Max tokens of the answer."""
+        """Max tokens of the answer, by the request and the model's context length."""
         assert self.accepted.params.max_tokens is not None
         return min(self.accepted.params.max_tokens, self.accepted.room)
 
     @property
     def is_superseded(self) -> bool:
-        """True if a later session has taken the request over, here or at another router."""
+        """True if this session ended in favour of a later one, here or at another router."""
         return isinstance(self.error, RequestAlreadyExists | SentAway)
 
     @property
     def finish(self) -> FinishReason | None:
-        """Finish reason of a complete answer."""
+        """Finish reason of a complete answer, else None."""
         match self.state:
             case lives.Finishing(_, finish) | lives.Ended(FinishReason() as finish):
                 stopped = self.answer.stopped and finish is not FinishReason.CANCELLED
@@ -151,34 +148,35 @@ class RequestEntry:
 
     @property
     def error(self) -> KaveriError | None:
-        """Error of a failed request."""
+        """Error of a failed request, else None."""
         outcome = self.state.outcome if isinstance(self.state, lives.Ended) else None
         return outcome if isinstance(outcome, KaveriError) else None
 
     def adopt(self, resolved: SamplingParams) -> None:
-        """Take the sampling parameters that the request's first router has resolved."""
+        """Use the sampling parameters that the request's first router resolved."""
         self.accepted = replace(self.accepted, params=replace(self.accepted.params, **resolved.chosen))
 
     def ownership(self, attempt: int, router_id: str) -> Ownership:
-        """Name of an attempt, as instances know it."""
+        """Identify an attempt to instances: by session, attempt number, router and secret."""
         return Ownership(Owner(self.accepted.session, attempt), router_id, self.accepted.secret)
 
     def attempt_at(self, number: int, prefill: lives.InstanceLife = lives.NO_LIFE) -> lives.Attempt:
-        """An attempt that goes on after the tokens so far."""
+        """Create attempt `number`, which continues after the tokens so far."""
         count = len(self.answer.token_ids)
         return lives.Attempt(number, prefill, count, self.most_tokens, suspect_until=self.suspect_until)
 
     def attachment(
         self, attempt: int, router_id: str, *, landed: bool = False, at_prefill: bool = False, placed_by: str = ""
     ) -> Attachment:
-        """Message that makes this router the owner of the request, from the answer's next token on."""
+        """Build the message that makes an instance send this router the request's tokens, from the next one on. For
+        landed, at_prefill and placed_by, which restrict the match, see Attachment."""
         token_ids = (*self.accepted.prompt_token_ids, *self.answer.token_ids)
         ownership = self.ownership(attempt, router_id)
         count = len(self.answer.token_ids)
         return Attachment(self.request_id, ownership, token_ids, count, landed, at_prefill, placed_by)
 
     def begin(self, event: lives.Sent | lives.Sought | lives.ResumeAsked) -> asyncio.Future[None]:
-        """Start an attempt. The future is done when the request has ended or the attempt is lost."""
+        """Start an attempt. The future is done when the attempt is lost or the request has ended."""
         over = self._attempt_over = asyncio.get_running_loop().create_future()
         self.begun_s = time.monotonic()
         match event:
@@ -198,15 +196,15 @@ class RequestEntry:
         return over
 
     def note_owner(self, prefill: lives.InstanceLife | None, decode: lives.InstanceLife | None) -> None:
-        """Record the attempt's instances, for the timing, the client and a later session. prefill: None if the attempt
-        needs none; the timing keeps the last one."""
+        """Record the attempt's instances, for the timing, the client and a later session. prefill: None: the attempt
+        needs none, and the timing keeps the last one."""
         self._note_hint(OwnerHint(prefill, decode))
         if prefill is not None:
             self.account.timing.prefill_instance_id = prefill.instance_id
         self.account.timing.decode_instance_id = decode.instance_id if decode is not None else ""
 
     def note_holder(self) -> None:
-        """Record a new holder of the replica for a later session."""
+        """Record the present holder of the request's replica (KV cache copy), as a hint for a later session."""
         if not isinstance(self.state, lives.Placed | lives.Decoding):
             return
         replica = self.state.replica
@@ -215,11 +213,11 @@ class RequestEntry:
             self._note_hint(replace(self._hint, holder=holder))
 
     def note_loss(self, cause: str, former: lives.InstanceLife) -> None:
-        """Record the loss of an instance."""
+        """Record the loss of instance `former`."""
         self.account.note_loss(cause, former, self.answer.last_token_s)
 
     def note_resumed(self, holder: lives.InstanceLife, first_index: int, held_tokens: int) -> None:
-        """Record that the replica's holder goes on from token `first_index` with the KV of `held_tokens` tokens."""
+        """Record that a replica's holder continues at answer token `first_index`, with KV of `held_tokens` tokens."""
         self.note_owner(None, holder)
         self.account.timing.resumes += 1
         context_tokens = len(self.accepted.prompt_token_ids) + first_index
@@ -240,7 +238,7 @@ class RequestEntry:
         self.wake()
 
     def handle(self, event: lives.Event, now_s: float) -> None:
-        """Apply an event to the state, and carry out what follows. now_s: time.monotonic()."""
+        """Apply an event to the state machine, and carry out the actions. now_s: time.monotonic()."""
         if self.answer.lacks_prompt:
             event = self._without_unreported_prompt(event)
         self.state, actions = step(self.state, event, now_s)
@@ -275,8 +273,8 @@ class RequestEntry:
         self.wake()
 
     def _without_unreported_prompt(self, event: lives.Event) -> lives.Event:
-        """The event, or the loss of its attempt if it is a token that comes before the prompt's logprobs. A decode
-        instance that draws the first token has not computed the prompt, and some do not know prompt_logprobs."""
+        """Turn a token event before the prompt's logprobs into the loss of its attempt. A decode instance that
+        generates the first token has not computed the prompt, and old versions do not know prompt_logprobs."""
         match event:
             case lives.Tokens(first_index=0) if event.token_ids:
                 return lives.GivenUp(event.attempt, event.source, _no_report(event.source))
@@ -286,8 +284,8 @@ class RequestEntry:
                 return event
 
     def _client_may_be_ahead(self, event: lives.Event) -> bool:
-        """True if the client may have tokens of the lost attempt that the router lacks. A decode instance that moves
-        a request, or gives it to another owner, says so after all its tokens."""
+        """True if the client may have tokens of the lost attempt that the router lacks. A decode instance sends all its
+        tokens before it reports that it moves a request or gives it to another owner."""
         is_last_word = isinstance(event, lives.GivenUp) and event.has_ended and not isinstance(event.error, Unavailable)
         return self.direct is not None and not is_last_word and self.direct.offered == self.attempt_number
 
@@ -316,21 +314,21 @@ class RequestEntry:
                 self._act(self, action)
 
     def stop(self, outcome: FinishReason | KaveriError) -> None:
-        """End the request, with an error or as CANCELLED; tokens so far are still delivered. No-op if it has ended."""
+        """End the request: with an error, or as CANCELLED with the tokens so far. No-op if it has ended."""
         self.handle(lives.Stopped(outcome), time.monotonic())
 
     def supersede(self) -> None:
-        """End this session and leave its instances to a later one."""
+        """End this session; its instances continue for a later one, as the client has re-attached."""
         self.handle(lives.Superseded(RequestAlreadyExists(self.request_id)), time.monotonic())
 
     def send_away(self) -> None:
-        """End this session for one at another router; no-op if the client cannot re-attach."""
+        """End this session so that the client re-attaches at another router. No-op if the client cannot."""
         if self.accepted.secret:
             self.handle(lives.Superseded(SentAway()), time.monotonic())
 
     async def wait_for_output(self, *, or_begun: bool = False) -> None:
-        """Return when there is output that the client does not read at the decode instance, or the request has ended.
-        One waiter at a time. or_begun: also once an instance has begun to compute the prompt."""
+        """Wait for output to send, or the end of the request. Output that the client reads at a decode instance does
+        not count. One waiter at a time. or_begun: return also once an instance has begun to compute the prompt."""
         while not (self._is_due or (or_begun and self.has_begun)):
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -348,9 +346,9 @@ class RequestEntry:
         if isinstance(self.state, lives.Ended):
             return True
         if self.direct is not None and self.direct.read == self.attempt_number:
-            # Tokens come from elsewhere, but who has the request only from here.
+            # Tokens come from the decode instance, but owner hints only from this router.
             return self.owner_news is not None
-        # A client that re-attaches must bring a suspicion along, or the request would end more instances.
+        # A client that re-attaches must name a suspicion, or the request would break more engines.
         has_suspicion = self.owner_news is not None and self.owner_news.suspect_until > 0
         return self.answer.has_output or (has_suspicion and bool(self.answer.token_ids))
 

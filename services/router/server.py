@@ -39,13 +39,13 @@ from services.router.request_table import RETRY_AFTER_S, RecentRequests, Request
 from services.router.requests import Interrupted, RequestEntry, SentAway
 
 _GONE_WITHIN_S = 1.0
-"""How long to wait for gRPC to cancel a call whose client has disconnected."""
+"""Seconds to wait for gRPC to cancel a call whose client has disconnected."""
 _CANCELLED_REMEMBERED_S = 60.0
-"""How long a Cancel between two sessions is remembered; longer than clients take to re-attach."""
+"""Seconds for which a Cancel between two sessions is remembered; longer than clients take to re-attach."""
 
 
 class RouterParts(Protocol):
-    """Parts of a router that serve a request."""
+    """Parts of a router that its gRPC services use."""
 
     config: RouterConfig
     store: ClusterStore
@@ -64,19 +64,19 @@ class RouterParts(Protocol):
 
 @dataclass(slots=True)
 class GenerateProgress:
-    """Progress of one Generate call."""
+    """Progress of one Generate call, for its logs, span and token limits. The call fills it in."""
 
     request_id: str
     key_name: str = ""
     """Name of the client's API key; empty: it did not come through the public port."""
     entry: RequestEntry | None = None
-    """Set once its input was checked."""
+    """Set once the request was validated."""
     span: OpenSpan | None = None
     """Span of the call; None: it is not traced."""
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the prompt, and of those generated in this call."""
+        """Tokens of the prompt plus those generated in this call; 0 before the request is validated."""
         if self.entry is None:
             return 0
         accepted = self.entry.accepted
@@ -84,7 +84,7 @@ class GenerateProgress:
         return len(accepted.prompt_token_ids) + generated
 
     def span_attributes(self) -> dict[str, object]:
-        """Attributes of the span at its end."""
+        """Attributes of the call's trace span at its end."""
         if self.entry is None:
             return {}
         accepted, finish = self.entry.accepted, self.entry.finish
@@ -106,7 +106,6 @@ class GenerateProgress:
 
 @contextlib.contextmanager
 def _traced(progress: GenerateProgress, context: ServicerContext, arrived_s: float) -> Iterator[None]:
-    """Trace the call while the context is open, if the sampler takes it. For a process that traces."""
     traceparent = traceparent_of(context.invocation_metadata())
     span = progress.span = begin_span(
         "generate", traceparent, arrived_s, request_id=progress.request_id[:MAX_REQUEST_ID_BYTES]
@@ -123,7 +122,7 @@ def _traced(progress: GenerateProgress, context: ServicerContext, arrived_s: flo
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """InferenceService of a router."""
+    """gRPC InferenceService of a router."""
 
     def __init__(self, router: RouterParts) -> None:
         self._router = router
@@ -139,7 +138,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: ServicerContext, progress: GenerateProgress | None = None
     ) -> None:
-        """Answer a request. progress: has its id; the rest is filled in. None: the caller needs none."""
+        """Answer a request, and write the responses to `context`. progress: filled in meanwhile; None: not needed."""
         arrived_s = time.monotonic()
         progress = progress or GenerateProgress(request.request_id or new_request_id())
         tracing = _traced(progress, context, arrived_s) if is_tracing() else contextlib.nullcontext()
@@ -183,7 +182,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await abort(context, InternalError(reason))
 
     async def abort_unread(self, context: ServicerContext, error: SlowReader) -> None:
-        """End the call of a client that did not read. gRPC waits for it, so such calls are counted and limited."""
+        """Abort the call of a client that did not read a response. gRPC keeps such calls until the client reads or
+        disconnects, so they are counted and limited."""
         self._unread_count += 1
         metrics.UNREAD.inc()
         try:
@@ -248,7 +248,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.DetokenizeResponse(text=text)
 
     def until_s(self, context: ServicerContext) -> float:
-        """Deadline of a call as a time.monotonic()."""
+        """Deadline of a call as a time.monotonic(), at most default_timeout_s from now."""
         remaining_s = context.time_remaining()
         limit_s = self._router.config.default_timeout_s
         return time.monotonic() + (limit_s if remaining_s is None else min(remaining_s, limit_s))
@@ -277,7 +277,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         context: ServicerContext,
         arrived_s: float,
     ) -> None:
-        """Take a request through its stages: admit, reserve a slot, tokenize, claim the id, place and relay."""
         router, request_id = self._router, progress.request_id
         params = self._admit(request, request_id)
         remaining_s = context.time_remaining()
@@ -333,8 +332,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             metrics.IN_FLIGHT.dec()
 
     def _admit(self, request: inference_pb2.GenerateRequest, request_id: str) -> SamplingParams:
-        """Check what costs nothing. Raises Unavailable while the router drains, InvalidArgument, ModelNotFound, and
-        NoCapacity for too many re-attaches or clients that do not read."""
+        """Do the checks that cost nothing. Raises Unavailable while the router drains, InvalidArgument, ModelNotFound,
+        and NoCapacity for too many re-attaches or clients that do not read."""
         router = self._router
         # The last router takes back what another one has just sent away.
         if router.draining and not (
@@ -354,7 +353,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _answer(
         self, entry: RequestEntry, context: ServicerContext, *, names_tokens: bool, is_public: bool
     ) -> None:
-        """Place a request, write its answer, and record its outcome."""
         router, config, outcome = self._router, self._router.config, "its client has gone"
         placing = router.placer.start(entry)
         try:
@@ -390,14 +388,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         accept: Callable[[], Awaitable[AcceptedRequest]],
         context: ServicerContext,
     ) -> None:
-        """Write the only response of a request that was cancelled before it began here."""
         prompt_tokens, token_count, text = 0, 0, ""
         if request.session:
             self._router.placer.abandon(request_id, request.session, request.secret)
             accepted = accepted or await accept()
             token_count = len(accepted.received.token_ids)
             prompt_tokens = len(accepted.prompt_token_ids) if token_count else 0
-            # What the router before held back, such as an unfinished character, is decided now.
+            # Text that the former router withheld, such as an unfinished character, is final now.
             answer = await self._router.intake.begin_answer(accepted)
             answer.flush()
             text = answer.take().text
@@ -410,5 +407,5 @@ def _note_gone(progress: GenerateProgress) -> None:
 
 
 def new_request_id() -> str:
-    """Return a random id for a request whose caller has given none."""
+    """Random id for a request whose caller gave none."""
     return secrets.token_hex(16)

@@ -47,13 +47,13 @@ from services.router.server import InferenceServicer
 from services.router.token_feeds import TokenFeeds
 
 _WATCH_TIMEOUT_S = 0.5
-"""Max interval at which ended leases are noticed."""
+"""Seconds after which ended leases are noticed at the latest."""
 _OTHERS_DRAIN_WITHIN_S = 0.25
-"""Time for other routers to begin a drain too, before clients are sent to them."""
+"""Seconds for other routers to begin a drain too, before clients are sent to them."""
 
 
 async def serve(config: RouterConfig, stopping: asyncio.Event) -> int:
-    """Run a router until `stopping` is set and the requests in flight have ended. Raises ConfigError."""
+    """Run a router until `stopping` is set and its requests have ended. Returns the exit status. Raises ConfigError."""
     if config.vllm_grpc:
         # Fails early.
         _vllm_grpc()
@@ -69,8 +69,8 @@ async def serve(config: RouterConfig, stopping: asyncio.Event) -> int:
 
 
 def router_host(router: "Router") -> ServiceHost:
-    """Host a router with its gRPC services. Raises ConfigError for unusable certificates, and where --vllm-grpc lacks
-    its package."""
+    """Create the host process of a router: its gRPC services, lease and drain. Raises ConfigError for unusable
+    certificates, or if --vllm-grpc lacks its package."""
     config = router.config
     servicer = InferenceServicer(router)
     # With mutual TLS a certificate is enough. The public port has neither service.
@@ -99,7 +99,6 @@ def router_host(router: "Router") -> ServiceHost:
 
 
 def _vllm_grpc() -> ModuleType:
-    """Import the adapter. Raises ConfigError where its extra is missing or incompatible."""
     require_vllm_grpc()
     from services.router import vllm_grpc
 
@@ -115,7 +114,7 @@ def _public_server(config: RouterConfig, servicer: PublicServicer) -> RpcServer:
 
 
 class Router:
-    """The HostedService of a router: its parts, wired."""
+    """A router with all its parts: the work that its ServiceHost (server, lease, drain) runs."""
 
     def __init__(
         self,
@@ -159,11 +158,11 @@ class Router:
         return not self._serving.is_set()
 
     def metrics_targets(self) -> list[dict[str, Any]]:
-        """Metrics addresses of the whole cluster, for /sd."""
+        """Prometheus targets of the whole cluster, which /sd serves for service discovery."""
         return metrics_targets(self.store.view())
 
     async def run(self) -> None:
-        """Work until cancelled, after the last call of a client."""
+        """Do the background work until cancelled. Cancel it only after the last call of a client has ended."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._monitor(), name="cluster monitor")
@@ -192,7 +191,7 @@ class Router:
         self.monitor.go_on()
 
     async def wait_idle(self) -> None:
-        """Wait until the last request has ended and another router can lead the cluster monitor."""
+        """Wait until no request is in flight and the router has resigned from leading the cluster monitor."""
         await self.table.wait_until_empty()
         await self._resigned.wait()
 

@@ -17,14 +17,14 @@ from services.router.requests import RequestEntry
 
 @dataclass(slots=True, eq=False)
 class Tie:
-    """Dependency of an attempt on the stream of its decode instance."""
+    """Dependency of an attempt (placement of a request) on the token stream of its decode instance."""
 
     entry: RequestEntry
     attempt: Attempt
     life: InstanceLife
     is_there: bool
     needs_attach: bool = False
-    """True if its tokens come on the stream only after an Attach."""
+    """True if the stream carries the attempt's tokens only after an Attach call by this router."""
 
     at_prefill = False
 
@@ -34,7 +34,7 @@ class Tie:
 
     @property
     def is_named(self) -> bool:
-        """True if a new stream repeats what may be lost."""
+        """True if a new stream that names the request repeats the tokens lost on the former one."""
         return self.is_there and not (self.needs_attach and self.attempt.taken_over)
 
     def lose(self, error: KaveriError) -> None:
@@ -43,14 +43,13 @@ class Tie:
 
 @dataclass(slots=True, eq=False)
 class PromptTie:
-    """Dependency of an attempt on the stream of its prefill instance, with the reports that have arrived."""
+    """Dependency of an attempt (placement of a request) on its prefill instance's stream, with the reports received."""
 
     entry: RequestEntry
     number: int
-    """Number of the attempt."""
+    """Attempt number."""
     record: InstanceRecord
     life: InstanceLife
-    """The record's."""
     is_there: bool = False
     """True once the instance is known to have the request."""
     was_sent: bool = True
@@ -58,14 +57,14 @@ class PromptTie:
     has_ended: bool = False
     """True if the request has ended there, or never arrived."""
     news: asyncio.Queue[prefill_pb2.PrefillReport | KaveriError | None] = field(default_factory=asyncio.Queue)
-    """Reports in order, then an error that ends them; None: there may be nothing more to wait for. Unbounded: an
-    instance sends a handful for an attempt."""
+    """Reports in order, then an error that ends them; None wakes the reader, as the attempt may be over. Unbounded: an
+    instance sends a handful per attempt."""
 
     at_prefill = True
 
     @property
     def is_named(self) -> bool:
-        """True if a new stream repeats what may be lost."""
+        """True if a new stream that names the request repeats the reports lost on the former one."""
         return self.is_there
 
     def lose(self, error: KaveriError) -> None:
@@ -77,32 +76,32 @@ AnyTie = Tie | PromptTie
 
 @dataclass(slots=True)
 class OpenStream:
-    """A Follow stream that the instance has answered on."""
+    """A Follow stream from an instance that has sent its first message."""
 
     call: aio.Call
     since_s: float
-    """Time at which it opened, on the monotonic clock."""
+    """time.monotonic() at which it opened."""
     quiet: bool = False
-    """True if the instance has no request of this router: it sends nothing."""
+    """True if the instance has no request of this router and sends nothing."""
 
 
 class Subscription:
-    """One instance as a router sees it: its record once the view has it, its stream, the attempts that depend on it."""
+    """A router's stream from one instance, the instance's record, and the attempts that depend on the stream."""
 
     def __init__(self, instance_id: str, is_over: Callable[[InstanceLife], bool | None]) -> None:
-        """is_over: returns True for a life that has left the view."""
+        """is_over: returns True for an instance's process run that has left the cluster view."""
         self.instance_id = instance_id
         self._is_over = is_over
         self.record: InstanceRecord | None = None
         self.stream: OpenStream | None = None
         self.broken_s = 0.0
-        """Time at which the last stream broke."""
+        """time.monotonic() at which the last stream broke."""
         self.ties: dict[tuple[RequestEntry, bool], AnyTie] = {}
-        """By request and at_prefill, in the order in which they were placed, in which they also fail."""
+        """By request and at_prefill, in order of placement, which is also the order of failure."""
         self.let_go_s = 0.0
-        """Time at which the instance last moved a request to another one."""
+        """time.monotonic() at which the instance last moved a request to another one."""
         self.fault = ""
-        """Reason for which this router broke off the stream; empty once another one is open."""
+        """Reason for which this router cancelled the stream; empty once another one is open."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self, record: InstanceRecord, follow: Coroutine[None, None, None]) -> None:
@@ -112,14 +111,14 @@ class Subscription:
         self._task = asyncio.create_task(follow, name=f"news of {self.instance_id}")
 
     def hand_over(self, successor: "Subscription", incarnation: int) -> None:
-        """Pass on the attempts that were placed on the instance's next life already."""
+        """Pass the attempts that were placed on the restarted instance, run `incarnation`, to its new subscription."""
         for tie in tuple(self.ties.values()):
             if tie.life.incarnation == incarnation:
                 del self.ties[tie.entry, tie.at_prefill]
                 successor.tie(tie)
 
     def stop(self, reason: str) -> asyncio.Task[None] | None:
-        """End the stream and fail the attempts. Returns the task that ends."""
+        """End the stream and fail its attempts. Returns the cancelled task that read the stream, if any."""
         if self._task is not None:
             self._task.cancel()
         self.stream = None
@@ -129,13 +128,13 @@ class Subscription:
         return self._task
 
     def break_off(self, fault: str) -> None:
-        """Cancel the stream, which then counts as broken."""
+        """Cancel the stream as broken. fault: the reason."""
         self.fault = fault
         if self.stream is not None:
             self.stream.call.cancel()
 
     def open(self) -> list[feed_pb2.FollowedRequest]:
-        """Requests that a new stream continues."""
+        """List the requests to name in the Follow call of a new stream, which then continues them."""
         named = [tie for tie in self.ties.values() if self.is_of_life(tie) and tie.is_named]
         for tie in named:
             if isinstance(tie, Tie):
@@ -152,7 +151,7 @@ class Subscription:
         ]
 
     def disconnect(self) -> None:
-        """Record that the stream broke. The attempts wait for another one."""
+        """Record that the stream broke. Its attempts fail unless another one opens within CONNECT_GRACE_S."""
         self.stream, self.broken_s = None, time.monotonic()
         for tie in self.ties.values():
             self._limit_wait(tie)
@@ -163,7 +162,7 @@ class Subscription:
             is_late = tie.attempt.taken_over or self.stream is None or self.stream.since_s >= tie.entry.begun_s
             tie.needs_attach = tie.is_there and is_late
         elif self.stream is not None:
-            # The instance beats from when it has the prompt: until then its silence means something.
+            # The instance sends beats once it has the prompt, so silence counts from now on.
             self.stream.quiet = False
         self.ties[tie.entry, tie.at_prefill] = tie
         if self.record is not None and self._is_over(tie.life):
@@ -176,7 +175,7 @@ class Subscription:
         asyncio.get_running_loop().call_later(CONNECT_GRACE_S, self._check_connection, tie)
 
     def is_of_life(self, tie: AnyTie) -> bool:
-        """Return True if the attempt was placed on the life that the view has."""
+        """True if the attempt was placed on the instance's process run that the cluster view names."""
         return self.record is not None and tie.life.incarnation == self.record.incarnation
 
     def _check_life(self, tie: AnyTie) -> None:
@@ -196,7 +195,7 @@ class Subscription:
             tie.lose(error)
 
     def drop(self, tie: AnyTie) -> bool:
-        """Remove a tie. Returns False if it is not there."""
+        """Remove an attempt from the stream. Returns False if it is not registered."""
         key = tie.entry, tie.at_prefill
         if self.ties.get(key) is not tie:
             return False

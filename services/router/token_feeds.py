@@ -1,7 +1,6 @@
-"""One Follow stream per instance: passes its news on to requests, tokens and reports on prompts.
+"""Follows one gRPC stream per instance: delivers its tokens and its reports on prompts to requests.
 
-A stream that breaks is opened again and goes on where the requests are; only what the instance does not have is lost.
-"""
+A broken stream is reopened and continues where the requests are; only what the instance no longer has is lost."""
 
 import asyncio
 import contextlib
@@ -44,7 +43,7 @@ from services.router.subscriptions import OpenStream, PromptTie, Subscription, T
 _ABORTED_COUNT = 4096
 """Max remembered aborts; more than are in flight at once."""
 _LIVES_COUNT = 4096
-"""Max remembered lives of instances that have left."""
+"""Max remembered process runs of instances that have left."""
 _ABORTS_AT_ONCE = 4096
 """Max aborts in a message; with the longest ids they take less than half of the largest one."""
 _FIRST_RECONNECT_S = 0.01
@@ -53,29 +52,29 @@ _RECONNECT_MAX_S = 1.0
 
 
 class TokenFeeds:
-    """The subscriptions of one router, one for each instance in the view that has an engine."""
+    """Streams to one router of tokens and prefill reports: one from each instance with an engine."""
 
     def __init__(
         self, stream_id: str, channels: Channels, table: RequestTable, suspect_after_s: float, holders: Holders
     ) -> None:
-        """stream_id: the router_id of FeedService. suspect_after_s: silence, counted while this process runs, after
-        which a stream is broken off."""
+        """stream_id: this router's id in FeedService. suspect_after_s: seconds of silence, counted while this process
+        runs, after which a stream is cancelled as broken."""
         self._stream_id = stream_id
         self._channels = channels
         self._table = table
         self._holders = holders
         self._silence: SilenceWatch[Subscription] = SilenceWatch(suspect_after_s, time.monotonic())
         self._reopening: SilenceWatch[Subscription] = SilenceWatch(REOPEN_GRACE_S, time.monotonic())
-        """Suspected instances that have not answered since."""
+        """Suspected instances whose new stream has not been answered."""
         self._subscriptions: dict[str, Subscription] = {}
         self._tied = asyncio.Event()
         """Set when attempts need streams."""
         self.silent_ids: frozenset[str] = frozenset()
-        """Ids of suspected instances that have not answered since."""
+        """Ids of suspected instances, which went silent and have not answered since."""
         self._followed: dict[RequestEntry, Subscription] = {}
         self._instances: Mapping[str, ViewedInstance] = {}
         self._over: ExpiringMap[lives.InstanceLife, bool] = ExpiringMap(max_count=_LIVES_COUNT)
-        """The last lives that have left the view."""
+        """Process runs that have last left the view."""
         self._aborted: ExpiringMap[tuple[str, str, Owner], float] = ExpiringMap(max_count=_ABORTED_COUNT)
         """Time of each of the last aborts, by (instance, request, owner)."""
         self._unsent: dict[str, list[decode_pb2.AttemptId]] = {}
@@ -84,7 +83,8 @@ class TokenFeeds:
         """Aborts and attaches in flight."""
 
     def update(self, view: ClusterView) -> None:
-        """Follow new instances; drop those that left or restarted, and fail their attempts."""
+        """Apply a cluster view: open streams to new instances, and end those of instances that left or restarted. The
+        attempts that depend on them fail."""
         if view.instances is self._instances and all(known.record for known in self._subscriptions.values()):
             return
         self._instances = view.instances
@@ -116,19 +116,18 @@ class TokenFeeds:
             self._over.put(lives.InstanceLife(record.instance_id, record.incarnation), True)
 
     def _subscription(self, instance_id: str) -> Subscription:
-        """The instance's subscription; a new one, without a record, if a prefill instance has seen it first."""
+        """Return the instance's subscription. A new one has no record if a prefill instance knew it before the view."""
         if instance_id not in self._subscriptions:
             self._subscriptions[instance_id] = Subscription(instance_id, self._over.get)
         return self._subscriptions[instance_id]
 
     def follow(self, entry: RequestEntry, attempt: lives.Attempt, life: lives.InstanceLife, is_there: bool) -> None:
-        """Deliver the tokens of an attempt from this life of a decode instance. The attempt fails when the instance
-        restarts, does not have it, or has no stream for CONNECT_GRACE_S. is_there: True if the instance has the request
-        already.
+        """Deliver the tokens of an attempt from a decode instance, in the process run `life`. The attempt fails if the
+        instance restarts, lacks the request, or has no stream for CONNECT_GRACE_S. is_there: True if it is known to
+        have the request.
 
-        Attaches if the attempt is older than the stream, because tokens may be lost on a former one, or was taken over,
-        because its tokens go to another router.
-        """
+        Calls Attach, after which the instance sends the tokens here from the next one on, if a former stream may have
+        lost some or the attempt was taken over from another router."""
         subscription = self._subscription(life.instance_id)
         if self._followed.get(entry) is not subscription:
             self.unfollow(entry)
@@ -146,34 +145,34 @@ class TokenFeeds:
             former.ties.pop((entry, False), None)
 
     def expect_reports(self, entry: RequestEntry, number: int, record: InstanceRecord) -> PromptTie:
-        """Collect the reports on an attempt from this life of a prefill instance, until drop()."""
+        """Collect a prefill instance's reports on attempt `number` in the returned object, until drop()."""
         tie = PromptTie(entry, number, record, lives.InstanceLife(record.instance_id, record.incarnation))
         self._subscription(record.instance_id).tie(tie)
         self._tied.set()
         return tie
 
     def drop(self, tie: PromptTie) -> None:
-        """Stop collecting reports. Idempotent."""
+        """Stop collecting a prefill instance's reports on an attempt. Idempotent."""
         subscription = self._subscriptions.get(tie.record.instance_id)
         if subscription is not None:
             subscription.drop(tie)
 
     def may_lack_reports(self, tie: PromptTie, since_s: float) -> bool:
-        """Return True if the stream has broken since this time. Reports on a request that was not known to be there
-        are not repeated."""
+        """True if the stream has broken since `since_s`, a time.monotonic(): a new one repeats reports only on requests
+        that were known to be there."""
         subscription = self._subscriptions.get(tie.record.instance_id)
         return subscription is not None and subscription.broken_s >= since_s
 
     def abort(self, request_id: str, ownership: Ownership, decode: lives.InstanceLife | None) -> None:
-        """Abort an attempt at a decode instance; None: at all. Best effort: an unreachable instance ends it after the
-        orphan grace, or when its tokens arrive here."""
+        """Abort an attempt at a decode instance; None: at every instance. Best effort: an unreachable one ends the
+        attempt after its setting orphan_grace_s, or is sent another Abort when its tokens arrive here."""
         name = ownership_to_proto(request_id, ownership)
         for subscription in self._subscriptions.values():
             if subscription.record is not None and (decode is None or decode.instance_id == subscription.instance_id):
                 self._abort_at(subscription.record, name)
 
     def disown(self, request_id: str, owner: Owner, instance_id: str, secret: bytes = b"") -> None:
-        """Abort an attempt whose news this router cannot use, unless an Abort was sent just now."""
+        """Abort an attempt whose tokens or reports belong to no request here, unless an Abort was sent just now."""
         sent_s = self._aborted.get((instance_id, request_id, owner))
         subscription = self._subscriptions.get(instance_id)
         if subscription is None or subscription.record is None:
@@ -184,7 +183,7 @@ class TokenFeeds:
             self._abort_at(subscription.record, name)
 
     def _abort_at(self, record: InstanceRecord, name: decode_pb2.AttemptId) -> None:
-        """Send an Abort together with the others of this turn of the loop."""
+        """Send an Abort, together with the others of this iteration of the event loop."""
         noted = record.instance_id, name.request_id, Owner(name.session, name.attempt)
         self._aborted.put(noted, time.monotonic())
         unsent = self._unsent.setdefault(record.address, [])
@@ -210,7 +209,7 @@ class TokenFeeds:
                 await self._channels.stub(FeedServiceStub, address).Abort(message, timeout=CALL_TIMEOUT_S)
 
     async def watch(self) -> None:
-        """Break off silent streams that attempts need. Runs until cancelled."""
+        """Cancel streams that are silent although attempts need them. Runs until cancelled."""
         while True:
             if not (self.silent_ids or any(subscription.ties for subscription in self._subscriptions.values())):
                 self._tied.clear()
@@ -236,9 +235,9 @@ class TokenFeeds:
     async def attach(
         self, record: InstanceRecord, attachment: Attachment, timeout_s: float = CALL_TIMEOUT_S
     ) -> Attached:
-        """Make this router the owner of a request at an instance, whose stream then carries the request's news.
+        """Make this router the receiver of a request's tokens or prefill reports, on the instance's stream.
 
-        Raises what the instance answers, or Unavailable."""
+        Raises the error with which the instance answers, or Unavailable."""
         name = f"{'prefill' if attachment.at_prefill else 'decode'} instance {record.instance_id}"
         stub = self._channels.stub(FeedServiceStub, record.address)
         try:
@@ -259,21 +258,21 @@ class TokenFeeds:
         return attached_from_proto(response.attached)
 
     def is_connected(self, life: lives.InstanceLife) -> bool:
-        """Return True if this life's stream is open."""
+        """True if the stream from this process run of the instance is open."""
         subscription = self._subscriptions.get(life.instance_id)
         if subscription is None or subscription.record is None or subscription.stream is None:
             return False
         return subscription.record.incarnation == life.incarnation
 
     def address_of(self, life: lives.InstanceLife) -> str:
-        """Address at which clients can read tokens of this life; empty while its stream is not open."""
+        """Address where clients can read this instance's tokens directly; empty while its stream is not open."""
         subscription = self._subscriptions.get(life.instance_id)
         if subscription is None or subscription.record is None or not self.is_connected(life):
             return ""
         return subscription.record.address
 
     def let_go_s(self, life: lives.InstanceLife) -> float:
-        """Time at which this life last moved a request to another instance, on the monotonic clock; 0: never."""
+        """time.monotonic() at which this instance last moved a request to another one; 0: never."""
         subscription = self._subscriptions.get(life.instance_id)
         return subscription.let_go_s if subscription is not None else 0.0
 
@@ -300,7 +299,7 @@ class TokenFeeds:
             subscription.lose(tie, error)
 
     def check_integrity(self) -> None:
-        """Assert, with no request in flight, that no attempt is left."""
+        """Assert, while no request is in flight, that no attempt is left."""
         for subscription in self._subscriptions.values():
             assert not subscription.ties, (subscription.instance_id, subscription.ties)
         assert not self._followed, self._followed

@@ -1,7 +1,6 @@
-"""The router as one worker of the field's gRPC: `vllm.grpc.engine.VllmEngine` of the package smg-grpc-proto.
+"""Serves vLLM's gRPC API, `vllm.grpc.engine.VllmEngine` of smg-grpc-proto: the cluster looks like one worker.
 
-Requests live as those of InferenceService. Imported with --vllm-grpc only, for the package is an extra.
-"""
+Requests are those of InferenceService. Imported with --vllm-grpc only, as the package is an extra."""
 
 import asyncio
 import time
@@ -41,7 +40,7 @@ from services.router.server import GenerateProgress, InferenceServicer, RouterPa
 
 
 class _AnswerFailed(Exception):
-    """Error of one answer."""
+    """Carries the error of one answer of a call."""
 
     def __init__(self, error: KaveriError) -> None:
         super().__init__(error)
@@ -49,12 +48,12 @@ class _AnswerFailed(Exception):
 
 
 class _Writer:
-    """Context of one of a call's answers, for the router's own service."""
+    """Stands in for the gRPC context of one answer of a call, for the router's own InferenceService."""
 
     def __init__(
         self, context: ServicerContext, turn: asyncio.Lock, asked: VllmAsked, index: int, progress: GenerateProgress
     ) -> None:
-        """turn: held while a message of any of the call's answers is written."""
+        """turn: held while any answer of the call writes a message."""
         self._context = context
         self._turn = turn
         self._progress = progress
@@ -67,7 +66,6 @@ class _Writer:
         """Do nothing: the call's metadata goes with its first message."""
 
     async def write(self, response: inference_pb2.GenerateResponse) -> None:
-        """Write a part of the router's answer."""
         part = self._messages.part(response.token_ids, response.logprobs, response.usage.prompt_tokens)
         if part is not None:
             await self._send(part)
@@ -81,7 +79,7 @@ class _Writer:
         await self._send(self._messages.complete(FinishReason.CANCELLED))
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Sequence[Any] = ()) -> NoReturn:
-        """Raise the error to the call, whose other answers may still be written."""
+        """Raise the error within the call, whose other answers may still be written."""
         trailing = aio.Metadata(*trailing_metadata)
         raise _AnswerFailed(error_of(aio.AioRpcError(code, aio.Metadata(), trailing, details)))
 
@@ -92,14 +90,14 @@ class _Writer:
 
 @dataclass(slots=True)
 class _SeveralAnswers:
-    """One call for several answers."""
+    """A call for `n` answers."""
 
     n: int
     aborted: bool = False
 
 
 class VllmEngineServicer:
-    """VllmEngine service for the whole cluster as one engine. Missing methods are UNIMPLEMENTED."""
+    """gRPC VllmEngine service with the whole cluster as one engine. Methods that it lacks are UNIMPLEMENTED."""
 
     service_name = SERVICE_NAME
 
@@ -114,7 +112,6 @@ class VllmEngineServicer:
         self._reading = asyncio.Lock()
 
     def register(self, server: aio.Server) -> None:
-        """Add the service to a server that has not started."""
         register(self, server)
 
     # A coroutine that writes, for the same reason as in InferenceServicer.
@@ -240,7 +237,7 @@ class VllmEngineServicer:
 
 
 def cluster_load(view: ClusterView, model: str) -> Any:
-    """The load of all instances of the model, as one scheduler's. Tokens are those of the pools that decode uses."""
+    """Build the SchedulerLoad of the model's whole cluster. Tokens are those of decode instances' KV pools."""
     instances = [
         instance for instance in view.instances.values() if instance.record.phases and instance.record.model == model
     ]

@@ -1,5 +1,3 @@
-"""A phase's service without requests, to be extended by tests."""
-
 import asyncio
 from collections.abc import Sequence
 
@@ -8,7 +6,7 @@ from kaveri.engine.contract import EngineEvent
 
 
 class IdleService:
-    """Records drains, events and failures."""
+    """A HostedService without requests, for tests to extend. Records drains, events and failures."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

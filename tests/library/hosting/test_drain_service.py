@@ -1,5 +1,3 @@
-"""DrainService: a process is taken out of service and back while it lives; a router passes on what concerns others."""
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -29,7 +27,7 @@ SOON_S = 60.0
 
 
 class Work(IdleService):
-    """A process with three requests, until it is told that it is idle."""
+    """A service with three requests until it is made idle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +47,6 @@ class Work(IdleService):
 
 @dataclass
 class Process:
-    """A running process and a way to it."""
-
     host: ServiceHost
     work: Work
     stopping: asyncio.Event
@@ -84,7 +80,7 @@ async def running(
 
 
 async def shows(cluster: MemoryCluster, instance_id: str, state: InstanceState) -> None:
-    """Waits until the cluster sees the instance in this state."""
+    """Wait until the cluster's view has the instance in `state`."""
     async with MemoryStore(cluster) as store, asyncio.timeout(SOON_S):
         while (status := store.view().instances.get(instance_id)) is None or status.load.state is not state:
             await store.wait_for_change(0.05)

@@ -1,12 +1,8 @@
-"""When an engine counts as stuck, and when it is only idle, slow, or stopped with its whole process."""
-
 from kaveri.engine.contract import EngineStats
 from kaveri.hosting.engine_host import LOOK_EVERY_S, EngineWatch
 
 
 class WatchedEngine:
-    """An engine seen through its statistics, looked at as its host does."""
-
     def __init__(self) -> None:
         self.now_s = 100.0
         self.turns = 0
@@ -14,7 +10,7 @@ class WatchedEngine:
         self.watch = EngineWatch(5.0, self.now_s)
 
     def run(self, for_s: float, *, step_s: float | None, busy: bool = True) -> float | None:
-        """Looks until the engine is stuck; the seconds that this took, else None. step_s: None: it makes no step."""
+        """Look until the engine is stuck. Returns the seconds that took, else None. step_s: None: it makes no step."""
         began_s = self.now_s
         next_s = self.now_s + step_s if step_s is not None else float("inf")
         while self.now_s - began_s < for_s:

@@ -1,5 +1,3 @@
-"""The host of an instance ends it, and says so, when its role or its engine cannot go on."""
-
 import asyncio
 import threading
 from collections.abc import Sequence
@@ -28,7 +26,7 @@ class BusyService(IdleService):
 
 
 class BrokenService(BusyService):
-    """Cannot take a single event."""
+    """Fails on every event."""
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
         raise LookupError(f"cannot take {len(events)} events")
@@ -55,7 +53,7 @@ async def test_instance_whose_role_loses_an_event_fails_its_requests_and_leaves(
 
 
 class StuckRunner(FakeRunner):
-    """A runner whose steps of long prompts never end, as on a device that hangs."""
+    """Never ends steps of long prompts, like a device that hangs."""
 
     def __init__(self) -> None:
         super().__init__()

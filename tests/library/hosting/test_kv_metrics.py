@@ -1,5 +1,3 @@
-"""What a scrape says of KV on its way."""
-
 from prometheus_client import CollectorRegistry
 
 from kaveri.hosting.kv_metrics import KvMetrics

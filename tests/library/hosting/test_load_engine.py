@@ -1,5 +1,3 @@
-"""Loading an engine can take minutes; a stopping process does not wait for it."""
-
 import asyncio
 import os
 import threading

@@ -1,4 +1,4 @@
-"""The chunk size of an instance: given, or a profile's, or the default; and what its log says about that."""
+"""The chunk size of an instance: given, from a profile, or the default; and its log line."""
 
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""When a client counts as too slow: the time in which this process could not see it read does not count."""
-
 import asyncio
 import time
 
@@ -36,7 +34,6 @@ async def test_each_write_has_the_whole_limit() -> None:
     async with read_limit(0.1) as writes:
         while ticks < 50:
             writes.ticks = 0
-            # Half of the limit, if the loop runs.
             await asyncio.sleep(0.05)
             writes.ticks = None
             ticks += 5

@@ -1,4 +1,4 @@
-"""Which orders an instance with one phase takes, and what its load says. tests/services/instance switches real ones."""
+"""Orders and load of an instance with one phase. tests/services/instance switches real ones."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from tests.library.hosting.idle_service import IdleService
 
 
 class OneRequest(IdleService):
-    """A phase that has one request until it is ended by hand."""
+    """A phase with one request until the test ends it."""
 
     def __init__(self) -> None:
         super().__init__()

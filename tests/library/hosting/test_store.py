@@ -1,5 +1,3 @@
-"""A service that starts while Redis is away: it waits NOT_SERVING, says so, and gives up in one line."""
-
 import asyncio
 import os
 import re
@@ -31,7 +29,7 @@ def away(port: int, **settings: float) -> ServiceConfig:
 
 
 async def health_of(port: int) -> int:
-    """What the server at this port says; waits until it listens."""
+    """Wait until a server listens; return its health status."""
     async with open_channel(f"127.0.0.1:{port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=WITHIN_S, wait_for_ready=True)
@@ -46,7 +44,6 @@ async def test_health_says_not_serving_while_redis_is_away_and_the_store_opens_o
     async def open_and_look() -> bool:
         async with open_store(config, asyncio.Event()) as store:
             assert store is not None
-            # The service's own server can have the port now.
             replacement = aio.server(options=(("grpc.so_reuseport", 0),))
             assert replacement.add_insecure_port(f"127.0.0.1:{port}") == port
             return store.view().store_connected

@@ -1,5 +1,3 @@
-"""An engine shows that it can run its model before its instance registers, and nothing of that is left behind."""
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
@@ -30,7 +28,7 @@ PREFILL, DECODE = (Phase.PREFILL,), (Phase.DECODE,)
 
 
 class _Runner(FakeRunner):
-    """Notes what each step computes: (first position, tokens) of each slice."""
+    """Records (first position, token count) of each step's slices."""
 
     def __init__(self, model: FakeModel | None = None) -> None:
         super().__init__(model)
@@ -42,7 +40,7 @@ class _Runner(FakeRunner):
 
 
 class _Incapable(_Runner):
-    """Cannot compute chunks (prefill), or single tokens behind others (decode)."""
+    """Cannot compute chunks (prefill), or single tokens after others (decode)."""
 
     def __init__(self, phases: tuple[Phase, ...], failure: BaseException | None) -> None:
         super().__init__()
@@ -90,7 +88,7 @@ async def test_engine_computes_a_chunk_and_where_it_decodes_a_decode_step_and_ke
     listen = [KvEndpoint("unix", str(tmp_path / "kv.sock"))] if phases == DECODE else []
     engine = StepwiseEngine(runner, 300, listen=listen)
     async with _serving(phases, engine, hosted):
-        # One step, or two where the engine was quick to begin with the first prompt; and a decode step.
+        # One prompt step, or two if the engine began the first prompt early; and a decode step.
         assert sorted(part for step in runner.steps for part in step) == slices
         assert hosted.events == []
         stats = engine.stats()
@@ -105,7 +103,7 @@ async def test_engine_computes_a_chunk_and_where_it_decodes_a_decode_step_and_ke
 async def test_engine_that_cannot_run_its_model_never_registers(
     phases: tuple[Phase, ...], kind: type[BaseException] | None, reason: str
 ) -> None:
-    # Made here: its traceback keeps the engine, and the server, until the interpreter's end.
+    # Its traceback keeps the engine and the server until the interpreter ends.
     failure = None if kind is None else kind(reason)
     engine = StepwiseEngine(_Incapable(phases, failure), 300)
     async with MemoryStore(MemoryCluster()) as store:
@@ -151,7 +149,6 @@ async def test_stopping_during_the_trial_ends_the_instance() -> None:
 
 
 async def test_engine_that_computes_nothing_is_given_up() -> None:
-    # Never started.
     engine = StepwiseEngine(FakeRunner(), 300)
     try:
         with pytest.raises(ConfigError, match=r"did not end in 0\.1 s"):

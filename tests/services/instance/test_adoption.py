@@ -1,4 +1,4 @@
-"""The hand-over to the decode side of the same instance, without an engine."""
+"""Hand-over to the decode side of the same instance, without an engine."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ from tests.services.prefill.scripted import MODEL, ScriptedEngine, new_metrics, 
 
 
 class Turns:
-    """A request whose first token is drawn, and what happens to it, in order; the decode side takes it on."""
+    """Records in order what happens to a request whose first token is drawn."""
 
     def __init__(self, runs_ahead: bool = False) -> None:
         self.happened: list[str] = []
@@ -71,7 +71,7 @@ async def test_a_first_token_is_read_before_its_request_is_adopted() -> None:
 async def test_an_engine_that_runs_ahead_decodes_while_the_first_token_goes_to_its_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Longer than this machine may stand still.
+    # Longer than this machine may stall.
     monkeypatch.setattr(decode_placer, "_AFTER_FIRST_TOKEN_S", 1.0)
     turns = Turns(runs_ahead=True)
     turns.draw()

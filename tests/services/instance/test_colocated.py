@@ -1,5 +1,3 @@
-"""A colocated instance: prompts and answers share one engine and one pool; no token is lost, no wait is endless."""
-
 import asyncio
 import random
 from typing import Any
@@ -24,7 +22,6 @@ async def test_a_request_is_answered_by_one_instance_and_nothing_is_pushed(clust
     call = router.prefill(instance, "a", token_ids, max_tokens=20)
     assert await router.answer(call, "a") == cluster.expected(token_ids, 20)
     assert (call.kinds[0], call.kinds[-1]) == ("started", "handed_over")
-    # The first token does not wait for the others, nor they for each other's message.
     assert sorted(call.kinds[1:-1]) == ["first_token", "placed"]
     assert call.get("placed").decode_instance_id == "colocated-0"
     handed_over = call.get("handed_over")
@@ -39,7 +36,7 @@ async def test_a_request_is_answered_by_one_instance_and_nothing_is_pushed(clust
 async def test_many_requests_in_a_pool_that_holds_a_few_are_all_answered_exactly(
     cluster: Any, admission: AdmissionPolicy, known_lengths: bool, ordering: OrderingPolicy
 ) -> None:
-    # The longest alone takes 10 of 12 blocks: prompts wait while answers grow, and answers are preempted by each other.
+    # The longest alone takes 10 of 12 blocks: prompts wait while answers grow and preempt one another.
     instance = await cluster.colocated(
         chunk_tokens=32, max_batch=8, decode_policy=admission, prefill_policy=ordering, **TIGHT
     )
@@ -70,7 +67,7 @@ async def test_answers_go_on_while_a_long_prompt_is_computed(cluster: Any) -> No
     await eventually(lambda: long.seen("started"), "the prompt's first chunk")
     before = len(router.tokens["answering", 1])
     await eventually(lambda: long.seen("first_token"), "the prompt is computed")
-    # 25 chunks, each in a step that gave the running answer a token too; the first and last may be seen late.
+    # 25 chunks, each in a step with a token of the running answer; the first and last may be seen late.
     assert len(router.tokens["answering", 1]) - before >= 20
     await answering.cancel()
     await instance.abort("answering")
@@ -134,7 +131,6 @@ async def test_its_load_is_that_of_both_phases(cluster: Any) -> None:
         load = instance.load()
         return load.free_blocks == load.total_blocks - instance.held_blocks
 
-    # The answer may take a block between the two looks at the pool.
     await eventually(counts_the_blocks_of_both, "all blocks that are held are counted")
     for name in ("decoding", "computing", "queued"):
         await instance.abort(name)

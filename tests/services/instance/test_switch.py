@@ -1,5 +1,3 @@
-"""Phases that start and stop while their instance lives: real services on the fake engine, under load."""
-
 import asyncio
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A cluster for router tests: scripted prefill and decode instances on real gRPC servers, and routers on top."""
+"""A cluster for router tests: scripted prefill and decode instances on real gRPC servers, and routers."""
 
 import asyncio
 import contextlib
@@ -28,8 +28,6 @@ from tests.services.router.scripted_prefill import ScriptedPrefill
 
 @dataclass
 class ScriptedInstance:
-    """A scripted instance's server and its place in the cluster."""
-
     record: InstanceRecord
     load: InstanceLoad
     server: RpcServer
@@ -37,12 +35,12 @@ class ScriptedInstance:
     task: "asyncio.Task[None]"
 
     async def kill(self) -> None:
-        """Cuts every connection at once and lets the lease run out, as SIGKILL does."""
+        """Cut every connection and let the lease run out, as SIGKILL does."""
         self.task.cancel()
         await self.server.stop(0)
 
     async def die(self) -> None:
-        """Cuts every connection at once; its heartbeats go on, as for the lease of a killed process."""
+        """Cut every connection; heartbeats continue, as while the lease of a killed process still runs."""
         await self.server.stop(0)
 
     async def leave(self) -> None:
@@ -61,11 +59,10 @@ class ScriptedCluster:
     colocated: dict[str, tuple[ScriptedPrefill, ScriptedDecode]] = field(default_factory=dict)
     incarnations: int = 0
     lease_ttl_s: float = 0.5
-    """Of instances that start from now on."""
     layout: KvLayout | None = None
-    """Of instances that start from now on; their pools have 100 blocks."""
+    """KV layout of instances that start from now on; their pools have 100 blocks."""
     place_on: str = ""
-    """Decode instance that prefill instances place on; empty: the first one that lives."""
+    """Decode instance for all placements; empty: the first live one."""
 
     def _decode(self) -> ScriptedDecode:
         if self.place_on:
@@ -86,24 +83,21 @@ class ScriptedCluster:
         return prefill
 
     async def add_colocated(self, instance_id: str) -> None:
-        """One server for both; what it prefills it decodes itself."""
         decode = ScriptedDecode(instance_id)
         prefill = ScriptedPrefill(instance_id, lambda: decode)
         self.colocated[instance_id] = prefill, decode
         await self._start(instance_id, BOTH_PHASES, prefill, decode)
 
     def taken(self) -> list[prefill_pb2.SubmitRequest]:
-        """Every request that any prefill instance has got, an instance at a time."""
         return [request for prefill in self.prefills.values() for request in prefill.requests]
 
     def pausing(self, at: int = 7) -> ScriptedDecode:
-        """decode-0, which pauses once, at this token."""
+        """decode-0, which pauses once, at token `at`."""
         decode = self.decodes["decode-0"]
         decode.pause_at = at
         return decode
 
     async def read_until_paused(self, call: Any) -> list[inference_pb2.GenerateResponse]:
-        """The first response of a call; returns when decode-0 pauses."""
         responses = [await call.read()]
         await eventually(lambda: self.decodes["decode-0"].is_paused)
         return responses
@@ -133,7 +127,7 @@ class ScriptedCluster:
 
     @contextlib.asynccontextmanager
     async def router(self, **settings: Any) -> AsyncIterator["RouterUnderTest"]:
-        """A router on this cluster, with a client's stub; checks afterwards that nothing leaked."""
+        """Run a router with a client stub; check at the end that nothing leaked."""
         config = RouterConfig(**{"instance_id": "router-0", "heartbeat_interval_s": 0.02, **settings})
         async with MemoryStore(self.cluster) as store, _run_router(config, store, self.tokenizer) as under_test:
             router = under_test.router
@@ -200,7 +194,6 @@ class ScriptedCluster:
 async def scripted_cluster(
     tokenizer: ModelTokenizer, prefills: int = 1, decodes: int = 1, **settings: Any
 ) -> AsyncIterator[ScriptedCluster]:
-    """A cluster with so many scripted instances of each phase, prefill-0 and decode-0 first."""
     cluster = ScriptedCluster(tokenizer, **settings)
     for number in range(prefills):
         await cluster.add_prefill(f"prefill-{number}")
@@ -233,12 +226,10 @@ class RouterUnderTest:
         return router_addresses(self.router.store.view(), MODEL, without=without, public=public)
 
     async def drain(self) -> None:
-        """Returns when the router has ended."""
         self.stopping.set()
         assert await self.serving == 0
 
     async def check_integrity(self) -> None:
-        """Nothing of ended requests is left: table, counts, timers, attempts tied to streams."""
         await eventually(lambda: len(self.router.table) == 0)
         await self.router.claims.close_all()
         await self.router.placer.close()
@@ -254,7 +245,6 @@ class RouterUnderTest:
 async def _run_router(
     config: RouterConfig, store: MemoryStore, tokenizer: ModelTokenizer
 ) -> AsyncIterator[RouterUnderTest]:
-    """A router that takes requests; at the end it has left the cluster."""
     defaults = read_sampling_defaults(config.generation_config, config.model)
     router, stopping = Router(config, store, tokenizer, defaults), asyncio.Event()
     host = router_host(router)
@@ -275,7 +265,7 @@ async def _run_router(
 async def read_once_placed(
     cluster: ScriptedCluster, router: RouterUnderTest, request_id: str, instance_id: str
 ) -> tuple[Any, list[inference_pb2.GenerateResponse]]:
-    """Starts a request; returns its call and first response, once the router has read the placement on the instance."""
+    """Start a request. Returns its call and first response once the router has read its placement on the instance."""
     call = router.stub.Generate(ask(request_id=request_id), timeout=60)
     responses = [await call.read()]
 

@@ -1,5 +1,3 @@
-"""Fixtures of the router's tests."""
-
 from collections.abc import AsyncIterator
 
 import pytest

@@ -1,5 +1,3 @@
-"""A router with --vllm-grpc, and a client of that service."""
-
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ async def open_door(cluster: ScriptedCluster, **settings: Any) -> AsyncIterator[
 
 
 def asks(stream: bool = False, request_id: str = "", **params: Any) -> Any:
-    """A greedy request for 20 tokens, unless `params` say otherwise."""
+    """A greedy request for 20 tokens unless `params` differ."""
     return vllm_engine_pb2.GenerateRequest(
         request_id=request_id,
         tokenized=vllm_engine_pb2.TokenizedInput(input_ids=PROMPT),

@@ -1,8 +1,5 @@
-"""Requests of router tests, and what their answers must be.
-
-Tokens are a function of the prompt and the index alone, as real engines' are for a seed, so that a test can say what
-every answer must be however often it was placed again.
-"""
+"""Requests of router tests and their expected answers. Tokens depend on prompt and index alone, as with a seed on real
+engines, so every answer is known however often it is placed again."""
 
 import asyncio
 import time
@@ -21,7 +18,7 @@ from services.router.accepted_request import OwnerHint, hint_to_proto
 MODEL = "kaveri-tiny"
 MAX_MODEL_LEN = 8_192
 VOCAB_FLOOR = 300
-"""Ids from here on are ordinary tokens of the bundled tokenizer."""
+"""Lowest id of ordinary tokens in the bundled tokenizer."""
 
 
 def token_at(prompt: tuple[int, ...], index: int) -> int:
@@ -51,7 +48,7 @@ def ask(
 
 
 def ask_again(received: Iterable[int], owner: OwnerHint | None = None, **fields: Any) -> inference_pb2.GenerateRequest:
-    """The next session of request "one", whose client has these tokens of 20, and a hint of its owner."""
+    """Session 1 of request "one" for 20 tokens, of which the client has `received`."""
     request = ask(**{"request_id": "one", "secret": SECRET, "session": 1} | fields)
     request.received.token_ids.extend(received)
     request.received.max_tokens = 20
@@ -73,7 +70,7 @@ async def collect(call: AsyncIterator[inference_pb2.GenerateResponse]) -> list[i
 async def rest_of(
     call: Any, responses: list[inference_pb2.GenerateResponse] | None = None
 ) -> list[inference_pb2.GenerateResponse]:
-    """The responses after those that were read one by one. responses: gets them, also before an error."""
+    """Remaining responses, appended to `responses` even if an error follows."""
     responses = [] if responses is None else responses
     while (response := await call.read()) is not aio.EOF:
         responses.append(response)
@@ -81,7 +78,6 @@ async def rest_of(
 
 
 async def read_tokens(call: Any, count: int) -> list[inference_pb2.GenerateResponse]:
-    """The responses with the first `count` tokens, or a few more."""
     responses: list[inference_pb2.GenerateResponse] = []
     while len(tokens_of(responses)) < count:
         responses.append(await call.read())
@@ -89,7 +85,7 @@ async def read_tokens(call: Any, count: int) -> list[inference_pb2.GenerateRespo
 
 
 async def finish(call: Any, responses: Iterable[inference_pb2.GenerateResponse] = ()) -> inference_pb2.GenerateResponse:
-    """The last response of a request of ask(), whose answer must be whole. responses: those that were read before."""
+    """Last response of a request of ask(), whose answer must be complete. responses: those already read."""
     responses = [*responses, *await rest_of(call)]
     assert [response.index for response in responses] == [
         len(tokens_of(responses[:number])) for number in range(len(responses))
@@ -99,7 +95,7 @@ async def finish(call: Any, responses: Iterable[inference_pb2.GenerateResponse] 
 
 
 async def refused(asking: Awaitable[object], code: grpc.StatusCode, *details: str) -> aio.AioRpcError:
-    """The error of a call that must fail with this status, and with these texts in its details."""
+    """The error of a call that must fail with this status and these texts in its details."""
     with pytest.raises(aio.AioRpcError) as caught:
         await asking
     assert caught.value.code() is code, caught.value.details()
@@ -122,7 +118,6 @@ def text_of(responses: list[inference_pb2.GenerateResponse]) -> str:
 
 
 def logprobs_at(index: int, top_count: int) -> sampling_pb2.Logprobs:
-    """Recognizable log-probabilities for the token at `index`."""
     top = [sampling_pb2.TokenLogprob(token_id=rank, logprob=-float(rank)) for rank in range(top_count)]
     return sampling_pb2.Logprobs(logprob=-float(index), top=top)
 
@@ -133,7 +128,6 @@ def prompt_logprobs_at(prompt: tuple[int, ...], place: int, top_count: int) -> s
 
 
 async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Waits until `condition()` holds; fails when it does not within `timeout_s` seconds."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "the condition did not come true in time"

@@ -1,4 +1,4 @@
-"""A decode instance for router tests: a real gRPC service that does as the test says."""
+"""A decode instance for router tests: a real gRPC service with scripted behaviour."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +14,6 @@ from tests.services.router.scripted_answers import VOCAB_FLOOR, logprobs_at, tok
 
 BEAT_S = 0.05
 BLOCK_TOKENS = 4
-"""Of scripted copies."""
 ATTACHED_TOKENS = 20
 
 
@@ -29,62 +28,59 @@ class ScriptedRequest:
     logprobs: int | None
     session: int = 0
     replicated: int = 0
-    """Tokens of the copy that the router has heard of."""
+    """Tokens of its replica, as last reported to the router."""
 
 
 class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
-    """A decode instance. Steps as fast as its router reads, unless `paused`."""
+    """A decode instance that steps as fast as its router reads, unless paused."""
 
     def __init__(self, instance_id: str) -> None:
         self.instance_id = instance_id
         self.running: dict[str, ScriptedRequest] = {}
         self.aborted: list[tuple[str, int]] = []
-        """Request ids and attempts, as routers named them."""
         self.abort_messages: list[bool] = []
-        """Of each Abort: whether a router asks, by its own word."""
+        """by_router of each Abort."""
         self.subscribers: list[str] = []
-        """The router ids of the streams that are open."""
         self.may_step = asyncio.Event()
         self.may_step.set()
         self.stop_at: int | None = None
-        """Tokens behind which answers end as with a stop token."""
+        """Number of tokens after which answers end as with a stop token."""
         self.pause_at: int | None = None
-        """Stop stepping, once, when a request has so many tokens; may_step goes on."""
+        """Pause once, when a request has this many tokens; may_step resumes."""
         self.skip_once = False
         self.repeat_tokens = False
-        """Send every token twice, the second time together with its successor's index."""
+        """Send every token twice."""
         self.fail_next: str = ""
-        """Report this error for every request at the next step."""
+        """Error to report for every request at the next step."""
         self.replaced_next = False
-        """Say with fail_next that another router has begun the same request."""
+        """Report with fail_next that another router has begun the request."""
         self.too_few_logprobs = ""
-        """The id of a request that gets fewer logprobs than tokens."""
+        """Id of a request that gets fewer logprobs than tokens."""
         self.incarnation = 0
         self.silent = False
-        """Send nothing, like an instance that hangs."""
         self.keeps_running = False
         self.thawed = asyncio.Event()
-        """Cleared, with silent: a new stream is not answered either, as by a frozen process."""
+        """Cleared, with silent: new streams are not answered either, as by a frozen process."""
         self.thawed.set()
         self.holder: ScriptedDecode | None = None
-        """Has a copy of every request here; an Abort here drops it."""
+        """Instance with a replica of every request here; an Abort here drops it."""
         self.copies: set[str] = set()
         self.resumes: list[decode_pb2.ResumeRequest] = []
         self.reserved: dict[tuple[str, int], int] = {}
-        """max_tokens of the requests that prefill has placed here and that have not begun, by id and attempt."""
+        """max_tokens of requests placed here that have not begun, by id and attempt."""
         self.attachable: set[str] = set()
         """Requests of earlier sessions that run here, with answers of ATTACHED_TOKENS."""
         self.attached: list[feed_pb2.AttachRequest] = []
         self.refusal: KaveriError | None = None
         self.attach_refusal: KaveriError | None = None
-        """Of every Attach of a request that is not its router's already."""
+        """Refuses every Attach of a request of another router."""
         self.may_answer = asyncio.Event()
-        """The answer to Resume or Attach waits for this."""
+        """Answers to Resume and Attach wait for this."""
         self.may_answer.set()
         self.withholds_ends = False
-        """Send the last token of an answer, and not its end."""
+        """Send an answer's last token without its end."""
         self.read_here = False
-        """Say that the client reads every answer here."""
+        """Report that the client reads every answer here."""
         self._wake = asyncio.Event()
 
     @property
@@ -92,7 +88,6 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         return not self.may_step.is_set()
 
     def start(self, request: prefill_pb2.SubmitRequest) -> None:
-        """Begins to generate after the token that prefill drew, unless its router has aborted it."""
         if (request.request_id, request.attempt) in self.aborted:
             return
         self.reserved.pop((request.request_id, request.attempt), None)
@@ -117,7 +112,6 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self._wake.set()
 
     def abandon(self, request: prefill_pb2.SubmitRequest) -> None:
-        """Prefill lets the request go before it is handed over."""
         self.reserved.pop((request.request_id, request.attempt), None)
         running = self.running.get(request.request_id)
         if running is not None and (running.router_id, running.attempt) == (request.router_id, request.attempt):
@@ -126,7 +120,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
     async def attach(self, request: feed_pb2.AttachRequest) -> feed_pb2.AttachResponse:
         running = self.running.get(request.request_id)
         if running is not None and (running.router_id, running.attempt) == (request.router_id, request.attempt):
-            # Its own router, which may lack what went over a former stream.
+            # Its own router may lack what went over a former stream.
             running.next_index = min(running.next_index, max(1, request.generated_count))
             return self._attached(running.max_tokens)
         if (max_tokens := self.reserved.get((request.request_id, request.attempt))) is not None:
@@ -169,14 +163,12 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
                     self.holder.copies.discard(entry.request_id)
 
     async def follow(self, request: feed_pb2.FollowRequest) -> AsyncIterator[feed_pb2.FollowResponse]:
-        """The messages of FeedService.Follow that carry tokens, and beats."""
         router_id = request.router_id
         self.subscribers.append(router_id)
         try:
             await self.thawed.wait()
             yield feed_pb2.FollowResponse(incarnation=self.incarnation)
             for named in request.requests:
-                # It keeps nothing when a stream ends.
                 if not named.at_prefill and named.request_id not in self.running:
                     gone = decode_pb2.RequestTokens(
                         request_id=named.request_id, attempt=named.attempt, session=named.session, error="not here"

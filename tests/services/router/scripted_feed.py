@@ -1,5 +1,3 @@
-"""FeedService of scripted instances: one stream for what both of their phases have to say."""
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
@@ -61,7 +59,7 @@ class ScriptedFeed(feed_pb2_grpc.FeedServiceServicer):
 async def _merged(
     first: AsyncIterator[feed_pb2.FollowResponse], second: AsyncIterator[feed_pb2.FollowResponse]
 ) -> AsyncIterator[feed_pb2.FollowResponse]:
-    """Messages of both, the first one of `first` before all others."""
+    """Messages of both, beginning with one of `first`."""
     yield await anext(first)
     messages: asyncio.Queue[feed_pb2.FollowResponse] = asyncio.Queue(maxsize=1)
 

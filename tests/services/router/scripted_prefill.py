@@ -1,4 +1,4 @@
-"""A prefill instance for router tests: a real gRPC service that does as the test says. No KV moves."""
+"""A prefill instance for router tests: a real gRPC service with scripted behaviour. No KV moves."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -16,11 +16,11 @@ from tests.services.router.scripted_answers import logprobs_at, prompt_logprobs_
 from tests.services.router.scripted_decode import BEAT_S, ScriptedDecode
 
 PROMPT_PART = 3
-"""Positions of a prompt that are reported on together."""
+"""Positions per report on a prompt."""
 
 
 class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
-    """A prefill instance that places every request on the decode instance that `decode_of` names."""
+    """A prefill instance that places every request on decode_of()."""
 
     def __init__(
         self,
@@ -33,46 +33,38 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self.incarnation = 0
         self.refusals: list[KaveriError] = []
         self.hold: set[str] = set()
-        """Steps before which every request waits for `release`: started, placed, prompt_logprobs, first_token,
-        handed_over."""
+        """Steps before which requests wait for `release`, such as started, placed or first_token."""
         self.release = asyncio.Event()
         self.break_after_hold = False
-        """Fail every request that was held, once it is released."""
+        """Fail held requests once they are released."""
         self.open_requests = 0
         self.waiting_requests = 0
-        """Requests that a hold stops now."""
         self.remaining_s: list[float | None] = []
-        """Seconds until the deadline, for every request as it came."""
+        """Time to the deadline of every request at its arrival."""
         self.stop_at: int | None = None
-        """Tokens behind which answers end as with a stop token."""
         self.placed_in_vain = ""
-        """Decode instance on which every request is placed before the one that takes it."""
+        """Decode instance named for every request before the real one."""
         self.queue_limit: int | None = None
-        """Heartbeats say that it takes so many requests, those included that a hold stops. None: they say nothing."""
+        """Queue size by heartbeats, including held requests; None: not reported."""
         self.break_before = ""
-        """The step before which every request fails with UNAVAILABLE."""
+        """Step before which every request fails with UNAVAILABLE."""
         self.lost_questions = 0
-        """So many of the next calls that ask it to give requests back are lost."""
+        """Number of next calls, to give requests back, that are lost."""
         self.handed_over_to: ScriptedDecode | None = None
-        """Every request that is attached here was handed over to it."""
+        """Instance that already has every request attached here."""
         self.gives_back = asyncio.Event()
-        """Set once it gives back what a hold stops."""
         self.knows_prompt_logprobs = True
-        """Unlike one of a former version."""
         self.joins = False
         self.breaks_within_prompt = False
-        """Fail every request behind the first part of its prompt's log-probabilities."""
+        """Fail every request after the first part of its prompt's logprobs."""
         self._decode_of = decode_of
         self._life_of = life_of
         self._news: dict[str, asyncio.Queue[prefill_pb2.PrefillReport]] = {}
-        """What routers have not been sent, by router."""
+        """Unsent reports by router."""
         self._told: dict[tuple[str, str, int], list[prefill_pb2.PrefillReport]] = {}
-        """By router, request and attempt."""
         self._running: dict[tuple[str, str, int], asyncio.Task[None]] = {}
-        """By router, request and attempt."""
 
     async def follow(self, router_id: str) -> AsyncIterator[feed_pb2.FollowResponse]:
-        """What the stream of a router carries behind its first message."""
         news = self._of(router_id)
         while True:
             try:
@@ -100,7 +92,6 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
             del decode.running[name.request_id]
 
     def attach(self, request: feed_pb2.AttachRequest) -> feed_pb2.AttachResponse:
-        """Gives the request to the caller, if it was handed over."""
         decode = self.handed_over_to
         if decode is None:
             raise RequestNotFound(request.request_id)

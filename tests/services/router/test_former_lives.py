@@ -1,4 +1,4 @@
-"""What former lives of instances and routers say, or the next ones at their addresses, is not taken for theirs."""
+"""Messages of former runs of instances and routers, and of successors at their addresses, are told apart."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,6 @@ async def test_another_life_that_answers_at_the_address_is_not_followed_and_owns
         feeds, life = router.router.feeds, InstanceLife("decode-0", record.incarnation)
         await eventually(lambda: feeds.is_connected(life))
         assert not feeds.is_connected(life._replace(incarnation=life.incarnation + 1))
-        # It has started again, and the view does not name it yet.
         decode.incarnation += 1
         decode.attachable.add("one")
         mine = Ownership(Owner(1, 1), "router", SECRET)
@@ -61,7 +60,7 @@ async def test_an_instance_that_starts_again_at_its_address_is_followed_in_its_n
 
 
 class ClaimedStore(MemoryStore):
-    """An id is claimed by a router that has started again since."""
+    """A store in which a restarted router's former run has claimed an id."""
 
     lookups = 0
 
@@ -81,7 +80,7 @@ async def test_the_next_life_of_a_router_does_not_speak_for_the_claims_of_the_on
 
 
 async def test_a_request_whose_router_has_started_again_may_be_cancelled(cluster: ScriptedCluster) -> None:
-    """Its client may re-attach here."""
+    """The client may re-attach here."""
     async with cluster.router() as router:
         former = RequestClaim("mine", "router-0", router.router.incarnation + 1, secret_hash="of its client")
         cluster.cluster.put_request(former, 60.0)

@@ -1,4 +1,4 @@
-"""A request's life on the router: what follows from each event, and what holds in any order of events."""
+"""The state machine of a request on the router: each transition, and invariants in any order of events."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ ONE_GONE = lives.GivenUp(1, ONE, GONE, has_ended=False)
 
 
 def run(*events: lives.Event, state: lives.State | None = None) -> tuple[lives.State, list[lives.Action]]:
-    """The state after the events, and all actions; an attempt has begun."""
+    """Apply the events; return the state and all actions. Default state: an attempt has begun."""
     now = lives.Prefilling(ATTEMPT, 0) if state is None else state
     actions: list[lives.Action] = []
     for event in events:
@@ -234,7 +234,7 @@ def test_a_request_that_was_in_a_step_that_raised_is_a_suspect_from_then_on() ->
     assert isinstance(state, lives.Lost)
     assert (state.setback, state.attempt.suspect_until) == (Setback.BROKEN, 5)
     again = replace(ATTEMPT, number=2, suspect_until=5)
-    # What another request has done says nothing of it.
+    # A fault after another request's progress must not raise this one's suspicion.
     state, _ = run(lives.Sent(again), lives.PrefillEnded(EngineBroke("raised")), state=state)
     assert isinstance(state, lives.Lost)
     assert state.attempt.suspect_until == 5
@@ -304,7 +304,7 @@ def token_of(attempt: int, source: lives.InstanceLife, index: int) -> Any:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Peers send what they like, in any order; the service sends what is possible."""
+    """Instances send anything in any order; the router's own events are those possible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,12 +312,12 @@ class AnyOrder(RuleBasedStateMachine):
         self.answer: list[Any] = []
         self.number = 0
         self.named: list[lives.InstanceLife] = []
-        """The places of this attempt, in order."""
+        """Decode instances named for this attempt, in order."""
         self.followed: lives.InstanceLife | None = None
         self.ended_at: int | None = None
         self.flushed = 0
         self.unaborted: list[lives.Abort] = []
-        """Of former instances, which the holder of the replica keeps waiting."""
+        """Aborts of former instances, withheld until the replica's holder answers."""
 
     def take(self, event: lives.Event) -> None:
         before = self.state
@@ -349,8 +349,6 @@ class AnyOrder(RuleBasedStateMachine):
             assert (self.state, actions) == (before, ())
         if isinstance(self.state, lives.Ended) and not isinstance(before, lives.Ended):
             self.ended_at = len(self.answer)
-
-    # Peers.
 
     @rule(
         back=st.integers(0, 2),
@@ -409,8 +407,6 @@ class AnyOrder(RuleBasedStateMachine):
     def prefill_ended(self, error: KaveriError | None, was_reached: bool) -> None:
         self.take(lives.PrefillEnded(error, was_reached or error is not GONE))
 
-    # The service.
-
     @precondition(lambda self: isinstance(self.state, lives.Unplaced) and not self.number)
     @rule(received=st.sampled_from([0, 1, 3, MOST_TOKENS]))
     def client_has_tokens_of_an_earlier_session(self, received: int) -> None:
@@ -443,7 +439,6 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.number > 1)
     @rule()
     def superseded(self) -> None:
-        """A later session goes on where this one was: nothing is aborted."""
         before = self.state
         self.state, actions = step(before, lives.Superseded(GONE), 1.0)
         assert isinstance(self.state, lives.Ended)
@@ -566,7 +561,7 @@ class AnyOrder(RuleBasedStateMachine):
             events = [event for event in held.events if not isinstance(event, lives.ReplicaNamed)]
             weights = [len(event.token_ids) if isinstance(event, lives.Tokens) else 1 for event in events]
             assert sum(weights) == held.token_count
-            # While its owner is sought each instance may send a whole answer.
+            # While its owner is sought, each instance may send a whole answer.
             sources = [event.source for event in events]
             for source in set(sources):
                 assert sum(w for w, of in zip(weights, sources, strict=True) if of == source) <= MOST_TOKENS

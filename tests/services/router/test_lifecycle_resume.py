@@ -1,4 +1,4 @@
-"""A request whose decode instance is lost and that has a replica: its holder resumes it, or it is placed again."""
+"""A request that lost its decode instance and has a replica: the holder resumes it, or it is placed again."""
 
 import pytest
 
@@ -225,7 +225,6 @@ def test_a_whole_answer_and_a_replica_may_come_before_the_answer_to_an_attach(re
 
 @pytest.mark.parametrize("first", [OWNER, HOLDER])
 def test_two_instances_may_send_a_whole_answer_before_the_answers_to_attach(first: lives.InstanceLife) -> None:
-    """Both keep an answer of the request. Nothing comes once more from the one that is taken."""
     instances = sorted((OWNER, HOLDER), key=lambda life: life != first)
     answers = [drawn(2, life, 0, *range(20), finish=FinishReason.LENGTH) for life in instances]
     taken = lives.TookOver(lives.Attempt(2, PREFILL, 0, 20), (), HOLDER)
@@ -245,7 +244,6 @@ def test_a_replica_leaves_room_for_all_tokens_of_a_place_that_is_named_late() ->
 
 
 def test_a_place_that_is_named_again_keeps_its_replica_and_another_one_does_not() -> None:
-    # A prefill stream that is opened again repeats what it has said.
     state, _ = run(lives.Placed(FIRST, 0, OWNER), lives.ReplicaNamed(1, OWNER, REPLICA), lives.DecodeNamed(OWNER))
     assert isinstance(state, lives.Placed)
     assert state.replica == REPLICA

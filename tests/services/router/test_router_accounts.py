@@ -1,5 +1,3 @@
-"""How single requests went, as a router tells its operators."""
-
 import grpc
 import pytest
 from grpc import aio

@@ -1,5 +1,3 @@
-"""Bad input is refused at the router with the field, the value and the limit, before anything is spent on it."""
-
 import json
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Cancel, a client that goes, deadlines, draining: in every phase nothing stays behind, here or at the instances."""
+"""Cancel, lost clients, deadlines and drains, in every phase: nothing stays behind, here or at instances."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ PHASES = ["queued", "prefilling", "pushing", "waiting", "decoding"]
 
 
 async def bring_to(cluster: ScriptedCluster, phase: str) -> Callable[[], bool]:
-    """Makes every request stop in `phase`; returns the condition that holds when one is there."""
+    """Make every request stop in `phase`. Returns a condition that holds once one has."""
     step = {"queued": "started", "prefilling": "placed", "pushing": "first_token", "waiting": "handed_over"}.get(phase)
     decode = cluster.decodes["decode-0"]
     if step is None:
@@ -44,8 +44,7 @@ async def bring_to(cluster: ScriptedCluster, phase: str) -> Callable[[], bool]:
 
 
 async def read_placements(router: RouterUnderTest, phase: str) -> None:
-    """Returns when the router knows where its requests wait. Prefill aborts a place that the router does not know; the
-    scripted prefill does not."""
+    """Wait until the router knows where requests wait: the scripted prefill aborts no unknown place."""
     if phase in ("waiting", "decoding"):
         entries = router.router.table._entries
         await eventually(lambda: all(isinstance(entry.state, Placed | Decoding) for entry in entries.values()))
@@ -141,7 +140,7 @@ async def test_a_full_router_refuses_with_a_delay_and_takes_again_when_there_is_
         first = await call.read()
         caught = await refused(collect(router.ask()), grpc.StatusCode.RESOURCE_EXHAUSTED, "try again in")
         assert any(key == "grpc-status-details-bin" for key, _ in caught.trailing_metadata() or ())
-        # Let go before it pauses, it would pause for good.
+        # A release before the pause would let it pause for good.
         await eventually(lambda: cluster.decodes["decode-0"].is_paused)
         cluster.let_all_go()
         await finish(call, [first])
@@ -167,7 +166,7 @@ async def test_attempts_of_an_id_that_is_used_again_go_on_counting(cluster: Scri
         call = router.ask(request_id="mine")
         await eventually(lambda: any(decode.is_paused for decode in cluster.decodes.values()))
         numbers = router.router.placer._numbers
-        # As if it had begun a minute ago, with others behind it.
+        # Pretend that it began a minute ago, with others since.
         for request_id in ("mine", "other"):
             numbers.put(request_id, 1, time.monotonic())
         call.cancel()
@@ -199,7 +198,7 @@ async def test_at_the_end_of_a_drain_clients_get_unavailable_in_every_phase(clus
         cluster.hold("started")
         queued = asyncio.create_task(collect(router.ask(request_id="queued")))
         await cluster.until_held()
-        # No instance tells the limits of a request that comes now: it waits before it has an entry.
+        # Without a view of limits, a new request waits before it has an entry.
         for name in ("prefill-0", "prefill-1"):
             await cluster.leave(name)
         early = asyncio.create_task(collect(router.ask(request_id="early")))
@@ -228,8 +227,7 @@ async def test_a_cancel_between_two_sessions_ends_the_next_one_of_its_own_client
 async def test_a_re_attached_request_that_is_cancelled_before_it_is_looked_for_ends_where_the_client_is(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found by seeds 200276 and 100842 of the simulation: its last response counted from 0, and lacked the text
-    that was held back."""
+    """Simulation seeds 200276 and 100842: the last response counted from 0 and lacked withheld text."""
     received = (70, 71, 72)
     async with cluster.router() as router:
 
@@ -240,7 +238,7 @@ async def test_a_re_attached_request_that_is_cancelled_before_it_is_looked_for_e
         monkeypatch.setattr(router.router.claims, "open", stand_still)
         request = ask(request_id="mine", session=1, secret=SECRET)
         request.received.token_ids.extend(received)
-        # Its last character may begin a stop text, so the router before held it back.
+        # The last character may begin a stop text, so the former router held it back.
         detokenizer = router.router.intake.tokenizer.detokenizer(PROMPT, ())
         text = "".join(map(detokenizer.push, received)) + detokenizer.flush()
         request.params.stop.append(f"{text[-1]} and so on")

@@ -1,5 +1,3 @@
-"""Request ids: one router at a time has a request; a dead router's are free again; reuse mixes nothing up."""
-
 import asyncio
 import contextlib
 import hashlib
@@ -29,7 +27,7 @@ HELD = RequestClaim("mine", OTHER.instance_id, OTHER.incarnation)
 async def beside_another(
     cluster: ScriptedCluster, *, lives: bool = True
 ) -> AsyncIterator[tuple[RouterUnderTest, MemoryStore]]:
-    """A router that has the other one in its view, which lives on or was heard once."""
+    """A router with another one in its view. lives: the other one keeps sending heartbeats."""
     async with cluster.router() as router, MemoryStore(cluster.cluster) as other:
         await other.heartbeat(OTHER, InstanceLoad())
         beating = asyncio.create_task(Heartbeat(other, OTHER, InstanceLoad, 0.05).run() if lives else asyncio.sleep(0))
@@ -39,7 +37,6 @@ async def beside_another(
 
 
 async def test_an_id_that_its_client_drew_from_the_secret_waits_for_no_claim(cluster: ScriptedCluster) -> None:
-    """Another's claim would make a request with this id wait."""
     async with beside_another(cluster) as (router, other):
         drawn, foreign = (replace(HELD, request_id=id_drawn_from(secret)) for secret in (SECRET, b"another" * 3))
         for held in (drawn, foreign):
@@ -51,7 +48,7 @@ async def test_an_id_that_its_client_drew_from_the_secret_waits_for_no_claim(clu
 
 
 async def test_a_session_whose_id_a_later_one_has_claimed_elsewhere_ends(cluster: ScriptedCluster) -> None:
-    """A router that stood still while it tokenized finds this out when it claims the id behind the placement."""
+    """A router that stalled while tokenizing finds out at its own claim, after the placement."""
     later = replace(HELD, request_id=id_drawn_from(SECRET), session=1, secret_hash=hashlib.sha256(SECRET).hexdigest())
     cluster.pausing()
     async with beside_another(cluster) as (router, other):
@@ -93,7 +90,6 @@ async def test_the_ids_of_requests_that_ended_while_the_store_was_away_are_free_
         cluster.let_all_go()
         await rest_of(call)
         claims = router.router.claims
-        # Until it has tried, and waits for the store's return.
         await eventually(lambda: claims._ended and claims._timer is None and claims._flushing is None)
         cluster.cluster.bring_back()
         assert cluster.cluster.request("mine") is not None
@@ -105,7 +101,7 @@ async def test_the_ids_of_requests_that_ended_while_the_store_was_away_are_free_
 async def test_a_later_session_waits_for_the_end_of_a_dead_routers_claim_of_another_request(
     cluster: ScriptedCluster,
 ) -> None:
-    """The store was away while the request's first session began, so the claim before it is still there."""
+    """The store was away when the first session began, so an older claim is still there."""
     of_another = replace(HELD, secret_hash="of another request", hint=b"of another request")
     async with beside_another(cluster, lives=False) as (router, _):
         cluster.cluster.put_request(of_another, 60.0)
@@ -170,7 +166,7 @@ async def test_a_router_that_ends_closes_all_claims_and_starts_no_work_afterward
         await claims.end()
         assert store.cluster.requests() == ()
         before = store.closed
-        # The last calls end a moment after the claims were closed.
+        # The last calls may end after the claims are closed.
         claims.close(claims.claim_of("late", 0, b""))
         claims.update(store.view())
         await asyncio.sleep(3 * _FLUSH_AFTER_S)
@@ -189,8 +185,6 @@ async def test_a_router_that_ends_without_its_store_does_not_wait_for_it() -> No
 
 
 class StandingStore(MemoryStore):
-    """Stands still when a session looks for the one before."""
-
     async def find_request(self, request_id: str) -> RequestClaim | None:
         await asyncio.Event().wait()
         raise AssertionError

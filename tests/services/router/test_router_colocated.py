@@ -1,5 +1,3 @@
-"""Colocated instances as a router sees them: one address for both phases, tied to a request from the first moment."""
-
 import time
 from collections.abc import AsyncIterator
 

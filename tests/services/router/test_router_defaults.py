@@ -1,5 +1,3 @@
-"""Sampling parameters at the router: the model's defaults, what requests say themselves, and min_tokens."""
-
 import json
 import shutil
 from pathlib import Path
@@ -27,13 +25,12 @@ from tests.services.router.scripted_answers import (
 
 DRAWN = ("temperature", "top_p", "top_k")
 VALUES = {"temperature": 0.5, "top_p": 0.75, "top_k": 20}
-"""Numbers that the wire does not change."""
+"""Exact in float32."""
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> dict[str, Any]:
-    """Settings of a router whose model's generation_config.json has VALUES and a length."""
     folder = shutil.copytree(resolve_model(MODEL), tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps(VALUES | {"max_new_tokens": 9, "do_sample": False}))
     return {"model": str(folder), "served_model_name": MODEL}
@@ -56,7 +53,7 @@ def asks(**params: Any) -> inference_pb2.GenerateRequest:
 async def drawn_with(
     cluster: ScriptedCluster, router: RouterUnderTest, **params: Any
 ) -> tuple[dict[str, Any], list[inference_pb2.GenerateResponse]]:
-    """The sampling parameters that an instance got for such a request, and the answer."""
+    """Sampling parameters that an instance got for a request with `params`, and the answer."""
     before = len(cluster.taken())
     responses = await collect(router.stub.Generate(asks(**params), timeout=60))
     assert len(cluster.taken()) == before + 1

@@ -1,5 +1,3 @@
-"""What a router sends to clients that may read their answers at decode instances."""
-
 import asyncio
 from collections.abc import AsyncIterator
 
@@ -28,7 +26,7 @@ WITHIN_S = 60.0
 
 @pytest.fixture
 async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
-    """One prefill and two decode instances, of which no silence is noticed on a busy machine."""
+    """One prefill and two decode instances, never suspected on a busy machine."""
     async with scripted_cluster(tokenizer, decodes=2, lease_ttl_s=WITHIN_S, place_on="decode-0") as cluster:
         yield cluster
 
@@ -106,7 +104,7 @@ async def test_an_interrupted_request_whose_client_stays_away_gives_its_slot_up(
 
 
 async def _interrupt(cluster: ScriptedCluster, router: RouterUnderTest) -> list[int]:
-    """Loses the decode instance of request "one" while its client may read there. Returns what the client has."""
+    """Lose request "one"'s decode instance while its client may read there. Returns the client's tokens."""
     decode = cluster.decodes["decode-0"]
     decode.pause_at = 5
     call = router.stub.Generate(ask(request_id="one", direct=True, secret=SECRET), timeout=WITHIN_S)

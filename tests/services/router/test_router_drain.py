@@ -1,5 +1,3 @@
-"""A draining router sends clients that can re-attach to the other routers, and leaves their requests where they are."""
-
 import asyncio
 import time
 from dataclasses import replace
@@ -49,7 +47,6 @@ async def test_clients_get_what_is_there_and_the_other_routers_and_nothing_is_ab
         await eventually(lambda: router.addresses(includes_own=False))
         call = router.ask(request_id="mine", secret=SECRET)
         if phase == "decoding":
-            # Also those that the decode instance has sent must have come.
             await eventually(lambda: any(len(entry.answer.token_ids) == 7 for entry in router.router.table.entries()))
         else:
             await cluster.until_held()
@@ -108,7 +105,7 @@ async def test_tokens_of_a_request_that_was_sent_away_do_not_abort_it(cluster: S
         router.router.drain()
         await moved(call)
         await router.check_integrity()
-        # They still come on the stream of the former router, as long as no other one has attached the request.
+        # Without an Attach elsewhere, tokens still come on the former router's stream.
         decode.may_step.set()
         await eventually(lambda: not decode.running)
         assert decode.aborted == []
@@ -121,7 +118,6 @@ async def test_tokens_of_a_session_do_not_abort_it_while_the_input_of_the_next_o
     async with cluster.router() as router:
         former = router.ask(request_id="mine", secret=SECRET)
         await eventually(lambda: decode.is_paused)
-        # The cluster store answers late.
         open_claim, is_checked, may_go_on = router.router.claims.open, asyncio.Event(), asyncio.Event()
 
         async def open_late(claim: RequestClaim, ttl_s: float) -> bytes:
@@ -164,7 +160,7 @@ async def test_a_single_router_waits_and_sends_clients_away_when_another_one_com
 async def test_routers_that_drain_together_send_no_client_to_one_another(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Together: within more time than a busy machine needs for this test.
+    # Longer than this test takes on a busy machine.
     monkeypatch.setattr(service, "_OTHERS_DRAIN_WITHIN_S", 20.0)
     decode = cluster.pausing()
     async with cluster.router(drain_timeout_s=30) as router, cluster.router(instance_id="router-1") as other:
@@ -173,7 +169,6 @@ async def test_routers_that_drain_together_send_no_client_to_one_another(
         (first,) = await cluster.read_until_paused(call)
         began_s = time.monotonic()
         draining = [asyncio.create_task(router.drain())]
-        # The other one says so a little later.
         await eventually(
             lambda: (
                 router.router.draining and has_another_router(router.router.store.view(), router.router.config, began_s)
@@ -208,7 +203,6 @@ async def test_a_request_whose_input_is_checked_meanwhile_is_sent_away_then(
         await eventually(lambda: len(other.addresses()) == 2)
         request = ask(request_id="early", secret=SECRET, session=session)
         call = router.stub.Generate(request, timeout=60)
-        # No instance tells its limits: it waits.
         await eventually(lambda: router.router.table.slot_of("early") is not None)
         draining = asyncio.create_task(router.drain())
         await eventually(lambda: router.router.table._sends_away)
@@ -262,7 +256,7 @@ def test_instances_are_looked_at_once_a_view_not_with_each_heartbeat() -> None:
 
 
 def test_only_an_instance_that_lets_no_request_go_for_three_seconds_is_helped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that it was letting go were moved from under it, and lost what their copies lacked."""
+    """Otherwise requests in transit were moved again, and lost what their replicas lacked."""
     clock = SimpleNamespace(now_s=0.0, let_go_s=0.0)
     feeds: Any = SimpleNamespace(let_go_s=lambda life: clock.let_go_s)
     monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: clock.now_s))

@@ -94,7 +94,7 @@ async def test_requests_of_a_frozen_decode_instance_go_on_elsewhere_within_a_sec
         frozen.silent = False
         frozen.thawed.set()
         frozen.may_step.set()
-        # On a busy machine it may be suspected, and heard, once more.
+        # On a busy machine it may be suspected once more.
         while cluster.taken()[-1].silent_decode_ids:
             await eventually(lambda: not router.router.feeds.silent_ids)
             await collect(router.ask())
@@ -112,10 +112,9 @@ async def test_a_stall_of_the_router_behind_a_suspicion_costs_no_attempt(cluster
         decode.silent = True
         await eventually(lambda: suspicions() > before)
         decode.silent = False
-        # The answer to the new stream comes while the loop stands still.
+        # The answer to the new stream comes while the loop is blocked.
         time.sleep(0.6)  # noqa: ASYNC251
         await eventually(lambda: not router.router.feeds.silent_ids)
-        # It is back, however long it takes until there are tokens.
         running = router.router.feeds._silence
         until_s = running.elapsed_s + 2 * token_feeds.REOPEN_GRACE_S
         await eventually(lambda: running.elapsed_s > until_s)

@@ -1,5 +1,3 @@
-"""Input of any size that gRPC lets in is refused at once, or tokenized beside the tokens of other requests."""
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +15,7 @@ from tests.services.router.scripted_answers import answer, ask, collect, invalid
 from tests.support.scripted_ports import plain_channel
 
 FULL = MAX_MESSAGE_BYTES - 1_000
-"""Bytes of input that fit into one message beside its own framing."""
+"""Max input bytes of one message, less its framing."""
 
 
 def text(content: str) -> inference_pb2.GenerateRequest:
@@ -50,14 +48,12 @@ HUGE: dict[str, tuple[Callable[[], inference_pb2.GenerateRequest], str]] = {
 
 @pytest.fixture
 async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
-    """Instances share this process's loop with the huge messages: no lease ends while it stands still."""
+    """Long leases: instances share this process's event loop, which huge messages block."""
     async with scripted_cluster(tokenizer, 2, 2, lease_ttl_s=30.0) as cluster:
         yield cluster
 
 
 class Ticks:
-    """The event loop's longest stretch between two of its turns, in its own CPU time."""
-
     def __init__(self) -> None:
         self.longest_cpu_s = 0.0
 
@@ -94,13 +90,12 @@ async def test_huge_input_without_pause_is_refused_and_stops_no_other_stream(
         assert error.limit
         assert len(str(error)) < 1_000
     assert len(cluster.taken()) == 1, "none of them was placed"
-    # CPU time, which a busy machine hardly stretches. Without the bounds one request takes 3 to 16 s of it. The senders
-    # share this loop; benchmarks/serving/huge_input.py measures the gap that another client sees.
+    # CPU time hardly depends on load. Without bounds one request takes 3 to 16 s; benchmarks/serving/huge_input.py
+    # measures the delay of other clients.
     assert ticks.longest_cpu_s < 1.0, ticks.longest_cpu_s
 
 
 async def test_a_long_text_is_tokenized_while_the_loop_turns(tokenizer: ModelTokenizer) -> None:
-    """A limit as large as this lets in what takes seconds: the loop must turn all the time."""
     long = "<" * 1_000_000 + " count the words" * 100_000
     ticks = Ticks()
     counting = asyncio.create_task(ticks.count())

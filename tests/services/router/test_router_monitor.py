@@ -1,5 +1,3 @@
-"""One router leads the cluster monitor, whatever dies."""
-
 import asyncio
 import contextlib
 import time
@@ -20,7 +18,6 @@ _PATIENT_DECODE = InstanceRecord(
     "decode-9", 1, Role.ENGINE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=600.0, phases=(Phase.DECODE,)
 )
 _PATIENT_S = 30.0
-"""For things that take a second or two when the machine has time."""
 
 
 class _Recorder(MonitoredMembership):
@@ -106,7 +103,6 @@ async def test_leader_that_was_replaced_unawares_is_fenced_and_says_so() -> None
     cluster, recorder = _recorded()
     async with _monitor(cluster, "router-0") as monitor:
         await eventually(lambda: monitor.leading)
-        # As when its lease had run out while it stood still.
         cluster.resign("router-0")
         usurper = cluster.campaign("usurper", 600.0)
         assert usurper is not None
@@ -130,13 +126,11 @@ async def test_store_that_goes_away_takes_the_lead_and_gives_it_back_with_a_grea
 async def test_draining_router_resigns_while_its_requests_go_on(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Its lease does not end by itself as long as this test lasts.
     monkeypatch.setattr(monitor, "LEADER_LEASE_S", 600.0)
     async with cluster.router(drain_timeout_s=_PATIENT_S) as under_test, MemoryStore(cluster.cluster) as other:
         router = under_test.router
         await eventually(lambda: router.monitor.leading)
         assert await other.campaign("other", 60.0) is None
-        # A request that does not end as long as this test lasts: a slot in the table.
         task = asyncio.current_task()
         assert task is not None
         slot = router.table.reserve("endless", 0, b"", task)

@@ -1,4 +1,4 @@
-"""Who may ask a router for the cluster's view, how requests went, and what came of late, where there are API keys."""
+"""Which callers may see the cluster's view, accounts and workload of a router with API keys."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ _CALLS = {
 
 
 async def refusals(address: str, key: str = "") -> dict[str, KaveriError]:
-    """Calls every method. The errors, by method; a method that answers is not among them."""
+    """Call every method; return the errors by method."""
     raised = {}
     async with open_channel(address) as channel:
         stub = ClusterServiceStub(channel)

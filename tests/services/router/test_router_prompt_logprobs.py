@@ -1,5 +1,3 @@
-"""prompt_logprobs at the router: all of them once and before the first token, whatever fails; limits."""
-
 from collections.abc import Sequence
 
 import grpc
@@ -34,7 +32,7 @@ def asks(count: int, prompt: tuple[int, ...] = PROMPT, **fields: object) -> infe
 
 
 def check_report(responses: Sequence[inference_pb2.GenerateResponse], prompt: tuple[int, ...], count: int) -> None:
-    """Each position once, in order, and all of them before the first token."""
+    """Each position once, in order, and before the first token."""
     place, begun = 0, False
     for response in responses:
         begun = begun or bool(response.token_ids)
@@ -89,7 +87,6 @@ async def test_a_prefill_instance_that_does_not_report_has_lost_the_attempt(clus
         await refused(
             collect(router.stub.Generate(asks(1), timeout=60)), grpc.StatusCode.UNAVAILABLE, "prompt_logprobs"
         )
-        # Nothing comes before the error: a gateway can still answer with its HTTP status.
         with pytest.raises(aio.AioRpcError):
             await router.stub.Generate(asks(1), timeout=60).read()
 
@@ -146,7 +143,7 @@ async def test_a_client_is_sent_to_a_decode_instance_behind_the_whole_report(
         await eventually(lambda: len(entry.answer.token_ids) >= 7)
         await wait_for_output(entry)
 
-    # As for a client that reads slowly: its report still waits when tokens come.
+    # Act as a client that reads slowly.
     monkeypatch.setattr(RequestEntry, "wait_for_output", wait_for_tokens)
     async with cluster.router() as router:
         responses = []

@@ -1,5 +1,3 @@
-"""A router's port for clients with API keys: who gets in, how much each key may ask for, and what is not served."""
-
 import contextlib
 import shutil
 from collections.abc import AsyncIterator
@@ -32,7 +30,7 @@ from tests.support.redis_fixture import free_port
 pytestmark = pytest.mark.shows_no_certificate
 WITHIN_S = 60.0
 _NO_REDIS = "redis://127.0.0.1:1/0"
-"""So that each test counts for itself."""
+"""Unreachable, so that each test counts for itself."""
 _PATIENT = {"lease_ttl_s": WITHIN_S, "suspect_after_s": 30.0}
 _FIVE = SamplingParams(max_tokens=5, temperature=0.0)
 
@@ -48,7 +46,6 @@ class PublicRouter:
 
 @pytest.fixture
 async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
-    """One prefill and one decode instance; leases that end on a busy machine are not the subject."""
     async with scripted_cluster(tokenizer, lease_ttl_s=WITHIN_S) as cluster:
         yield cluster
 
@@ -242,7 +239,7 @@ async def test_a_key_neither_cancels_nor_collides_with_the_requests_of_others(
 async def _streaming_at_the_first_of_two(
     cluster: ScriptedCluster, keys_file: str
 ) -> AsyncIterator[tuple[PublicRouter, PublicRouter, AsyncClient, Any]]:
-    """Both public routers, and a client of alice with its stream, which has its first token and waits."""
+    """Two public routers, and a client of key alice whose stream at the first has one token and waits."""
     secret = add_key(keys_file, "alice", KeyLimits(in_flight=1))
     cluster.decodes["decode-0"].may_step.clear()
     async with (
@@ -254,7 +251,7 @@ async def _streaming_at_the_first_of_two(
             stream = client.stream(prompt_token_ids=[300, 301, 302], params=_FIVE)
             await anext(stream)
             yield first, second, client, stream
-        # What the other router has claimed it gives back by itself, a little later.
+        # The other router gives its claims back a little later.
         await second.inner.router.claims.close_all()
         await first.inner.serving
 
@@ -299,7 +296,6 @@ async def test_over_tls_a_client_needs_a_key_and_no_certificate(
             with pytest.raises(Unauthenticated):
                 await client.list_models()
         for tls in (None, TlsFiles(authority=files.authority), TlsFiles()):
-            # No TLS; a certificate of another host; an authority that this client does not trust.
             async with router.client(secret, tls=tls) as client:
                 with pytest.raises(Unavailable):
                     await client.list_models()
@@ -332,7 +328,7 @@ async def test_strangers_are_not_told_where_decode_instances_are(cluster: Script
     decode = cluster.decodes["decode-0"]
     async with _public_router(cluster, keys_file) as router, _stub(router.target) as public:
         for stub, name, is_told in ((router.inner.stub, "inner", True), (public, "public", False)):
-            # The answer waits, so that it is far from its end when its client may be told.
+            # Keep the answer far from its end when the client may be told.
             decode.pause_at = 3
             request = ask(max_tokens=20, request_id=name, secret=SECRET, direct=True)
             call = stub.Generate(request, timeout=WITHIN_S, metadata=metadata)

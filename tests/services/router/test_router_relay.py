@@ -1,5 +1,3 @@
-"""A request's way through the router: relayed in order, once, whatever order its tokens arrive in."""
-
 import asyncio
 
 import grpc
@@ -42,7 +40,7 @@ async def test_an_answer_arrives_whole_and_in_order(cluster: ScriptedCluster, to
     assert last.timing.decode_instance_id == "decode-0"
     assert (last.timing.prefill_queue_s, last.timing.prefill_s, last.timing.decode_s) == (0.125, 0.5, 0.25)
     assert (last.timing.kv_bytes, last.timing.kv_transport) == (4096, "tcp")
-    # Equal where decode was quicker than the first token: then the whole answer is relayed at one moment.
+    # Equal if decode was quicker than the first token, as both are relayed together.
     assert 0 < last.timing.router_s < last.timing.ttft_s <= last.timing.e2e_s
 
 
@@ -124,7 +122,6 @@ async def test_a_slow_reader_gets_a_long_answer_in_responses_of_a_bounded_size(
         call = router.stub.Generate(ask(request_id="long", max_tokens=400, logprobs=5), timeout=20)
         responses = [await call.read()]
         entry = router.router.table.get("long")
-        # Everything else waits for the next read: the RPC's task stands still.
         taken = asyncio.Event()
         monkeypatch.setattr(entry, "wait_for_output", taken.wait)
         await eventually(lambda: decode.is_paused)
@@ -169,7 +166,6 @@ async def test_all_that_prefill_reports_may_come_in_one_response(
         whole = await collect(router.ask())
         assert tokens_of(whole) == answer(PROMPT, 20)
         assert whole[-1].timing.kv_bytes == 4096
-        # Its hand-over is reported behind the token that has ended it.
         stopped = await collect(router.ask(stop=(first,)))
         assert (tokens_of(stopped), text_of(stopped)) == (answer(PROMPT, 1), "")
         assert stopped[-1].finish_reason == sampling_pb2.FINISH_REASON_STOP

@@ -1,5 +1,3 @@
-"""Decode instances are lost whose requests have replicas: the holders go on, with the same tokens, without prefill."""
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -39,7 +37,7 @@ def resumes(outcome: str) -> float:
 
 @pytest.fixture
 def owner(cluster: ScriptedCluster) -> ScriptedDecode:
-    """Every request is placed here; it stops at its tenth token, and decode-1 has a copy of it."""
+    """Places every request here, pauses at its tenth token, and has decode-1 hold its replica."""
     cluster.place_on = "decode-0"
     decode = cluster.decodes["decode-0"]
     decode.holder = cluster.decodes["decode-1"]
@@ -56,7 +54,7 @@ def holder(cluster: ScriptedCluster, owner: ScriptedDecode) -> ScriptedDecode:
 async def begun(
     cluster: ScriptedCluster, request_id: str = "one", **settings: Any
 ) -> AsyncIterator[tuple[RouterUnderTest, "asyncio.Task[list[inference_pb2.GenerateResponse]]"]]:
-    """A request that the router has ten tokens of, and whose replica it knows."""
+    """A request of which the router has ten tokens and knows the replica."""
     async with cluster.router(**settings) as router:
         call = router.stub.Generate(ask(request_id=request_id), timeout=20)
         collecting = asyncio.create_task(collect(call))
@@ -73,7 +71,6 @@ def state_of(router: RouterUnderTest, request_id: str, next_index: int) -> Decod
 async def test_the_holder_goes_on_with_the_requests_of_a_killed_instance(
     cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Neither the lease, which goes on, nor the connect grace is waited for.
     monkeypatch.setattr(subscriptions, "CONNECT_GRACE_S", 60.0)
     before = resumes("resumed")
     with structlog.testing.capture_logs() as logs:
@@ -168,8 +165,7 @@ async def test_the_next_life_of_a_hinted_owner_is_not_asked_for_what_the_holder_
 async def test_a_client_that_has_more_than_a_former_owner_is_placed_again(
     cluster: ScriptedCluster, hinted: str, known_at_prefill: bool
 ) -> None:
-    """Its owner has died, and the one before, which was cut off, still draws and is behind. Prefill may still know of
-    the former one, to which it pushed."""
+    """The last owner has died. The one before, cut off, still generates and is behind; prefill may still name it."""
     former = cluster.decodes["decode-0"]
     cluster.prefills["prefill-0"].handed_over_to = former if known_at_prefill else None
     former.attach_refusal = InvalidArgument("received.token_ids", "10 tokens", "at most 4: no more were generated")
@@ -179,14 +175,13 @@ async def test_a_client_that_has_more_than_a_former_owner_is_placed_again(
         await cluster.instances["decode-1"].die()
         request = ask_again(answer(PROMPT, 10))
         if "store" in hinted:
-            # It was away when the request went on elsewhere.
             hint = OwnerHint(decode=InstanceLife("decode-0", former.incarnation))
             stored = hint_to_proto(hint).SerializeToString()
             claim = RequestClaim("one", "router-9", 1, secret_hash=sha256(SECRET).hexdigest(), hint=stored)
             cluster.cluster.put_request(claim, 60.0)
         if hinted != "none":
             told = (
-                # Its prefill instance had not said yet where it would go on.
+                # Prefill had not named the next decode instance.
                 inference_pb2.OwnerHint(prefill_instance_id="prefill-9", prefill_incarnation=1)
                 if hinted == "prefill"
                 else inference_pb2.OwnerHint(decode_instance_id="decode-1", decode_incarnation=life)
@@ -203,7 +198,7 @@ async def test_a_client_that_has_more_than_a_former_owner_is_placed_again(
 async def test_attempts_after_a_re_attach_go_on_counting_however_long_it_ran(
     cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two attempts of one name could not be told apart at instances: the holder of a copy would refuse the second."""
+    """Otherwise the replica's holder would refuse the second attempt of the same number."""
     monkeypatch.setattr(request_placer, "ATTEMPT_REMEMBERED_S", 0.0)
     owner.attachable.add("one")
     async with cluster.router() as router:
@@ -224,14 +219,12 @@ async def test_a_copy_that_is_named_before_the_answer_to_an_attach_is_known_to_a
     async with cluster.router() as router:
         request = ask_again(answer(PROMPT, 5))
         call = router.stub.Generate(request, timeout=20)
-        # All that it draws is held, the news of the copy too, and there will be none.
         await eventually(lambda: owner.is_paused)
         entry = router.router.table.get("one")
         assert entry is not None
         await eventually(lambda: isinstance(entry.state, SeekingOwner) and entry.state.held.token_count == 5)
         owner.may_answer.set()
         while not (response := await call.read()).HasField("owner"):
-            # It is behind the text of the tokens that the client has.
             pass
         assert (response.owner.decode_instance_id, response.owner.holder_instance_id) == ("decode-0", "decode-1")
         owner.may_step.set()
@@ -255,7 +248,7 @@ async def test_a_holder_that_has_refused_is_not_asked_once_more_when_no_instance
 async def test_what_an_earlier_session_still_has_elsewhere_is_ended(
     cluster: ScriptedCluster, owner: ScriptedDecode, holder: ScriptedDecode
 ) -> None:
-    """The client has re-attached to this router while the holder was asked to resume the earlier session; it did so."""
+    """The client re-attached here while the holder was asked to resume the earlier session."""
     owner.attachable.add("one")
     async with cluster.router() as router:
         request = ask(request_id="one", secret=SECRET, session=1)
@@ -264,7 +257,6 @@ async def test_what_an_earlier_session_still_has_elsewhere_is_ended(
         await eventually(lambda: state_of(router, "one", 10) is not None)
         feeds, life = router.router.feeds, InstanceLife("decode-0", owner.incarnation)
         late = decode_pb2.RequestTokens(request_id="one", attempt=2, index=9, token_ids=[7])
-        # The instance that goes on for the later session is left alone, and one that has ended it by itself.
         feeds._deliver(life, late, 0.0)
         elsewhere = life._replace(instance_id="decode-1", incarnation=holder.incarnation)
         over = decode_pb2.RequestTokens(request_id="one", attempt=3, error="gave up")

@@ -1,5 +1,3 @@
-"""A client that stops reading costs a bounded time: then its request ends, here and at the instances."""
-
 import asyncio
 import contextlib
 import time
@@ -36,14 +34,14 @@ WINDOW_BYTES = 2**16
 
 @contextlib.asynccontextmanager
 async def client(router: RouterUnderTest) -> AsyncIterator[inference_pb2_grpc.InferenceServiceStub]:
-    """On a connection whose HTTP/2 window does not grow: 64 KiB that are not read stop the router."""
+    """A client whose HTTP/2 window stays at 64 KiB, so that unread bytes block the router."""
     options = (("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
     async with plain_channel(router.address, options) as channel:
         yield inference_pb2_grpc.InferenceServiceStub(channel)
 
 
 def large(**fields: Any) -> inference_pb2.GenerateRequest:
-    """Its answer is 1.5 MB: far more than the window."""
+    """A request with an answer of 1.5 MB, far above the window."""
     return ask(max_tokens=TOKENS, logprobs=20, **fields)
 
 
@@ -63,7 +61,7 @@ def all_is_free(cluster: ScriptedCluster, router: RouterUnderTest) -> bool:
 
 async def test_a_client_that_stops_reading_loses_its_request_and_frees_everything(cluster: ScriptedCluster) -> None:
     before = ended_count("slow_reader")
-    # The answer does not end before the limit, as far as decode knows: only an abort frees it.
+    # Only an abort ends it at decode.
     cluster.decodes["decode-0"].pause_at = TOKENS - 1
     async with cluster.router(slow_reader_s=LIMIT_S) as router, client(router) as stub:
         call = stub.Generate(large(request_id="mute"), timeout=60)
@@ -74,7 +72,6 @@ async def test_a_client_that_stops_reading_loses_its_request_and_frees_everythin
         await router.check_integrity()
         assert ended_count("slow_reader") == before + 1
         assert any(request_id == "mute" for request_id, _ in cluster.decodes["decode-0"].aborted)
-        # The same id may be used again, and another client is served, while the error waits to be read.
         again = ask(request_id="mute", max_tokens=3)
         cluster.let_all_go()
         assert tokens_of(await collect(router.stub.Generate(again, timeout=60))) == answer(PROMPT, 3)
@@ -88,7 +85,6 @@ async def test_a_client_that_stops_reading_loses_its_request_and_frees_everythin
 
 
 async def test_a_client_that_reads_slowly_gets_its_whole_answer(cluster: ScriptedCluster) -> None:
-    """The limit is for one response: a slow answer may take far longer than that."""
     async with cluster.router(slow_reader_s=1.0) as router, client(router) as stub:
         call = stub.Generate(large(), timeout=60)
         responses, unpaused_bytes, pauses = [], 0, 0
@@ -96,7 +92,6 @@ async def test_a_client_that_reads_slowly_gets_its_whole_answer(cluster: Scripte
             responses.append(response)
             unpaused_bytes += response.ByteSize()
             if unpaused_bytes > WINDOW_BYTES:
-                # Shorter than the limit, and long enough to fall behind.
                 await asyncio.sleep(0.3)
                 unpaused_bytes, pauses = 0, pauses + 1
         assert tokens_of(responses) == answer(PROMPT, TOKENS)
@@ -115,7 +110,7 @@ async def test_an_answer_that_pauses_longer_than_the_limit_is_not_cut_off(cluste
 
 
 async def test_clients_that_never_read_their_error_do_not_pile_up(cluster: ScriptedCluster) -> None:
-    """gRPC keeps a call until its client reads the end or goes. At a limit the router takes no more requests."""
+    """gRPC keeps a call until its client reads the end or disconnects."""
     async with cluster.router(slow_reader_s=LIMIT_S, max_requests=2) as router, client(router) as stub:
         calls = [stub.Generate(large(request_id=f"mute-{number}"), timeout=60) for number in range(2)]
         for call in calls:

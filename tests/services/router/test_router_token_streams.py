@@ -1,4 +1,4 @@
-"""Token streams of decode instances, and attempts that depend on them: breaks, former lives, late tokens, aborts."""
+"""Token streams of decode instances: breaks, restarted instances, late tokens, aborts."""
 
 import asyncio
 
@@ -23,7 +23,6 @@ async def test_the_end_of_a_decode_instance_is_nothing_to_requests_that_were_pla
     async with cluster.router() as router:
         call, responses = await read_once_placed(cluster, router, "moved", "decode-1")
         await eventually(lambda: cluster.decodes["decode-1"].is_paused)
-        # What it gives up, and then its end.
         former = cluster.decodes["decode-0"]
         former.fail_next = "engine fault"
         former.start(cluster.taken()[0])
@@ -58,7 +57,6 @@ async def test_a_request_that_was_placed_anew_does_not_wait_for_the_stream_of_an
     cluster.pausing()
     async with cluster.router() as router:
         call, responses = await read_once_placed(cluster, router, "moved", "decode-0")
-        # Set behind the router's own timer.
         grace_is_over = asyncio.Event()
         asyncio.get_running_loop().call_later(subscriptions.CONNECT_GRACE_S, grace_is_over.set)
         await grace_is_over.wait()
@@ -142,7 +140,6 @@ async def test_a_placement_is_lost_when_the_view_then_names_another_life(
         await eventually(lambda: "decode-0" not in router.router.store.view().instances)
         cluster.place_on = "decode-0"
         collecting = asyncio.create_task(collect(router.ask(request_id="lives")))
-        # Placed on a life that the view does not name any more.
         feeds = router.router.feeds
         await eventually(lambda: "decode-0" in feeds._subscriptions and bool(feeds._subscriptions["decode-0"].ties))
         await cluster.add_decode("decode-0")
@@ -177,7 +174,6 @@ async def test_an_abort_that_was_sent_again_is_remembered_as_new(
         for request_id in ("a", "b", "a", "c"):
             feeds.abort(request_id, Ownership(Owner(0, 1), feeds._stream_id), place)
         await eventually(lambda: len(decode.aborted) == 4)
-        # Sent just now: not again.
         feeds.disown("a", Owner(0, 1), "decode-0")
         feeds.disown("b", Owner(0, 1), "decode-0")
         await eventually(lambda: len(decode.aborted) == 5)
@@ -185,7 +181,7 @@ async def test_an_abort_that_was_sent_again_is_remembered_as_new(
 
 
 async def test_the_aborts_of_many_requests_reach_an_instance_in_few_messages(cluster: ScriptedCluster) -> None:
-    """When a prefill instance dies, each of its requests is aborted at every decode instance."""
+    """The death of a prefill instance aborts each of its requests at every decode instance."""
     async with cluster.router() as router:
         for number in range(500):
             router.router.feeds.abort(f"request {number}", Ownership(Owner(0, 1), "router"), None)

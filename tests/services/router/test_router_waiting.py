@@ -1,5 +1,3 @@
-"""Requests that no prefill instance takes now: they wait, they are placed when one does, and no attempt is spent."""
-
 import asyncio
 import socket
 import time
@@ -26,7 +24,6 @@ CODES = grpc.StatusCode
 
 @pytest.fixture
 async def single(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
-    # An instance that does not leave stays in the view, however busy this machine is.
     async with scripted_cluster(tokenizer, lease_ttl_s=30.0) as cluster:
         yield cluster
 
@@ -49,7 +46,6 @@ async def set_limit(single: ScriptedCluster, router: Any, limit: int) -> None:
 
 
 def in_line(router: Any) -> list[str]:
-    """Ids of the requests that wait for room, in their order."""
     return [entry.request_id for entry in router.router.placer._line.in_line]
 
 
@@ -115,7 +111,7 @@ async def test_a_place_that_comes_free_goes_to_the_next_in_line_before_the_heart
     prefill.hold.add("started")
     async with single.router() as router:
         await set_limit(single, router, 1)
-        # Nothing more is heard of it; each request that starts makes room for one.
+        # Without further heartbeats, each request that starts makes room for one.
         single.instances["prefill-0"].task.cancel()
         tasks = ask_many(router, 5)
         await eventually(lambda: sent(single) == 1 and len(in_line(router)) == 4)
@@ -139,11 +135,10 @@ async def test_a_request_in_line_that_is_cancelled_leaves_its_place_to_the_next(
 async def test_an_attempt_that_was_never_connected_costs_nothing_when_its_instance_begins_a_new_life(
     single: ScriptedCluster,
 ) -> None:
-    """The call was still connecting to the former life when its channel was closed, and counted as lost."""
+    """The call was still connecting when its channel was closed, and counted as lost."""
     former = single.instances["prefill-0"]
     await former.die()
     with socket.socket() as deaf:
-        # Takes connections, and says nothing.
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         deaf.bind(("127.0.0.1", former.server.port))
         deaf.listen()
@@ -183,7 +178,7 @@ async def test_a_request_that_ends_in_the_moment_in_which_it_gets_an_instance_is
 
 
 def test_requests_wait_longer_for_instances_than_engines_take_to_start() -> None:
-    """Else they fail while all instances of a phase start again. Their own deadlines end them before."""
+    """Otherwise they fail while all instances of a phase restart."""
     config = RouterConfig()
     assert 60 < config.unavailable_after_s < config.default_timeout_s
 

@@ -1,5 +1,3 @@
-"""What a router says of the requests of late: when they came and how long they were."""
-
 import asyncio
 from functools import partial
 

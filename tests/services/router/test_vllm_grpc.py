@@ -1,5 +1,3 @@
-"""The router as a worker of vllm.grpc.engine: answers, refusals by field, cancellation, and what it says of itself."""
-
 import asyncio
 import hashlib
 import io
@@ -45,7 +43,7 @@ async def test_a_streamed_answer_has_each_token_once_and_ends_as_vllms_does(door
     assert [token_id for each in chunks for token_id in each.chunk.token_ids] == answer(PROMPT, 20)
     assert all(each.chunk.prompt_tokens == 3 for each in chunks)
     assert all(each.chunk.completion_tokens == len(each.chunk.token_ids) for each in chunks)
-    # As the field's servicer for vLLM has it: the last message repeats the last chunk.
+    # As in vLLM's own servicer, the last message repeats the last chunk.
     assert last.complete.output_ids == chunks[-1].chunk.token_ids
     assert (last.complete.finish_reason, last.complete.prompt_tokens) == ("length", 3)
 
@@ -85,7 +83,6 @@ async def test_the_end_names_the_stop_text_that_was_met(door: EngineDoor, tokeni
     (response,) = await door.ask(request)
     assert response.complete.finish_reason == "stop"
     assert response.complete.matched_stop_str == stop
-    # Its tokens are part of the answer, as with vLLM.
     assert response.complete.output_ids == answer(PROMPT, 6)
 
 
@@ -123,7 +120,7 @@ async def test_one_answer_of_several_that_fails_ends_the_call(cluster: ScriptedC
 
 @pytest.mark.parametrize(("n", "again_n"), [(1, 1), (2, 2), (1, 2), (2, 1)])
 async def test_an_id_in_flight_is_refused(cluster: ScriptedCluster, door: EngineDoor, n: int, again_n: int) -> None:
-    # An Abort of the id would reach one of the two calls alone.
+    # Otherwise an Abort of the id would reach only one of the two calls.
     reached = await bring_to(cluster, "decoding")
     first = asyncio.create_task(door.ask(asks(request_id="mine", n=n)))
     await eventually(reached)
@@ -178,7 +175,7 @@ async def test_a_client_that_goes_ends_every_leg(cluster: ScriptedCluster, phase
 async def test_an_answer_too_large_for_one_message_is_refused_and_can_be_streamed(
     door: EngineDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Less than one token takes: how many come in a stream's last message is left to chance.
+    # Less than one token takes, as the last message may have any number of tokens.
     monkeypatch.setattr("kaveri.hosting.vllm_grpc.MAX_MESSAGE_BYTES", 40)
     assert (await door.refusal(asks(logprobs=5))).field == "stream"
     assert len(await door.ask(asks(logprobs=5, stream=True))) > 1
@@ -294,7 +291,7 @@ async def test_without_the_extra_the_flag_names_the_command_that_installs_it(mon
 async def test_abort_reaches_several_answers_that_wait_for_an_instance(tokenizer: ModelTokenizer) -> None:
     async with scripted_cluster(tokenizer, 0, 0) as cluster, open_door(cluster) as door:
         asking = asyncio.create_task(door.ask(asks(request_id="mine", n=2)))
-        # The server takes calls of one channel in their order: this one comes after the one above.
+        # The server takes a channel's calls in order: this one follows the one above.
         await door.stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), timeout=WITHIN_S)
         await door.stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=["mine"]), timeout=WITHIN_S)
         await cluster.add_prefill("prefill-0")

@@ -1,5 +1,3 @@
-"""Every field of vllm.grpc.engine's Generate is honoured, or refused by its name."""
-
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +10,6 @@ from tests.services.router.engine_door import EngineDoor, asks
 
 
 def _sent(name: str, value: Any) -> Callable[[prefill_pb2.SubmitRequest], bool]:
-    """Whether a request came with this value to prefill."""
-
     def is_so(request: prefill_pb2.SubmitRequest) -> bool:
         got = getattr(request.params, name)
         return bool(list(got) == value if isinstance(value, list) else got == pytest.approx(value))
@@ -33,9 +29,9 @@ HONOURED_PARAMS: dict[str, tuple[Any, Callable[[prefill_pb2.SubmitRequest], bool
     "seed": (77, _sent("seed", 77)),
 }
 HONOURED_ELSEWHERE = {"n", "stop", "skip_special_tokens"}
-"""Tests of their own prove these."""
+"""Covered by tests of their own."""
 WITHOUT_TEXT = {"spaces_between_special_tokens": True, "include_stop_str_in_output": True}
-"""They change how tokens become text, and the answer has none."""
+"""Affect text only, which these answers lack."""
 REFUSED_PARAMS: dict[str, list[Any]] = {
     "min_p": [0.1, float("nan")],
     "frequency_penalty": [0.5, -0.5],
@@ -107,7 +103,6 @@ async def test_what_is_not_built_is_refused_by_name(cluster: ScriptedCluster, do
 async def test_a_field_of_a_newer_package_is_refused_by_number(door: EngineDoor, path: str) -> None:
     request = asks()
     inner = getattr(request, path.rstrip(".")) if path else request
-    # Field 1000, a varint.
     inner.MergeFromString(b"\xc0\x3e\x01")
     assert (await door.refusal(request)).field == f"{path}field 1000"
 
