@@ -1,1 +1,2 @@
-"""Cluster state: leases, heartbeats, the view, and claims of requests in flight."""
+"""Cluster state: leases of instances, heartbeats with their loads, the view of the cluster, and claims of request
+ids."""
