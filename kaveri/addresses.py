@@ -1,5 +1,5 @@
-"""Parses, formats and binds hosts and "host:port" addresses. An IPv6 host has brackets in an address only: "::1" and
-"[::1]:50051"."""
+"""Parses, formats and binds hosts and "host:port" addresses. An IPv6 host has brackets in an address only:
+"[::1]:80"."""
 
 import errno
 import ipaddress
@@ -17,8 +17,7 @@ def bare_host(host: str) -> str:
 
 
 def host_text(text: str) -> str:
-    """Parse a host name or IP address, with or without brackets; empty text is allowed. For `setting`. Raises
-    ValueError."""
+    """Parse a host name or IP address, with or without brackets; empty text is allowed. Raises ValueError."""
     host = bare_host(text)
     if ":" in host or host != text:
         try:
@@ -57,7 +56,7 @@ def is_address(text: str) -> bool:
 
 
 def address_text(text: str) -> str:
-    """Parse a "host:port" address or an empty text. For `setting`. Raises ValueError."""
+    """Parse a "host:port" address; empty text is allowed. Raises ValueError."""
     if text and not is_address(text):
         raise ValueError(f"is {text!r:.140}; write HOST:PORT, an IPv6 host in brackets")
     return text

@@ -1,26 +1,26 @@
 """Every error that Kaveri raises on purpose.
 
 KaveriError
-├── InvalidArgument       the caller's input breaks a limit: field, value, limit
-├── ModelNotFound         no such model: model, served
-├── RequestAlreadyExists  the request id is in flight: request_id
-├── RequestNotFound       no such request is here: request_id, reason
-├── NoCapacity            a queue or a pool is full now: role, retry_after_s
-├── Unavailable           no instance can serve this now: retry_after_s
+├── InvalidArgument       an argument breaks a limit: field, value, limit
+├── ModelNotFound         no model of this name is served: model, served
+├── RequestAlreadyExists  another request with this id is in flight: request_id
+├── RequestNotFound       no request with this id is here: request_id, reason
+├── NoCapacity            a queue or a pool is full: role, retry_after_s
+├── Unavailable           no instance can serve the request: retry_after_s
 │   └── EngineBroke       the instance's engine raised an exception in a step: suspect_until
-├── Unauthenticated       the caller shows no key or certificate that is good here: reason
+├── Unauthenticated       the caller has no valid API key or certificate: reason
 ├── StaleAttempt          a newer attempt of the request is known: request_id, attempt, newest_attempt
 ├── DeadlineExceeded      the request's deadline has passed
-├── RequestCancelled      the request was cancelled, but not by this caller: request_id
-├── SlowReader            a client did not read its answer: limit_s
-├── Unsupported           this instance does not offer that: reason
+├── RequestCancelled      another caller has cancelled the request: request_id
+├── SlowReader            a client did not read its answer in time: limit_s
+├── Unsupported           this instance does not offer the operation: reason
 ├── LayoutMismatch        two KV pools cannot exchange blocks: field, ours, theirs
-├── TransferFailed        a KV push ended without acceptance: reason
+├── TransferFailed        the receiver did not accept a KV push: reason
 ├── EngineError           the engine failed, on one request or as a whole: reason
-├── InternalError         a bug in this process, written to its log: reason
+├── InternalError         a bug; its cause is in the process's log: reason
 └── ConfigError           a setting is invalid; the process cannot start: field, reason
 
-kaveri/wire/status.py maps them to gRPC statuses.
+kaveri/wire/status.py maps errors to gRPC statuses.
 """
 
 from collections.abc import Sequence
@@ -94,8 +94,7 @@ class Unavailable(KaveriError):
 
 
 class EngineBroke(Unavailable):
-    """The instance's engine raised an exception in a step, and its process ends. The request continues on another
-    instance."""
+    """The instance's engine raised an exception in a step, and the process ends. The request continues elsewhere."""
 
     def __init__(self, reason: str, suspect_until: int = 0) -> None:
         """suspect_until: number of tokens its answer must have before the request no longer counts as a suspected cause
@@ -202,7 +201,6 @@ def _restored(kind: type[KaveriError], args: tuple[object, ...]) -> KaveriError:
 
 
 def _shown(value: object) -> str:
-    """Shorten repr(value), without the cost of formatting all of a large value."""
     cut = value
     if type(value) in (str, bytes, list, tuple):
         cut = cast(Sequence[object], value)[:_SHOWN_CHARACTERS]

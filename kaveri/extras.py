@@ -11,8 +11,8 @@ from kaveri.errors import ConfigError
 
 
 def install_command(extra: str) -> str:
-    """Return the shell command that installs an extra from where Kaveri was installed: an index, a checkout or a wheel
-    (PEP 610)."""
+    """Return the command that installs an extra from where Kaveri came from: an index, a checkout or a wheel (PEP
+    610)."""
     try:
         noted = importlib.metadata.distribution("kaveri").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:

@@ -1,5 +1,4 @@
-"""Settings of all programs, by section of a configuration file. For programs only; services receive them as
-arguments."""
+"""Settings of all programs, by section of a configuration file. For programs only; services get them as arguments."""
 
 import importlib
 from collections.abc import Mapping
@@ -17,8 +16,7 @@ def settings_types() -> Mapping[str, type[Any]]:
 
 
 def setting_sections() -> dict[str, frozenset[str]]:
-    """Return the valid setting names of each section of a configuration file. The section of `kaveri up` is empty: it
-    has its own check."""
+    """Return the valid setting names of each section of a configuration file; none for that of `kaveri up`."""
     return {section: names_of(declared).taken for section, declared in settings_types().items()} | {
         UP_SECTION: frozenset()
     }

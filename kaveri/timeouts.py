@@ -14,8 +14,7 @@ MOST_PATIENCE = 5.0
 SUSPECT_UNHEARD_AFTER_S = 1.2
 """SUSPECT_AFTER_S of a peer that has not answered any beat yet: it may be distant or still connecting."""
 REOPEN_GRACE_S = 0.25
-"""Time for a silent instance to answer on a new stream before its requests move elsewhere; runs only while this process
-does."""
+"""Time for a silent instance to answer on a new stream, counted while this process runs; then its requests move."""
 CONNECT_GRACE_S = 2.0
 """Time for an instance to open a token stream before requests placed there are placed elsewhere."""
 CALL_TIMEOUT_S = 2.0
@@ -23,8 +22,7 @@ CALL_TIMEOUT_S = 2.0
 ATTACH_SOON_S = 0.5
 """Replaces CALL_TIMEOUT_S for attaching to a request if an instance with a copy of its KV can resume it."""
 COMPLETE_COPY_S = 3.0
-"""Time that a KV copy is kept after its answer is complete: the router may not have received the end before the decode
-instance died."""
+"""Time that a KV copy outlives its complete answer, whose end the router may have missed if the owner died."""
 STRAGGLER_S = 5.0
 """Time that an instance refuses late calls of ended attempts. Short, because clients may use a request id again."""
 ATTEMPT_REMEMBERED_S = 60.0

@@ -1,2 +1,1 @@
-"""Cluster state: leases of instances, heartbeats with their loads, the view of the cluster, and claims of request
-ids."""
+"""Cluster state: leases and loads of instances, the view of the cluster, and claims of request ids."""

@@ -16,8 +16,7 @@ _MIN_PAUSE_S = 0.01
 _LEASE_PARTS = 3
 """Heartbeats per lease while the load does not change."""
 _MAX_PAUSE_S = 1.0
-"""Max interval between heartbeats, however long the lease: a store that lost its state learns all instances again
-within it."""
+"""Max interval between heartbeats, for long leases: a store that lost its state learns all instances within it."""
 _REPORTS = 2
 """Reports sent after a change. UnconfirmedWork counts work sent to an instance until the second report after it."""
 
@@ -28,7 +27,7 @@ class Heartbeat:
     def __init__(
         self, store: ClusterStore, record: InstanceRecord, load: Callable[[], InstanceLoad], interval_s: float = 0.1
     ) -> None:
-        """load: returns the current load; its sequence_number is ignored. interval_s: between reports while the load
+        """load: returns the current load, but for its sequence_number. interval_s: between reports while the load
         changes."""
         self._store = store
         self._record = record
@@ -64,8 +63,7 @@ class Heartbeat:
         self._due.set()
 
     def note_work(self) -> None:
-        """Report the load soon even if it is the same: work may have come and gone meanwhile. Cheap; may be called
-        often."""
+        """Report the load soon even if unchanged: work may have come and gone meanwhile. Cheap; may be called often."""
         self._unreported = _REPORTS
         if self._pause_s > self._interval_s:
             self._due.set()

@@ -89,8 +89,7 @@ class Membership:
             self._remove([instance_id])
 
     def tick(self) -> None:
-        """Advance the leases' clock and remove expired members. Call after contact with the store. No-op while it is
-        lost."""
+        """Advance the leases' clock and remove expired members. Call after contact with the store. No-op while lost."""
         if not self._connected:
             return
         self._leases.tick(self._clock())
@@ -102,8 +101,7 @@ class Membership:
             self._set_connected(False)
 
     def store_returned(self) -> None:
-        """Restart the leases' clock. Every member has one lease time to renew, since the store may have lost its
-        state."""
+        """Restart the leases' clock; each member has one lease time to renew, as the store may have lost its state."""
         if self._connected:
             return
         self._leases.skip(self._clock())

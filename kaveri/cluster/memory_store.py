@@ -1,5 +1,5 @@
-"""Cluster state in the memory of one process: for tests, and for gateways that use no Redis. Passes the conformance
-suite of redis_store."""
+"""Cluster state in one process's memory: for tests and gateways without Redis. Passes redis_store's conformance
+suite."""
 
 import asyncio
 import itertools

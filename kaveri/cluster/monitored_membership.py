@@ -56,8 +56,7 @@ class MonitoredMembership(Membership):
         remaining_s: float | None = None,
         heartbeat_age_s: float | None = None,
     ) -> None:
-        """Process a heartbeat as Membership.learn() does. Ignores or removes an instance that the monitor does not
-        broadcast."""
+        """Process a heartbeat as Membership.learn(), but ignore or remove an instance that is not to be broadcast."""
         if is_broadcast(InstanceStatus(record, load)):
             super().learn(record, load, remaining_s, heartbeat_age_s)
         else:

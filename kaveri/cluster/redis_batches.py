@@ -40,8 +40,7 @@ class CommandBatches:
         self._sending: asyncio.Task[None] | None = None
 
     async def execute(self, *command: bytes | str | int) -> Any:
-        """Run a command and return its answer. Raises the client's errors. Cancelling the caller does not stop the
-        command."""
+        """Run a command and return its answer. Raises the client's errors. Cancelling the caller does not stop it."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((command, answer))
         if self._sending is None:

@@ -11,13 +11,13 @@ Names begin with `kaveri:<cluster name>:<database>`; channels need the database 
     ...:events          channel: "+<InstanceStatus>" per heartbeat, "-<InstanceStatus>" per deregistration
     ...:loads           channel: "=<LoadBroadcast>" of the leader, "-<InstanceStatus>" per deregistration
 
-One heartbeat is one script: it renews the lease and publishes, so that watchers receive loads by push. A registration,
-"<state>.<number>", orders the incarnations of one instance id. Order never depends on Redis's clock, which may go back,
-but on counters. After Redis has lost its state the processes supply the greatest fencing token that they know, and
-registrations of another state are recognized by its name.
+A heartbeat is one Lua script that renews the lease and publishes the load. A registration, "<state>.<number>", orders
+the incarnations (process runs) of one instance id. Order depends on counters, never on Redis's clock, which may go
+back. When Redis has lost its state, processes supply the greatest fencing token they know; registrations of a former
+state are recognized by its name.
 
-Redis is lost when the watch receives nothing, or when it refuses heartbeats, as a replica or one without memory does.
-The two are detected separately. The last view stays in use until neither holds.
+Redis counts as lost while its Pub/Sub connection is silent, or while it refuses heartbeats (a replica, or a Redis
+without memory). The last view stays in use until neither is the case.
 """
 
 import asyncio
@@ -68,8 +68,6 @@ _REFUSALS = (ResponseError, AuthenticationError)
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Address of the Redis of one cluster, and how to connect to it."""
-
     url: str
     cluster_name: str
     wait_s: float
@@ -78,8 +76,6 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
-    """Client and background task of a store that is open."""
-
     client: Redis
     commands: CommandBatches
     watching: asyncio.Task[None]
@@ -252,8 +248,7 @@ class RedisStore:
         return self._key(f"instance:{instance_id}")
 
     async def _unless_lost(self, command: Awaitable[ResultT], otherwise: ResultT) -> ResultT:
-        """Await a command; return `otherwise` if Redis is unreachable or refuses it, at once if it refuses
-        heartbeats."""
+        """Await a command; return `otherwise` if Redis is unreachable or refuses it or heartbeats."""
         if self._refusal:
             _drop(command)
             return otherwise
@@ -282,7 +277,6 @@ class RedisStore:
                 raise asyncio.CancelledError
 
     def _report_failure(self, reason: str) -> None:
-        """Log a failed command, unless the same reason was logged recently."""
         now_s = time.monotonic()
         self._reported_s = {each: at_s for each, at_s in self._reported_s.items() if now_s - at_s < _REPORT_AGAIN_S}
         if reason not in self._reported_s:
@@ -312,8 +306,7 @@ class RedisStore:
             self._membership.store_lost()
 
     async def _watch(self, loaded: asyncio.Event) -> None:
-        """Follow the Pub/Sub channels until cancelled; reconnect whenever Redis was away. loaded: set after the first
-        load."""
+        """Follow the Pub/Sub channels until cancelled, and reconnect after a loss. loaded: set after the first load."""
         delay_s, lost_for = _RECONNECT_MIN_S, ""
         while not _cancellations():
             try:
@@ -343,8 +336,7 @@ class RedisStore:
             delay_s = min(2 * delay_s, _RECONNECT_MAX_S)
 
     async def _follow(self, channel: PubSub) -> None:
-        """Process Pub/Sub messages until Redis is lost or the task is cancelled. Raises RedisError or OSError when
-        lost."""
+        """Process Pub/Sub messages until cancelled. Raises RedisError or OSError when Redis is lost."""
         silent_since_s = time.monotonic()
         pings = 0
         while not _cancellations():
@@ -381,7 +373,6 @@ class RedisStore:
         await self._load_instances()
 
     async def _subscribe(self, channel: PubSub, name: str) -> None:
-        """Subscribe, and wait for the confirmation. Raises RedisError if refused, OSError if it is late."""
         await channel.subscribe(self._key(name))
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             while not _cancellations():
@@ -436,8 +427,7 @@ class RedisStore:
             )
 
     def _status(self, message: cluster_pb2.InstanceStatus) -> InstanceStatus | None:
-        """Parse a status; None, with a log line, if it is corrupt or has an unknown role or state (a newer
-        version's)."""
+        """Parse a status; None, with a log line, if it is corrupt or has a role or state unknown to this version."""
         known = self._membership.record_of(message.record.instance_id, message.record.incarnation)
         try:
             return status_from_proto(message, known)
@@ -520,7 +510,6 @@ def _milliseconds(duration_s: float) -> int:
 
 
 def _record_in(status: bytes) -> InstanceRecord | None:
-    """Parse the record in an encoded InstanceStatus; None if empty or unreadable."""
     try:
         return record_from_proto(cluster_pb2.InstanceStatus.FromString(status).record) if status else None
     except (DecodeError, KeyError, InvalidArgument):

@@ -37,8 +37,7 @@ class HeartbeatAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RequestClaim:
-    """Ownership of a request id by one router incarnation, for one session of the client, while the request is in
-    flight."""
+    """Claim of a router (one incarnation) on the id of a request in flight, for one session of its client."""
 
     request_id: str
     router_id: str
@@ -82,8 +81,8 @@ class ClusterStore(Protocol):
         it returns every instance has one lease time to renew."""
 
     async def wait_for_change(self, timeout_s: float) -> ClusterView:
-        """Wait up to `timeout_s` seconds until an instance or a load may have changed since the last call; return
-        view(). One waiter at a time."""
+        """Wait up to `timeout_s` seconds for a change of instances or loads since the last call; return view(). One
+        waiter."""
 
     async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
         """Become or stay the cluster monitor's leader for `ttl_s` seconds. Returns the fencing token; None if another
@@ -109,5 +108,4 @@ class ClusterStore(Protocol):
         """Store the hints of these claims. Claims that have ended or belong to others are not changed."""
 
     async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
-        """End these claims; those of other routers stay. Returns False when the store is lost: they may still exist
-        later."""
+        """End these claims; those of others stay. Returns False if the store is lost: they may still exist later."""

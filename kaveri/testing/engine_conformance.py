@@ -72,15 +72,14 @@ class Pair:
     decoded: EngineRecorder
 
     def reserve(self, request: EngineRequest, expires_in_s: float = 60.0) -> Ticket:
-        """Reserve blocks for a KV push at the decode engine, waiting for room if necessary. Returns the ticket to push
-        with."""
+        """Reserve blocks for a KV push at the decode engine, waiting for room. Returns the ticket to push with."""
         return when_there_is_room(
             lambda: self.decode.reserve(request, expires_in_s, self.prefill.info.layout).result(SOON_S)
         )
 
     def hand_over(self, request: EngineRequest) -> None:
-        """Reserve at the decode engine, prefill the request, and push its KV there. Reserves first, so that even a
-        request that ends with its first token has a reservation."""
+        """Reserve at the decode engine first (even a request that ends with its first token), then prefill and push the
+        KV."""
         ticket = self.reserve(request)
         when_there_is_room(lambda: self.prefill.prefill(request))
         self.prefill.push_to(request.key, ticket)
@@ -98,7 +97,7 @@ class Pair:
             self.decode.admit(request.key)
 
     def answer(self, request: EngineRequest) -> list[int]:
-        """Wait for the request's end, and return all its tokens: the prefill engine's first one, and the decode
+        """Wait for the request's end. Returns all its tokens: the prefill engine's first one, then the decode
         engine's."""
         first = self.prefilled.wait_for(FirstToken, request.key)
         if first.finish is not None:
@@ -128,8 +127,7 @@ def running_pair(
     max_batch: int = 8,
     admit: bool = True,
 ) -> Iterator[Pair]:
-    """Start a prefill and a decode engine, and close them at the end. admit: decode each request as soon as its KV has
-    arrived."""
+    """Start a prefill and a decode engine; close them at the end. admit: decode requests once their KV arrives."""
     with ExitStack() as stack:
         prefill = harness.prefill_engine(
             max_model_len=max_model_len, total_blocks=prefill_blocks, chunk_tokens=CHUNK_TOKENS
@@ -164,8 +162,7 @@ def _abort_when_finished(decode: DecodeEngine, event: EngineEvent) -> None:
 def make_request(
     engine: Engine, name: str, prompt_tokens: int, max_tokens: int, seed: int = 0, **params: object
 ) -> EngineRequest:
-    """Make a greedy request with a random prompt, the same for equal `name` and `seed`. params: other sampling
-    parameters."""
+    """Make a greedy request; its prompt is random, but fixed by `name` and `seed`. params: more sampling parameters."""
     rng = random.Random(f"{name}-{seed}")
     token_ids = tuple(rng.randrange(engine.info.vocab_size) for _ in range(prompt_tokens))
     wanted = ResolvedParams(
@@ -204,8 +201,6 @@ def adopting(engine: TwoSidedEngine) -> Callable[[EngineEvent], None]:
 
 
 class EngineConformance:
-    """Conformance tests for engines. Each test creates engines with the `harness` fixture."""
-
     # Tokens.
 
     def test_answers_are_exact_for_prompts_off_the_block_and_chunk_size(self, harness: EngineHarness) -> None:

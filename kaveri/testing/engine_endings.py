@@ -28,8 +28,6 @@ def _answer(pair: Pair, request: EngineRequest) -> list[int]:
 
 
 class EndingConformance:
-    """Conformance tests of min_tokens. Each test creates engines with the `harness` fixture."""
-
     @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
     @pytest.mark.parametrize("index", [0, 5])
     def test_stop_token_is_not_drawn_before_min_tokens(self, harness: EngineHarness, sampling: str, index: int) -> None:

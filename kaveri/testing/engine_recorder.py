@@ -28,9 +28,9 @@ EventT = TypeVar("EventT")
 
 
 class EngineRecorder:
-    """Records the events of one engine. Thread-safe. wait_...() methods raise AssertionError if the engine broke the
-    contract. admit_to: decode engine that admits each request as soon as its KV has arrived. on_event: called with each
-    event after it is recorded, on the engine's thread."""
+    """Records one engine's events. Thread-safe. Waits raise AssertionError if the engine broke the contract. admit_to:
+    admits each request there once its KV has arrived. on_event: called with each event afterwards, on the engine's
+    thread."""
 
     def __init__(
         self, admit_to: DecodeEngine | None = None, on_event: Callable[[EngineEvent], None] | None = None
@@ -140,8 +140,7 @@ class EventLog:
         return [event for event in tuple(self.events) if isinstance(event, kind) and is_wanted(event)]
 
     def wait_for(self, kind: type[EventT], is_wanted: Callable[[EventT], bool] = lambda _: True) -> EventT:
-        """Wait for an event of this type that `is_wanted` accepts, and return the first. Raises AssertionError after
-        SOON_S seconds."""
+        """Return the first event of this type that `is_wanted` accepts. Raises AssertionError after SOON_S seconds."""
         with self._changed:
             arrived = self._changed.wait_for(lambda: self.of(kind, is_wanted), SOON_S)
         assert arrived, f"no {kind.__name__} after {SOON_S} s; the last events: {self.events[-5:]}"

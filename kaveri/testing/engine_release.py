@@ -38,8 +38,7 @@ def _drawn(pair: Pair, key: EngineKey) -> list[int]:
 
 
 def _release(pair: Pair, holder: ReplicaHoldingEngine, request: EngineRequest) -> list[int]:
-    """Release the request to the holder of its replica. Returns its tokens so far; asserts that the replica has all
-    their KV."""
+    """Release the request to the replica's holder; assert that no KV is missing there. Returns its tokens so far."""
     pair.decode.release(request.key, SOON_S)
     let_go = pair.decoded.wait_for(LetGo, request.key)
     drawn = _drawn(pair, request.key)
@@ -51,8 +50,6 @@ def _release(pair: Pair, holder: ReplicaHoldingEngine, request: EngineRequest) -
 
 
 def _wait_until_released(pair: Pair, key: EngineKey) -> None:
-    """Wait until the request is released, its release has failed, or it has finished."""
-
     def is_decided() -> bool:
         told = (*pair.decoded.of(LetGo, key), *pair.decoded.of(ReleaseFailed, key))
         return key in pair.decoded.finished or bool(told)
@@ -61,8 +58,6 @@ def _wait_until_released(pair: Pair, key: EngineKey) -> None:
 
 
 class ReleaseConformance:
-    """Conformance tests of release(). Each test creates engines and replica stores with the `harness` fixture."""
-
     @pytest.mark.parametrize("moment", ["landed", "drawing", "drawing sampled"])
     def test_released_request_goes_on_at_its_holder_with_nothing_computed_again(
         self, harness: ReplicationHarness, moment: str

@@ -60,8 +60,8 @@ class ReplicaHoldingEngine:
         store.start(self.log)
 
     def replicate(self, engine: DecodeEngine, request: EngineRequest, token_count: int | None = None) -> None:
-        """Make `engine` copy the request's KV to this store. token_count: tokens to reserve blocks for at first; None:
-        the prompt."""
+        """Make `engine` copy the request's KV here. token_count: tokens to reserve room for at first; None: the
+        prompt."""
         tokens = len(request.token_ids) if token_count is None else token_count
         engine.replicate(request.key, self.store.open(replica_key(request.key), engine.info.layout, tokens, 60.0))
 
@@ -111,8 +111,7 @@ def open_holder(
 
 
 def _require_watermarks_behind_tokens(recorder: EngineRecorder, request: EngineRequest) -> list[int]:
-    """Return the reported watermarks: tokens of the request whose KV is in the replica. Asserts that each rises and
-    covers only computed tokens."""
+    """Assert that the replica's reported token counts rise and stay behind computed tokens. Returns them."""
     computed, watermarks = len(request.token_ids), [0]
     for event in tuple(recorder.events):
         if isinstance(event, StepTokens):
@@ -132,8 +131,6 @@ def wait_until_grown(recorder: EngineRecorder, key: EngineKey, token_count: int)
 
 
 class ReplicationConformance:
-    """Conformance tests of replication. Each test creates engines and replica stores with the `harness` fixture."""
-
     @pytest.mark.parametrize("moment", ["landed", "drawing", "drawing sampled"])
     def test_request_goes_on_from_its_replica_when_its_owner_is_lost(
         self, harness: ReplicationHarness, moment: str

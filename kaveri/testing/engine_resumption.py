@@ -30,8 +30,8 @@ _LOGPROB_TOLERANCE = 1e-3
 
 
 def reserve_resumed(pair: Pair, request: EngineRequest, held_tokens: int, expires_in_s: float = 60.0) -> Ticket:
-    """Reserve blocks at the decode engine for a resumed request, waiting for room. held_tokens: tokens whose KV will be
-    pushed. Returns the ticket to push with."""
+    """Reserve a KV push of the first `held_tokens` tokens of a resumed request, waiting for room. Returns the
+    ticket."""
     layout = pair.prefill.info.layout
     return when_there_is_room(
         lambda: pair.decode.reserve(request, expires_in_s, layout, held_tokens=held_tokens).result(SOON_S)
@@ -72,8 +72,6 @@ def _is_close(ours: Logprobs | None, theirs: Logprobs | None) -> bool:
 
 
 class ResumptionConformance:
-    """Conformance tests of resumption. Each test creates engines with the `harness` fixture."""
-
     @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
     def test_resumed_request_draws_what_an_undisturbed_one_draws(self, harness: EngineHarness, sampling: str) -> None:
         sampled = {"temperature": 1.0, "top_p": 0.95} if sampling == "sampled" else {}

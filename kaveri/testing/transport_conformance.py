@@ -42,8 +42,7 @@ FIRST_SEED = int(os.environ.get("KAVERI_KV_SEED") or random.randrange(1_000_000_
 
 
 class TransportConformance(RefusalTests, DeathTests, MarkTests):
-    """Conformance tests for KV transports; see the module docstring. This class tests that KV arrives in the right
-    blocks."""
+    """Conformance tests for KV transports; see the module docstring. Those here check that KV lands in its blocks."""
 
     def test_blocks_land_where_the_ticket_says_and_nowhere_else(self, world: TransportWorld) -> None:
         world.allocator.allocate("hole", 1)

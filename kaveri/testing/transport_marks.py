@@ -197,7 +197,6 @@ class MarkTests(TransportSuite):
 
     @staticmethod
     def _push_marked(peer: PeerProcess, ticket: Ticket, source: list[int]) -> None:
-        """Push source blocks from the other process, with a mark after every 8."""
         peer.start_sender(PEER_LAYOUT, PEER_BLOCKS, 0)
         peer.tell("open", ticket)
         for start in range(0, len(source), 8):

@@ -174,8 +174,7 @@ class Side:
 
 
 class PeerProcess:
-    """KV sender or receiver in another process, with the methods of Side. Context manager: kills the process at the
-    end."""
+    """KV sender or receiver in another process, with the methods of Side. Context manager that kills the process."""
 
     def __init__(self, channel: socket.socket, pid: int) -> None:
         self._channel = channel
@@ -230,8 +229,7 @@ class PeerProcess:
         return self.recorder.events[ticket.transfer_id]
 
     def end(self) -> list[str]:
-        """Close the sender or receiver; another may be started then. Returns the threads and descriptors that are
-        left."""
+        """Close the sender or receiver; another may be started then. Returns threads and descriptors that are left."""
         return cast(list[str], self.ask("end"))
 
     def signal(self, number: signal.Signals) -> None:
@@ -292,8 +290,7 @@ class PeerProcess:
 
 
 class PeerNursery:
-    """Starts peer processes in milliseconds each, by forking a process that has loaded the transport. Context
-    manager."""
+    """Starts peer processes in milliseconds by forking a process that has loaded the transport. Context manager."""
 
     def __init__(self, factory: str) -> None:
         self._channel, theirs = _channels()
@@ -350,7 +347,6 @@ def _receive(channel: socket.socket) -> tuple[Any, list[int]]:
 
 
 def _nurse(factory: str, channel: socket.socket) -> None:
-    """Run a nursery: fork a peer for each received socket, until `channel` closes."""
     # Peers are not waited for: their sockets close when they end.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     load_transport(factory)
@@ -365,7 +361,6 @@ def _nurse(factory: str, channel: socket.socket) -> None:
 
 
 def _serve(factory: str, channel: socket.socket) -> None:
-    """Run a peer: execute commands from `channel` until it closes."""
     try:
         side = Side(factory)
         while True:

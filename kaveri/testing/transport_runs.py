@@ -120,7 +120,6 @@ class _RunAccount:
                 self.allocator.release(event.transfer_id)
 
     def check(self) -> None:
-        """Assert that all blocks have the expected content, except those that a sender may still write."""
         with self.lock:
             is_settled = np.ones(self.allocator.total, bool)
             for owner in self.allocator.owners():
@@ -290,7 +289,6 @@ class RandomRun:
             peer.signal(signal.SIGKILL if self._fault == "kill" else signal.SIGSTOP)
 
     def _grant(self, transfer: _Transfer) -> None:
-        """Get a ticket for the transfer; none if the receiver has no room."""
         owner = object()
         with contextlib.suppress(NoCapacity), self._account.lock:
             blocks = self._account.allocator.allocate(owner, len(transfer.source))

@@ -41,8 +41,6 @@ class AnswerPart(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _PromptReport:
-    """Progress of sending a prompt's logprobs."""
-
     token_ids: Sequence[int]
     reported_count: int
     """Prompt positions whose logprobs were received. Position 0 has none and counts as received."""
@@ -59,12 +57,11 @@ class _Place:
 
 
 class Answer:
-    """Tokens, text and unsent output of one answer, over all placements of its request on instances. Each token is
-    appended once, in order."""
+    """Tokens, text and unsent output of one answer, over all instances that generate it. Tokens are appended once
+    each."""
 
     def __init__(self, detokenizer: Detokenizer, reported_prompt: Sequence[int] = ()) -> None:
-        """detokenizer: made for this request's prompt and stop texts. reported_prompt: the prompt's token ids if its
-        logprobs are requested, else empty."""
+        """reported_prompt: the prompt's token ids if its logprobs are requested, else empty."""
         self._prompt = _PromptReport(reported_prompt, min(1, len(reported_prompt)))
         # An array, because garbage collection visits each item of a list, for all answers in one turn of the event
         # loop.
@@ -84,9 +81,8 @@ class Answer:
         """True: take() does not return the last token before the answer has ended."""
 
     async def go_on_after(self, token_ids: Sequence[int], characters: int, stop_token_ids: Collection[int]) -> int:
-        """Resume an answer of which the client already has these tokens and `characters` characters; take() does not
-        return them again. Returns the number of those characters that the tokens' text, with the text held back, does
-        not have."""
+        """Resume an answer whose client has these tokens and this many characters; take() does not return them again.
+        Returns the number of those characters that the tokens' text, including text held back, lacks."""
         self._skipped_characters = self._taken.characters = characters
         for position, token_id in enumerate(token_ids):
             if position % SLICE_TOKENS == SLICE_TOKENS - 1:
@@ -185,7 +181,6 @@ class Answer:
         return AnswerPart(first, token_ids, text, reports, first_character=first_character, text_offsets=text_offsets)
 
     def _take_prompt(self) -> AnswerPart:
-        """Return logprobs of the prompt, all of which precede the first token."""
         prompt = self._prompt
         first = prompt.reported_count - len(prompt.untaken)
         room, count = MAX_OUTPUT_BYTES // 2, 0

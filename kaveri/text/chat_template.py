@@ -45,10 +45,9 @@ class MissingText(Exception):
 
 class ChatTemplate:
     """Chat template of one model. A rendered prompt must contain the text of every message; if not, it is rendered
-    again with each message's parts joined. Of an assistant's message only the text after its last closing tag is
-    required, because templates omit earlier reasoning. Surrounding white space does not count; the text may be escaped
-    as JSON, or lack the switches `/think` and `/no_think`. A text that occurs elsewhere in the prompt counts as
-    present."""
+    again with each message's parts joined. Of an assistant's message only the text after its last closing tag must be
+    there, because templates omit earlier reasoning. The text may lack outer white space and the switches `/think` and
+    `/no_think`, or be escaped as JSON. A text that occurs elsewhere in the prompt counts as present."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, content_format: ContentFormat = ContentFormat.AUTO) -> None:
         self._tokenizer = tokenizer
@@ -160,9 +159,8 @@ def _messages(contents: Sequence[tuple[str, Sequence[str]]], content_format: Con
 
 
 def first_missing(contents: Sequence[tuple[str, Sequence[str]]], prompt: str, deadline_s: float) -> int | None:
-    """Return the index of the first message with a text missing from the prompt; None if all are present. contents:
-    (role, texts) per message. Linear in the prompt's length if it keeps the messages' order; system messages may
-    move."""
+    """Return the index of the first message with a text missing from the prompt; None if there is none. contents:
+    (role, texts) per message. Linear in the prompt's length if it keeps their order; system messages may move."""
     ends = {False: 0, True: 0}
     for number, (role, texts) in enumerate(contents):
         if time.monotonic() > deadline_s:

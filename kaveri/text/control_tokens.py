@@ -16,8 +16,7 @@ class ControlTokens:
     mark() breaks those in a message with a marker; `backend` removes the marker and encodes them as plain text."""
 
     def __init__(self, backend: Tokenizer, rendered: Sequence[str]) -> None:
-        """backend: the model's tokenizer, not modified. rendered: sample conversations rendered by the chat
-        template."""
+        """backend: tokenizer, not modified. rendered: sample conversations rendered by the chat template."""
         added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         control = {token.content for token in added.values() if token.special or _is_written(token.content, rendered)}
         self._pattern = re.compile(_alternatives(control)) if control else None
@@ -83,8 +82,7 @@ def _without_marker(backend: Tokenizer, control: set[str], marker: str) -> Token
 
 
 def _alternatives(words: Iterable[str]) -> str:
-    """Return a regular expression that matches any of the words; a word that begins another one replaces it. It
-    branches per letter, so that thousands of words are as fast as one."""
+    """Return a regular expression for any of the words, branching per letter to be fast for thousands of words."""
     branches: dict[str, set[str]] = {}
     for word in words:
         branches.setdefault(word[0], set()).add(word[1:])

@@ -36,10 +36,9 @@ class Detokenizer:
 
     The pieces joined equal decode(prompt + answer) minus decode(prompt), up to a stop text, with two exceptions: the
     answer does not complete a character that the prompt leaves unfinished; and where invalid UTF-8 changes how earlier
-    characters decode, which may have been sent already, the new tokens are decoded alone.
+    characters decode, which may have been sent, the new tokens are decoded alone.
 
-    Text is held back while it may change: an unfinished UTF-8 sequence, or a possible beginning of a stop text. The
-    work per token is bounded."""
+    Text is held back while it may change: an unfinished UTF-8 sequence, or a possible start of a stop text."""
 
     def __init__(
         self,
@@ -54,9 +53,9 @@ class Detokenizer:
     ) -> None:
         """backend: shared, not modified. stop: texts that end the answer, which is cut before the first match.
         min_tokens: stop texts completed within this many tokens are ignored, as in vLLM. skipped_ids: tokens without
-        text, such as special tokens; one that equals a stop text ends the answer. plain: from plain_texts(), to avoid
-        decoding most tokens. known_characters: length of an already searched beginning of the answer; stop texts that
-        end in it are ignored."""
+        text, such as special tokens; one that equals a stop text ends the answer. plain: from plain_texts(), saves
+        decoding. known_characters: length of an already searched beginning of the answer; stop texts that end in it are
+        ignored."""
         self._backend = backend
         self._plain = plain
         self._matcher = StopMatcher(stop, known_characters) if stop else None
@@ -133,8 +132,7 @@ class Detokenizer:
                 return
 
     def _decided(self) -> str:
-        """Return the text that is now final. Its tokens become the context of the next ones; older context is
-        dropped."""
+        """Return the text that is now final. Its tokens become the context of the next ones."""
         overdue = len(self._window) - self._new > _UNDECIDED_TOKENS
         text = self._decode(self._window)
         if not overdue and (text.endswith(_REPLACEMENT) or text == self._left):

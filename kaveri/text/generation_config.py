@@ -18,8 +18,7 @@ FILE_NAME = "generation_config.json"
 AUTO, NONE = "auto", "none"
 """Values of --generation-config that are not a path: the model's own file, no file."""
 _USED = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_new_tokens": "max_tokens"}
-"""Supported keys of generation_config, to their names in SamplingParams. As vLLM's
-ModelConfig.get_diff_sampling_param."""
+"""Supported keys, to their names in SamplingParams. As vLLM's ModelConfig.get_diff_sampling_param."""
 _UNUSED: dict[str, tuple[Any, ...]] = {
     "min_p": (0.0,),
     "typical_p": (1.0,),
@@ -66,9 +65,8 @@ class SamplingDefaults:
 
 
 def read_generation_config(source: str | Path, config: Any = None) -> FoundGenerationConfig:
-    """Read the generation_config of a model's folder or hub id. Without that file: transformers' defaults for the
-    model's config.json. config: already loaded by AutoConfig; None: loaded if needed. Raises ConfigError, naming
-    --model."""
+    """Read the generation_config of a model's folder or hub id; without that file, transformers' defaults for its
+    config.json. config: if already loaded with AutoConfig. Raises ConfigError, naming --model."""
     path = cached_file(str(source), FILE_NAME, _raise_exceptions_for_missing_entries=False)
     if path is None:
         whole = AutoConfig.from_pretrained(source) if config is None else config
@@ -136,9 +134,8 @@ def _read_file(path: Path, flag: str) -> FoundGenerationConfig:
 
 
 def end_token_ids(found: FoundGenerationConfig, config: Any, vocab_size: int) -> frozenset[int]:
-    """Return the end-of-sequence ids: generation_config's, else those of `config`, the model's configuration. Ids
-    outside [0, vocab_size) are dropped and logged, as transformers ignores them. Raises ConfigError for a value without
-    ids."""
+    """Return the end-of-sequence ids: generation_config's, else those of `config`, the model's. Drops and logs ids
+    outside [0, vocab_size), which transformers ignores. Raises ConfigError for a value without ids."""
     ids, undrawable, origin = parse_end_token_ids(found, config, vocab_size)
     if undrawable:
         get_logger().warning(
@@ -150,8 +147,7 @@ def end_token_ids(found: FoundGenerationConfig, config: Any, vocab_size: int) ->
 def parse_end_token_ids(
     found: FoundGenerationConfig, config: Any, vocab_size: int
 ) -> tuple[frozenset[int], list[int], str]:
-    """Return the end-of-sequence ids below vocab_size, the other ids, and the file that lists them. Pure. Raises
-    ConfigError."""
+    """Return the end-of-sequence ids below vocab_size, the others, and their file's name. Pure. Raises ConfigError."""
     value, origin = found.values.get("eos_token_id"), found.origin
     if value is None:
         value, origin = getattr(config.get_text_config(), "eos_token_id", None), "config.json"

@@ -10,11 +10,10 @@ _KEPT_TEXTS = 1024
 
 
 class StopMatcher:
-    """Incremental search for stop texts: returns text up to the first one, and holds back a possible beginning of
-    one."""
+    """Incremental search for stop texts: returns text up to the first one, holds back a possible beginning of one."""
 
     def __init__(self, stop: Sequence[str], known_characters: int = 0) -> None:
-        """stop: one or more non-empty texts. known_characters: length of a beginning of the text in which no stop text
+        """stop: at least one, none empty. known_characters: length of a beginning of the text in which no stop text
         ends."""
         self.stop = tuple(stop)
         self._longest = max(map(len, self.stop))
@@ -59,8 +58,7 @@ class StopMatcher:
         return found
 
     def _overlap(self, piece: str) -> int:
-        """Return the length of the text's longest end that may begin a stop text (Knuth-Morris-Pratt, per stop
-        text)."""
+        """Return the length of the text's longest end that may begin a stop text (Knuth-Morris-Pratt for each)."""
         longest = 0
         for number, stop in enumerate(self.stop):
             matched, borders, last = self._matched[number], _borders(stop), len(stop) - 1
@@ -80,8 +78,8 @@ class StopMatcher:
 
 @lru_cache(_KEPT_TEXTS)
 def _borders(text: str) -> Sequence[int]:
-    """Return Knuth-Morris-Pratt's failure function: for each prefix, the length of its longest proper suffix that is
-    also its prefix."""
+    """Knuth-Morris-Pratt's failure function: length of the longest proper suffix of each prefix that is also its
+    prefix."""
     borders = array("H", [0]) * len(text)
     length = 0
     for position in range(1, len(text)):

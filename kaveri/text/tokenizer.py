@@ -51,8 +51,7 @@ class ModelTokenizer:
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, content_format: ContentFormat = ContentFormat.AUTO
     ) -> None:
-        """vocab_size: number of the model's embeddings. content_format: how the chat template receives message
-        content."""
+        """vocab_size: number of embeddings. content_format: how the chat template receives message content."""
         self.backend: Tokenizer = tokenizer.backend_tokenizer
         # A tokenizer.json may keep both settings from its training. They would truncate or pad prompts.
         self.backend.no_truncation()
@@ -74,8 +73,7 @@ class ModelTokenizer:
 
     @classmethod
     def load(cls, model: str, content_format: ContentFormat = ContentFormat.AUTO) -> "ModelTokenizer":
-        """Load a model's tokenizer from a path, a hub id or a bundled name. Blocks for seconds. Raises ConfigError,
-        naming --model."""
+        """Load from a path, a hub id or a bundled name. Blocks for seconds. Raises ConfigError, naming --model."""
         source = resolve_model(model)
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
@@ -198,8 +196,7 @@ class ModelTokenizer:
     def _ids(
         self, field: str, text: str, max_tokens: int, backend: Tokenizer, *, add_special_tokens: bool
     ) -> list[int]:
-        """Encode a text. field: named in errors. Raises InvalidArgument for more than max_tokens, and for a token the
-        model lacks."""
+        """Encode. Raises InvalidArgument for `field` for more than max_tokens, and for a token the model lacks."""
         # The batch call releases the GIL, encode() does not; the fast variant keeps nothing that is slow to free.
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if len(encoding) > max_tokens:

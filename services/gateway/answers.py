@@ -1,5 +1,4 @@
-"""Streams the answers to one HTTP request: one request to a router for each prompt and each of its n answers,
-merged."""
+"""Streams the answers to one HTTP request, merged: one request to a router for each of a prompt's n answers."""
 
 import asyncio
 import contextlib
@@ -27,20 +26,18 @@ one HTTP request at a time: otherwise each would take a slice of every turn of t
 
 
 class Answers:
-    """Context manager for all answers to one HTTP request. Leaving the context cancels unfinished answers, in the
-    cluster too."""
+    """Context manager for all answers to one HTTP request. Leaving it cancels unfinished answers, in the cluster
+    too."""
 
     def __init__(self, client: AsyncClient, asked: ParsedRequest, request_id: str, turn: asyncio.Lock) -> None:
-        """asked: the parsed HTTP request, n answers per prompt. request_id: prefix of the request ids sent to routers.
-        turn: lock shared by all HTTP requests of the process; one with a long prompt of token ids holds it while
-        sending."""
+        """request_id: prefix of the request ids sent to routers. turn: lock shared by all HTTP requests of the process;
+        one with a long prompt of token ids holds it while sending."""
         self.streams: list[AsyncStream] = []
         self._client = client
         self._asked = asked
         self._turn = turn
         self._reported = [asyncio.Event() for _ in asked.prompts]
-        """For each prompt, set when all its logprobs have been forwarded; answers that begin with these logprobs wait
-        for it."""
+        """For each prompt, set once all its logprobs were forwarded. Answers that begin with these wait for it."""
         self._closed = False
         self._failure = "the answer was closed before its end"
         # Request ids may repeat: a client's id is for tracing, and need not be unique.
@@ -94,9 +91,8 @@ class Answers:
             stream.close()
 
     async def chunks(self) -> AsyncGenerator[tuple[int, Chunk], None]:
-        """Yield (index of the answer, chunk) as chunks of any answer arrive; index is prompt number * n + number of the
-        answer. Close the generator. Raises the first error of any answer, and RequestCancelled if another caller
-        cancelled one."""
+        """Yield (prompt number * n + answer number, chunk) as chunks of any answer arrive. Close the generator. Raises
+        the first error of any answer, and RequestCancelled if another caller cancelled one."""
         if len(self.streams) == 1:
             stream, finish = self.streams[0], None
             async for chunk in stream:

@@ -60,8 +60,7 @@ STATE_KEY = "kaveri.request"
 
 @dataclass(slots=True)
 class HttpRequest:
-    """State of one HTTP request: id, times, status and token counts, for the response headers, metrics and the log
-    line."""
+    """State of one HTTP request: id, times, status and token counts, for response headers, metrics and the log."""
 
     request_id: str
     arrived_s: float
@@ -78,8 +77,7 @@ class HttpRequest:
 
 
 class App:
-    """ASGI application of the gateway: assigns request ids, and turns every outcome into a response, a metric and a log
-    line."""
+    """ASGI application of the gateway: assigns request ids, turns outcomes into responses, metrics and log lines."""
 
     def __init__(self, config: GatewayConfig, client: AsyncClient, callers: Callers | None) -> None:
         self.config = config
@@ -95,8 +93,7 @@ class App:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        """Count one completion or chat request as in flight until the context ends; `idle` is set while there are
-        none."""
+        """Count one completion or chat request as in flight until the context ends. `idle` is set at zero."""
         self.in_flight += 1
         self.idle.clear()
         try:
@@ -190,8 +187,7 @@ class _Generate:
     """ASGI application of /v1/completions or /v1/chat/completions."""
 
     def __init__(self, app: App, turn: asyncio.Lock, path: str, read: Reader, make_format: type[AnswerFormat]) -> None:
-        """turn: lock of both paths for sending long prompts. read: parser of the JSON body; takes it and the max number
-        of answers. make_format: formats the answers."""
+        """turn: lock for sending long prompts. read: takes the JSON body and the max number of answers."""
         self._app = app
         self._turn = turn
         self._path = path

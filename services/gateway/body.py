@@ -33,14 +33,12 @@ _TEXT_OR_MARK = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[,\[{:]', re
 """Matches a whole string, even unterminated, or a character of _COUNTED outside strings. Linear in the body's size."""
 _DISCARD_S = 1.0
 _DISCARD_FACTOR = 4
-"""Bytes to read and discard from a refused body, in multiples of the size limit: clients read the error only
-afterwards."""
+"""Bytes read and dropped from a refused body, in size limits: clients read the error only afterwards."""
 MadeT = TypeVar("MadeT")
 
 
 class BodyBudget:
-    """Limit on the memory, in bytes, of all request bodies and derived data in this process together. Not
-    thread-safe."""
+    """Limit on the memory, in bytes, of all request bodies and their derived data together. Not thread-safe."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
@@ -50,14 +48,13 @@ class BodyBudget:
 
     @contextlib.contextmanager
     def hold(self, key_name: str) -> Iterator["HeldBody"]:
-        """Charge a request's memory to the budget until the context ends. key_name: name of the request's API key, for
-        the limit per key; empty: no key."""
+        """Charge a request's memory until the context ends. key_name: of its API key, for a limit per key; empty:
+        none."""
         with self._bytes.hold(key_name) as held:
             yield HeldBody(self, held)
 
     async def parse(self, data: bytes, make: Callable[[dict[str, Any]], MadeT]) -> MadeT:
-        """Parse `data` as a JSON object and return make(object); large bodies on a thread. Raises HttpError, and as
-        `make`."""
+        """Parse a JSON object and return make(object); large ones on a thread. Raises HttpError, and as `make`."""
         if len(data) <= _INLINE_BYTES:
             return make(parse_object(data))
         return await asyncio.get_running_loop().run_in_executor(self._parser, lambda: make(parse_object(data)))
@@ -71,8 +68,7 @@ class HeldBody:
         self._held = held
 
     def hold_more(self, size_bytes: int) -> None:
-        """Charge more bytes for this request. Raises HttpError: 413 if it exceeds the whole budget, 503 if the budget
-        is in use."""
+        """Charge more bytes for this request. Raises HttpError: 413 if they can never fit, 503 if not now."""
         try:
             self._held.add(size_bytes)
         except InvalidArgument as error:

@@ -15,7 +15,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@?#]+")
 
 
 def router_addresses(text: str) -> tuple[str, ...]:
-    """Parse "host:port" addresses separated by commas; empty text: none. For `setting`. Raises ValueError."""
+    """Parse "host:port" addresses separated by commas; empty text: none. Raises ValueError."""
     if not text.strip():
         return ()
     try:
@@ -25,8 +25,7 @@ def router_addresses(text: str) -> tuple[str, ...]:
 
 
 def web_origins(text: str) -> tuple[str, ...]:
-    """Parse web origins ("https://chat.example.com") separated by commas, or "*"; empty text: none. For `setting`.
-    Raises ValueError."""
+    """Parse origins ("https://chat.example.com") separated by commas, or "*"; empty text: none. Raises ValueError."""
     origins = tuple(word.strip() for word in text.split(",")) if text.strip() else ()
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):

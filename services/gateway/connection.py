@@ -85,8 +85,7 @@ class HttpConnection(H11Protocol):
             self._parse()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Handle the end of the client's input. Returns True to stay open for a client that still waits for an answer;
-        TLS cannot half-close."""
+        """Handle the end of the input. Returns True to stay open for an answer still due; TLS cannot half-close."""
         if self._has_eof:
             # Resume reading after a pause.
             return True
@@ -126,7 +125,6 @@ class HttpConnection(H11Protocol):
             self._end_within(self._limits.slow_reader_s)
 
     def _parse(self) -> None:
-        """Parse one slice of the received bytes now, and the rest in later turns of the event loop."""
         data = bytes(self._unparsed[:_SLICE_BYTES])
         del self._unparsed[:_SLICE_BYTES]
         if not self.transport.is_closing():
@@ -163,12 +161,10 @@ class HttpConnection(H11Protocol):
             self._stop_timer()
 
     def _is_answering(self) -> bool:
-        """Return True while a fully received request has not been fully answered."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def _probe(self) -> None:
-        """Test for a disconnect: write bytes that leave the answer unchanged. A client that is gone replies with a TCP
-        reset."""
+        """Write bytes that leave the answer unchanged, because a client that is gone replies with a TCP reset."""
         if not self.cycle.response_started:
             self.transport.write(_FIRST_BYTE)
             self.cycle.transport = _BegunTransport(self.cycle)  # type: ignore[assignment]
@@ -185,7 +181,6 @@ class HttpConnection(H11Protocol):
             self._timer = self.loop.call_later(_GONE_CHECK_S, self._check_gone)
 
     def _end_within(self, limit_s: float) -> None:
-        """Abort the connection after `limit_s` seconds, in case the client does not read."""
         self._stop_timer()
         self._timer = self.loop.call_later(limit_s, self.transport.abort)
 

@@ -29,7 +29,7 @@ def any_of(kind: type[object]) -> Accepts:
 
 
 class Fields:
-    """Fields of one JSON object that were not read yet. Take the known ones, then call refuse_rest(). null counts as
+    """Fields of a JSON object that were not taken yet. Take the known ones, then refuse_rest(). null counts as
     missing."""
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
@@ -49,8 +49,7 @@ class Fields:
         raise InvalidArgument(self._path + name, value, "true or false")
 
     def whole(self, name: str, least: int, most: int) -> int | None:
-        """Remove an integer field and return it; None if missing. Raises InvalidArgument unless it is in [least,
-        most]."""
+        """Remove an integer field and return it; None if missing. Raises InvalidArgument if not in [least, most]."""
         value = self.take(name)
         if value is not None and (type(value) is not int or not least <= value <= most):
             raise InvalidArgument(self._path + name, value, f"a whole number in [{least}, {most}]")
@@ -64,8 +63,7 @@ class Fields:
         return value
 
     def refuse_rest(self, harmless: Mapping[str, Accepts]) -> None:
-        """Raise InvalidArgument for any field not taken. harmless: unsupported fields that may remain, by name, with a
-        predicate for the values that may be ignored."""
+        """Raise InvalidArgument for any field left. harmless: predicates for values that may be ignored, by field."""
         for name, value in self._left.items():
             accepts = harmless.get(name)
             if accepts is None:

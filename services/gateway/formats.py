@@ -94,8 +94,7 @@ class AnswerFormat:
         self._answers = [_Answer() for _ in range(len(asked.prompts) * asked.n)]
 
     def events(self, index: int, chunk: Chunk, prompt_tokens: int) -> Iterator[bytes]:
-        """Yield the encoded events for a chunk of answer `index`: one, or several if it has many prompt logprobs.
-        prompt_tokens: the prompt's length."""
+        """Yield the encoded events for a chunk of answer `index`; several only if it has many prompt logprobs."""
         # Prompt logprobs are null, or empty, for most requests.
         prompt = self._prompt_of(index, chunk) if self._asked.echoes_logprobs else ()
         while len(prompt) > _SLICE_TOKENS:
@@ -142,8 +141,8 @@ class AnswerFormat:
         return b"data: " + encode({**self._head, **usage}) + b"\n\n"
 
     def gather(self, index: int, chunk: Chunk) -> Iterator[None]:
-        """Store a chunk of answer `index` for whole(). Yields after each slice of logprobs, so that the caller can
-        release the event loop."""
+        """Store a chunk of answer `index` for whole(). Yields after each slice of logprobs, to release the event
+        loop."""
         answer = self._answers[index]
         answer.text.write(chunk.text)
         if self._asked.return_token_ids:
@@ -191,8 +190,7 @@ class AnswerFormat:
         yield b"]" + last + b"}"
 
     def _about_prompt(self, first: _Answer, ids: bytes) -> list[bytes]:
-        """Encode the prompt's logprobs and token ids, if requested. first: first answer to the prompt, which has its
-        logprobs. ids: the prompt's token ids as JSON."""
+        """Encode a prompt's logprobs, which its first answer holds, and its token ids, if they were requested."""
         parts: list[bytes] = []
         if self._asked.prompt_logprobs:
             parts += [b',"prompt_logprobs":[', b",".join(first.prompt_logprobs), b"]"]
@@ -204,29 +202,23 @@ class AnswerFormat:
     """True if a prompt's token ids and logprobs are fields of each choice; False: of the response."""
 
     def _message(self, text: str) -> dict[str, object]:
-        """Build the fields of a choice that hold the answer's text."""
         raise NotImplementedError
 
     def _delta(self, text: bytes, is_first: bool) -> bytes:
-        """Encode the fields of an event's choice that hold new text. text: as JSON. is_first: first event of the
-        answer."""
         raise NotImplementedError
 
     def _report(self, index: int, logprobs: Sequence[Logprobs], prompt: Sequence[PromptToken]) -> dict[str, object]:
-        """Build the "logprobs" object for the next tokens of answer `index`. prompt: echoed prompt tokens that precede
-        them."""
+        """Build the "logprobs" of the next tokens of answer `index`. prompt: echoed prompt tokens before them."""
         raise NotImplementedError
 
     def _shown_of(self, index: int) -> ShownPrompt:
         return self._shown[index // self._asked.n]
 
     def _first_of(self, index: int) -> _Answer:
-        """Return the first answer to the same prompt as answer `index`; it holds the prompt's logprobs."""
         return self._answers[index - index % self._asked.n]
 
     def _prompt_of(self, index: int, chunk: Chunk) -> Sequence[PromptToken]:
-        """Return the prompt tokens whose logprobs precede this chunk. Answers after a prompt's first one repeat all of
-        them in their first chunk."""
+        """Return the prompt tokens to report before a chunk: all in the first chunk of each answer but the first."""
         answer, first = self._answers[index], self._first_of(index)
         if answer is not first:
             return () if answer.begun else first.prompt
@@ -303,8 +295,7 @@ class ChatFormat(AnswerFormat):
 
 
 def _prompt_position(token: PromptToken) -> dict[str, object] | None:
-    """Build vLLM's prompt_logprobs entry for one token: an object by token id. The token's own rank is None unless it
-    is among the top ones."""
+    """Build vLLM's prompt_logprobs entry of one token: by token id. Its own rank is None unless among the top ones."""
     entry = token.logprobs
     if entry is None:
         return None
@@ -329,8 +320,7 @@ def _top(entry: Logprobs) -> list[tuple[str, float]]:
 
 
 def _by_text(entry: Logprobs) -> dict[str, float]:
-    """Return the log-probabilities of a position's top tokens and its own token, by text. Of several tokens with one
-    text (pieces of a character), the likeliest counts."""
+    """Map the text of top tokens and the token itself to log-probabilities; of equal texts, the likeliest counts."""
     found: dict[str, float] = {}
     for text, value in (*_top(entry), (entry.text, entry.logprob)):
         found[text] = max(_finite(value), found.get(text, _LEAST_LOGPROB))

@@ -94,7 +94,6 @@ def unavailable(message: str, retry_after_s: float, code: str = "service_unavail
 
 
 def _retry_headers(retry_after_s: float) -> Headers:
-    """Build Retry-After, in whole seconds, and retry-after-ms for clients that support it."""
     milliseconds = max(1, math.ceil(1e3 * retry_after_s))
     return [
         (b"retry-after", str(max(1, math.ceil(retry_after_s))).encode()),
@@ -119,7 +118,6 @@ def _of_argument(error: InvalidArgument, prompt_param: str, max_model_len: int) 
 
 
 def _shown(value: object) -> str:
-    """Format a value as JSON for a message, cut with an ellipsis."""
     if isinstance(value, str) and type(value) is not str:
         # A router's value, in Python's spelling.
         text = str(value)

@@ -15,7 +15,6 @@ _TEXTS: Schema = {"type": "array", "items": _TEXT, "minItems": 1}
 
 
 def _or_null(schema: Schema) -> Schema:
-    """Extend a JSON schema to allow null, which counts as a missing field."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 

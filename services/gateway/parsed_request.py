@@ -30,7 +30,6 @@ _LOGPROB_BYTES = 500
 
 
 def _all(names: str, accepts: Accepts) -> dict[str, Accepts]:
-    """Map each name to the predicate. names: separated by spaces."""
     return dict.fromkeys(names.split(), accepts)
 
 
@@ -111,8 +110,7 @@ class ParsedRequest:
 
     @property
     def answers(self) -> tuple[tuple[Prompt, SamplingParams], ...]:
-        """(prompt, parameters) of each answer, n per prompt in order. Only the first answer to a prompt requests its
-        logprobs."""
+        """(prompt, parameters) of each answer, n per prompt. Only a prompt's first answer requests its logprobs."""
         first = self.params
         seeds = [derived_seed(first.seed, number) for number in range(1, self.n)]
         variants = [first, *(replace(first, seed=seed, prompt_logprobs=None) for seed in seeds)]
@@ -138,8 +136,8 @@ class ParsedRequest:
 
     @property
     def report_bytes(self) -> int:
-        """Approximate memory of the prompts' logprobs in all answers. Prompts must be token ids. Raises InvalidArgument
-        above the limit."""
+        """Approximate memory of all prompts' logprobs. Prompts must be token ids. Raises InvalidArgument if
+        excessive."""
         if self.params.prompt_logprobs is None:
             return 0
         size = sum(map(len, self.prompts)) * self.n * (self.params.prompt_logprobs + 1)
@@ -237,8 +235,7 @@ def _read_rest(
     logprobs: int | None,
     prompt_alone: bool = False,
 ) -> ParsedRequest:
-    """Parse the fields common to completions and chat. harmless: unsupported fields, with predicates for values without
-    effect."""
+    """Parse the fields common to completions and chat. harmless: see Fields.refuse_rest()."""
     stream = fields.flag("stream")
     temperature, top_p, top_k = (fields.take(name) for name in ("temperature", "top_p", "top_k"))
     prompt_logprobs = _prompt_logprobs(fields, stream, logprobs if echo else None)
@@ -279,8 +276,7 @@ def _read_rest(
 
 
 def _prompt_logprobs(fields: Fields, stream: bool, echoed: int | None) -> int | None:
-    """Read vLLM's prompt_logprobs. echoed: number of top tokens if the prompt's logprobs are echoed; must be equal
-    then."""
+    """Parse vLLM's prompt_logprobs. echoed: number of top tokens of echoed prompt logprobs, which must be equal."""
     count = fields.whole("prompt_logprobs", 0, MAX_LOGPROBS)
     if count is None:
         return None

@@ -126,7 +126,6 @@ def _router_targets(view: ClusterView) -> tuple[str, ...]:
 
 
 async def _wait_for_routers(store: ClusterStore, stopping: asyncio.Event) -> tuple[str, ...]:
-    """Wait for at least one router address; returns () if `stopping` is set first."""
     log_s = time.monotonic() + _LOG_EVERY_S
     while not stopping.is_set():
         targets = _router_targets(await store.wait_for_change(_POLL_S))

@@ -79,7 +79,6 @@ async def show_prompts(client: AsyncClient, asked: ParsedRequest) -> tuple[Parse
 
 
 async def _text(client: AsyncClient, asked: ParsedRequest, prompt: Prompt) -> str:
-    """Return the prompt's text if it is echoed, else "". Detokenizes token ids."""
     if not asked.echo:
         return ""
     if isinstance(prompt, str):
