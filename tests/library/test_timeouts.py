@@ -1,5 +1,3 @@
-"""The order in which the protocols rely on the serving path's times."""
-
 from kaveri.timeouts import (
     ATTACH_SOON_S,
     ATTEMPT_REMEMBERED_S,

@@ -1,7 +1,5 @@
-"""Imports, when it is imported, all that vLLM imports for an engine of the tests' models.
-
-vLLM imports most of itself when it is first used. Processes that copy this one by fork have it then.
-"""
+"""Imports all that vLLM needs for the tests' models, and otherwise imports on first use, for processes forked from this
+one."""
 
 import gc
 import importlib
