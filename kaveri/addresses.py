@@ -1,5 +1,4 @@
-"""Parses, formats and binds hosts and "host:port" addresses. An IPv6 host has brackets in an address only:
-"[::1]:80"."""
+"""Parses, formats and binds hosts and "host:port" addresses, which have brackets around an IPv6 host: "[::1]:80"."""
 
 import errno
 import ipaddress

@@ -11,7 +11,7 @@ from kaveri.errors import ConfigError
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra from where Kaveri came from: an index, a checkout or a wheel (PEP
+    """Return the command that installs an extra from this Kaveri's source: an index, a checkout or a wheel (PEP
     610)."""
     try:
         noted = importlib.metadata.distribution("kaveri").read_text("direct_url.json")

@@ -27,7 +27,7 @@ class Heartbeat:
     def __init__(
         self, store: ClusterStore, record: InstanceRecord, load: Callable[[], InstanceLoad], interval_s: float = 0.1
     ) -> None:
-        """load: returns the current load, but for its sequence_number. interval_s: between reports while the load
+        """load: returns the current load, sequence_number ignored. interval_s: between reports while the load
         changes."""
         self._store = store
         self._record = record
@@ -58,12 +58,12 @@ class Heartbeat:
         await self._store.deregister(self._record)
 
     def beat_now(self) -> None:
-        """Send a report at once, after a load change that others should know. Cheap; may be called often."""
+        """Send a heartbeat at once, after a load change that others should know. Cheap; may be called often."""
         self._unreported = _REPORTS
         self._due.set()
 
     def note_work(self) -> None:
-        """Report the load soon even if unchanged: work may have come and gone meanwhile. Cheap; may be called often."""
+        """Send the load again soon even if unchanged: work may have come and gone. Cheap; may be called often."""
         self._unreported = _REPORTS
         if self._pause_s > self._interval_s:
             self._due.set()

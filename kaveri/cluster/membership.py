@@ -89,14 +89,15 @@ class Membership:
             self._remove([instance_id])
 
     def tick(self) -> None:
-        """Advance the leases' clock and remove expired members. Call after contact with the store. No-op while lost."""
+        """Advance the leases' clock, which runs only while the store is reachable, and remove members with expired
+        leases."""
         if not self._connected:
             return
         self._leases.tick(self._clock())
         self._end_leases()
 
     def store_lost(self) -> None:
-        """Stop the leases' clock: the store is unreachable or refuses heartbeats, so no lease expires."""
+        """Stop the leases' clock: no lease expires while the store is unreachable or refuses heartbeats."""
         if self._connected:
             self._set_connected(False)
 

@@ -1,5 +1,5 @@
-"""Cluster state in one process's memory: for tests and gateways without Redis. Passes redis_store's conformance
-suite."""
+"""Cluster state in one process's memory: for tests, and gateways without Redis. Passes redis_store's conformance
+tests."""
 
 import asyncio
 import itertools

@@ -12,7 +12,7 @@ from kaveri.timeouts import BROADCAST_LOST_AFTER_S
 
 
 class MonitoredMembership(Membership):
-    """Instances according to broadcasts; according to heartbeats while is_silent()."""
+    """Membership according to the cluster monitor's broadcasts; according to heartbeats while is_silent()."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
@@ -29,7 +29,8 @@ class MonitoredMembership(Membership):
         return self._clock() - self._broadcast_at_s > BROADCAST_LOST_AFTER_S
 
     def take_in(self, broadcast: LoadBroadcast) -> bool:
-        """Process a broadcast. Returns False if it is stale: from a deposed leader, or older than the last one."""
+        """Process the cluster monitor's broadcast. Returns False if stale: of a deposed leader, or older than the
+        last."""
         number = broadcast.fencing_token, broadcast.sequence_number
         if number <= self._newest:
             return False
@@ -56,14 +57,14 @@ class MonitoredMembership(Membership):
         remaining_s: float | None = None,
         heartbeat_age_s: float | None = None,
     ) -> None:
-        """Process a heartbeat as Membership.learn(), but ignore or remove an instance that is not to be broadcast."""
+        """Process a heartbeat as Membership.learn(); ignore or remove instances whose loads are not broadcast."""
         if is_broadcast(InstanceStatus(record, load)):
             super().learn(record, load, remaining_s, heartbeat_age_s)
         else:
             self.forget(record.instance_id, record.incarnation)
 
     def store_lost(self) -> None:
-        """Stop the leases' clock. is_silent() is True until the next broadcast."""
+        """Stop the leases' clock while the store is unreachable. is_silent() is True until the next broadcast."""
         self._broadcast_at_s = -float("inf")
         super().store_lost()
 

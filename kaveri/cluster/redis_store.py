@@ -248,7 +248,7 @@ class RedisStore:
         return self._key(f"instance:{instance_id}")
 
     async def _unless_lost(self, command: Awaitable[ResultT], otherwise: ResultT) -> ResultT:
-        """Await a command; return `otherwise` if Redis is unreachable or refuses it or heartbeats."""
+        """Await a command; return `otherwise` if Redis is unreachable, refuses it, or refused the last heartbeat."""
         if self._refusal:
             _drop(command)
             return otherwise

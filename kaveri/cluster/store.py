@@ -70,8 +70,8 @@ class ClusterStore(Protocol):
 
     async def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
         """Register the instance, or renew its lease for `record.lease_ttl_s` seconds, and publish its load. The latest
-        registration owns an instance id, at once. The answer names the other incarnation: to the newer one once, to the
-        older one, which should end, each time."""
+        registration owns an instance id, at once. If two processes use one id, the answer names the other incarnation:
+        once to the newer one, each time to the older one, which should end."""
 
     async def deregister(self, record: InstanceRecord) -> None:
         """End the lease of this incarnation at once, visibly for all processes. No-op if it has none."""
@@ -81,8 +81,7 @@ class ClusterStore(Protocol):
         it returns every instance has one lease time to renew."""
 
     async def wait_for_change(self, timeout_s: float) -> ClusterView:
-        """Wait up to `timeout_s` seconds for a change of instances or loads since the last call; return view(). One
-        waiter."""
+        """Wait up to `timeout_s` seconds for a change since the last call; return view(). One waiter at a time."""
 
     async def campaign(self, candidate_id: str, ttl_s: float) -> int | None:
         """Become or stay the cluster monitor's leader for `ttl_s` seconds. Returns the fencing token; None if another
@@ -105,7 +104,8 @@ class ClusterStore(Protocol):
         """Return the claim of a request id; None if there is none or the store is lost."""
 
     async def update_requests(self, claims: Sequence[RequestClaim]) -> None:
-        """Store the hints of these claims. Claims that have ended or belong to others are not changed."""
+        """Store the hints (data for the next router) of these claims. Ended claims, and those of others, stay as they
+        are."""
 
     async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
         """End these claims; those of others stay. Returns False if the store is lost: they may still exist later."""

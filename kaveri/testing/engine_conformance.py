@@ -78,8 +78,7 @@ class Pair:
         )
 
     def hand_over(self, request: EngineRequest) -> None:
-        """Reserve at the decode engine first (even a request that ends with its first token), then prefill and push the
-        KV."""
+        """Reserve blocks at the decode engine, then prefill the request and push its KV there."""
         ticket = self.reserve(request)
         when_there_is_room(lambda: self.prefill.prefill(request))
         self.prefill.push_to(request.key, ticket)
@@ -97,8 +96,7 @@ class Pair:
             self.decode.admit(request.key)
 
     def answer(self, request: EngineRequest) -> list[int]:
-        """Wait for the request's end. Returns all its tokens: the prefill engine's first one, then the decode
-        engine's."""
+        """Wait for the request's end. Returns all its tokens: the first is the prefill engine's."""
         first = self.prefilled.wait_for(FirstToken, request.key)
         if first.finish is not None:
             return [first.token_id]

@@ -29,7 +29,7 @@ EventT = TypeVar("EventT")
 
 class EngineRecorder:
     """Records one engine's events. Thread-safe. Waits raise AssertionError if the engine broke the contract. admit_to:
-    admits each request there once its KV has arrived. on_event: called with each event afterwards, on the engine's
+    decode engine to admit requests at once their KV has arrived. on_event: called after each event, on the engine's
     thread."""
 
     def __init__(

@@ -60,8 +60,7 @@ class ReplicaHoldingEngine:
         store.start(self.log)
 
     def replicate(self, engine: DecodeEngine, request: EngineRequest, token_count: int | None = None) -> None:
-        """Make `engine` copy the request's KV here. token_count: tokens to reserve room for at first; None: the
-        prompt."""
+        """Make `engine` copy the request's KV here. token_count: tokens to reserve for at first; None: the prompt's."""
         tokens = len(request.token_ids) if token_count is None else token_count
         engine.replicate(request.key, self.store.open(replica_key(request.key), engine.info.layout, tokens, 60.0))
 

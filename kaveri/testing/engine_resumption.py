@@ -30,8 +30,7 @@ _LOGPROB_TOLERANCE = 1e-3
 
 
 def reserve_resumed(pair: Pair, request: EngineRequest, held_tokens: int, expires_in_s: float = 60.0) -> Ticket:
-    """Reserve a KV push of the first `held_tokens` tokens of a resumed request, waiting for room. Returns the
-    ticket."""
+    """Reserve blocks for the KV of the first `held_tokens` tokens of a resumed request, waiting for room."""
     layout = pair.prefill.info.layout
     return when_there_is_room(
         lambda: pair.decode.reserve(request, expires_in_s, layout, held_tokens=held_tokens).result(SOON_S)

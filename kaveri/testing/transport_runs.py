@@ -53,7 +53,7 @@ _FAULTS = ("kill", "kill", "stop", "stop and kill", "none")
 
 
 class FlippedByte:
-    """Wrong digest, as if a byte after the first `right_bytes` had been corrupted in transit."""
+    """Digest that is wrong as if a byte after the first `right_bytes` had been corrupted in transit."""
 
     def __init__(self, right_bytes: int = 0) -> None:
         self._right_bytes = right_bytes

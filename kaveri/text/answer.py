@@ -57,8 +57,7 @@ class _Place:
 
 
 class Answer:
-    """Tokens, text and unsent output of one answer, over all instances that generate it. Tokens are appended once
-    each."""
+    """Tokens, text and unsent output of one answer, whichever instances generate it. Each token is appended once."""
 
     def __init__(self, detokenizer: Detokenizer, reported_prompt: Sequence[int] = ()) -> None:
         """reported_prompt: the prompt's token ids if its logprobs are requested, else empty."""

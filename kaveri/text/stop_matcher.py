@@ -13,7 +13,7 @@ class StopMatcher:
     """Incremental search for stop texts: returns text up to the first one, holds back a possible beginning of one."""
 
     def __init__(self, stop: Sequence[str], known_characters: int = 0) -> None:
-        """stop: at least one, none empty. known_characters: length of a beginning of the text in which no stop text
+        """stop: at least one, none empty. known_characters: length of a start of the text in which no stop text
         ends."""
         self.stop = tuple(stop)
         self._longest = max(map(len, self.stop))
@@ -78,8 +78,8 @@ class StopMatcher:
 
 @lru_cache(_KEPT_TEXTS)
 def _borders(text: str) -> Sequence[int]:
-    """Knuth-Morris-Pratt's failure function: length of the longest proper suffix of each prefix that is also its
-    prefix."""
+    """Knuth-Morris-Pratt's failure function: for each prefix, length of its longest proper prefix that is its
+    suffix."""
     borders = array("H", [0]) * len(text)
     length = 0
     for position in range(1, len(text)):

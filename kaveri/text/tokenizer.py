@@ -150,7 +150,7 @@ class ModelTokenizer:
 
     async def encode_chat(self, messages: Sequence[Turn], max_tokens: int, deadline_s: float) -> list[int]:
         """Encode a conversation, rendered with the chat template up to the start of the assistant's turn. Control
-        tokens in a message or role become plain text. Raises as encode() and ChatTemplate.render() (a missing text:
+        tokens in messages or roles become plain text. Raises as encode() and ChatTemplate.render() (missing text:
         InvalidArgument); also InvalidArgument for too many messages or parts, a long role, or a model without a
         template."""
         if self.chat_template is None:
@@ -196,7 +196,7 @@ class ModelTokenizer:
     def _ids(
         self, field: str, text: str, max_tokens: int, backend: Tokenizer, *, add_special_tokens: bool
     ) -> list[int]:
-        """Encode. Raises InvalidArgument for `field` for more than max_tokens, and for a token the model lacks."""
+        """Encode a text. Raises InvalidArgument, naming `field`, for too many tokens or one that the model lacks."""
         # The batch call releases the GIL, encode() does not; the fast variant keeps nothing that is slow to free.
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if len(encoding) > max_tokens:

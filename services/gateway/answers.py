@@ -26,8 +26,7 @@ one HTTP request at a time: otherwise each would take a slice of every turn of t
 
 
 class Answers:
-    """Context manager for all answers to one HTTP request. Leaving it cancels unfinished answers, in the cluster
-    too."""
+    """Context manager for all answers to one HTTP request. On exit it cancels unfinished ones, also in the cluster."""
 
     def __init__(self, client: AsyncClient, asked: ParsedRequest, request_id: str, turn: asyncio.Lock) -> None:
         """request_id: prefix of the request ids sent to routers. turn: lock shared by all HTTP requests of the process;

@@ -93,7 +93,7 @@ class App:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        """Count one completion or chat request as in flight until the context ends. `idle` is set at zero."""
+        """Count one completion or chat request as in flight until the context ends; `idle` is set while none is."""
         self.in_flight += 1
         self.idle.clear()
         try:

@@ -48,8 +48,7 @@ class BodyBudget:
 
     @contextlib.contextmanager
     def hold(self, key_name: str) -> Iterator["HeldBody"]:
-        """Charge a request's memory until the context ends. key_name: of its API key, for a limit per key; empty:
-        none."""
+        """Charge a request's memory until the context ends. key_name: its API key, limited on its own; empty: none."""
         with self._bytes.hold(key_name) as held:
             yield HeldBody(self, held)
 

@@ -164,7 +164,7 @@ class HttpConnection(H11Protocol):
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def _probe(self) -> None:
-        """Write bytes that leave the answer unchanged, because a client that is gone replies with a TCP reset."""
+        """Detect a lost client: write bytes that do not change the answer; its kernel replies with a TCP reset."""
         if not self.cycle.response_started:
             self.transport.write(_FIRST_BYTE)
             self.cycle.transport = _BegunTransport(self.cycle)  # type: ignore[assignment]

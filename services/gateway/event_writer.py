@@ -13,11 +13,11 @@ _HEADERS: Headers = [
 
 
 class EventWriter:
-    """Writer of one streamed response. Aborts when the client takes longer than the read limit to accept one event;
-    until then unread events occupy the connection's buffers."""
+    """Writer of one streamed response. Aborts when the client takes longer than read_limit() allows to accept one
+    event; until then unread events occupy the connection's buffers."""
 
     def __init__(self, send: Send, writes: Writes) -> None:
-        """writes: progress of the writes, which the enclosing read_limit() context watches."""
+        """writes: from the enclosing read_limit(), which ends with SlowReader when a write takes too long."""
         self._send = send
         self._writes = writes
         self.begun = False

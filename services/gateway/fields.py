@@ -29,8 +29,7 @@ def any_of(kind: type[object]) -> Accepts:
 
 
 class Fields:
-    """Fields of a JSON object that were not taken yet. Take the known ones, then refuse_rest(). null counts as
-    missing."""
+    """Fields of a JSON object not taken yet. Take the known ones, then call refuse_rest(). null counts as missing."""
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         """path: prefix of field names in errors, such as "messages[0]."."""
@@ -63,7 +62,8 @@ class Fields:
         return value
 
     def refuse_rest(self, harmless: Mapping[str, Accepts]) -> None:
-        """Raise InvalidArgument for any field left. harmless: predicates for values that may be ignored, by field."""
+        """Raise InvalidArgument for any field left, unless its predicate in `harmless` accepts the value as having no
+        effect."""
         for name, value in self._left.items():
             accepts = harmless.get(name)
             if accepts is None:

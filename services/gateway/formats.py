@@ -141,8 +141,7 @@ class AnswerFormat:
         return b"data: " + encode({**self._head, **usage}) + b"\n\n"
 
     def gather(self, index: int, chunk: Chunk) -> Iterator[None]:
-        """Store a chunk of answer `index` for whole(). Yields after each slice of logprobs, to release the event
-        loop."""
+        """Store a chunk of answer `index` for whole(). Yields after each slice of logprobs, to free the event loop."""
         answer = self._answers[index]
         answer.text.write(chunk.text)
         if self._asked.return_token_ids:
@@ -190,7 +189,7 @@ class AnswerFormat:
         yield b"]" + last + b"}"
 
     def _about_prompt(self, first: _Answer, ids: bytes) -> list[bytes]:
-        """Encode a prompt's logprobs, which its first answer holds, and its token ids, if they were requested."""
+        """Encode the requested fields of a prompt: its logprobs, from its first answer, and its token ids (JSON)."""
         parts: list[bytes] = []
         if self._asked.prompt_logprobs:
             parts += [b',"prompt_logprobs":[', b",".join(first.prompt_logprobs), b"]"]
@@ -218,7 +217,8 @@ class AnswerFormat:
         return self._answers[index - index % self._asked.n]
 
     def _prompt_of(self, index: int, chunk: Chunk) -> Sequence[PromptToken]:
-        """Return the prompt tokens to report before a chunk: all in the first chunk of each answer but the first."""
+        """Return the prompt tokens to report with a chunk: as they arrive in a prompt's first answer, else all at
+        once."""
         answer, first = self._answers[index], self._first_of(index)
         if answer is not first:
             return () if answer.begun else first.prompt
@@ -295,7 +295,7 @@ class ChatFormat(AnswerFormat):
 
 
 def _prompt_position(token: PromptToken) -> dict[str, object] | None:
-    """Build vLLM's prompt_logprobs entry of one token: by token id. Its own rank is None unless among the top ones."""
+    """Build vLLM's prompt_logprobs of one token, by token id. Its own rank is None unless among the top ones."""
     entry = token.logprobs
     if entry is None:
         return None
