@@ -94,8 +94,7 @@ class Unavailable(KaveriError):
 
 
 class EngineBroke(Unavailable):
-    """The instance's engine raised an exception in a step, and its process ends. The request moves to another
-    instance."""
+    """The instance's engine raised an exception in a step, and its process ends. The request moves elsewhere."""
 
     def __init__(self, reason: str, suspect_until: int = 0) -> None:
         """suspect_until: number of tokens its answer must have before the request no longer counts as a suspected cause

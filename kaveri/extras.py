@@ -11,8 +11,7 @@ from kaveri.errors import ConfigError
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra from this Kaveri's source: an index, a checkout or a wheel (PEP
-    610)."""
+    """Return the command that installs an extra from where Kaveri was installed: an index, a checkout or a wheel."""
     try:
         noted = importlib.metadata.distribution("kaveri").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:

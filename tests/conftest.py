@@ -1,5 +1,4 @@
-"""Common to all tests: options, TLS, and one thread of arithmetic per process, since several engines share few
-cores."""
+"""Common to all tests: options, TLS, and one thread of arithmetic per process, as several engines share few cores."""
 
 import gc
 import os

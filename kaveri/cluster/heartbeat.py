@@ -27,8 +27,7 @@ class Heartbeat:
     def __init__(
         self, store: ClusterStore, record: InstanceRecord, load: Callable[[], InstanceLoad], interval_s: float = 0.1
     ) -> None:
-        """load: returns the current load, sequence_number ignored. interval_s: between reports while the load
-        changes."""
+        """load: returns the load, sequence_number ignored. interval_s: between heartbeats while the load changes."""
         self._store = store
         self._record = record
         self._load = load

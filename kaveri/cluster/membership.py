@@ -89,8 +89,7 @@ class Membership:
             self._remove([instance_id])
 
     def tick(self) -> None:
-        """Advance the leases' clock, which runs only while the store is reachable, and remove members with expired
-        leases."""
+        """Advance the leases' clock, which runs while the store is reachable, and remove expired members."""
         if not self._connected:
             return
         self._leases.tick(self._clock())

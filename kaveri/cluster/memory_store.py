@@ -1,5 +1,4 @@
-"""Cluster state in one process's memory: for tests, and gateways without Redis. Passes redis_store's conformance
-tests."""
+"""Cluster state in one process's memory, for tests and gateways without Redis. Passes redis_store's tests."""
 
 import asyncio
 import itertools

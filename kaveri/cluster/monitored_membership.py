@@ -29,8 +29,7 @@ class MonitoredMembership(Membership):
         return self._clock() - self._broadcast_at_s > BROADCAST_LOST_AFTER_S
 
     def take_in(self, broadcast: LoadBroadcast) -> bool:
-        """Process the cluster monitor's broadcast. Returns False if stale: of a deposed leader, or older than the
-        last."""
+        """Process the monitor's broadcast. Returns False if stale: of a deposed leader, or older than the last one."""
         number = broadcast.fencing_token, broadcast.sequence_number
         if number <= self._newest:
             return False

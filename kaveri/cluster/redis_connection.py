@@ -71,8 +71,7 @@ async def connect(url: str, needs: RedisNeeds, wait_s: float = FIRST_ANSWER_TIME
 
 
 async def _check_kind(client: Redis, url: str) -> None:
-    """Raise NotPermitted for a Redis in cluster mode; warn of one that may evict keys. No-op without permission for
-    INFO."""
+    """Raise NotPermitted for a Redis in cluster mode; warn of one that evicts keys. No-op if INFO is forbidden."""
     try:
         facts: dict[str, Any] = await client.info()
     except NoPermissionError:

@@ -104,8 +104,7 @@ class ClusterStore(Protocol):
         """Return the claim of a request id; None if there is none or the store is lost."""
 
     async def update_requests(self, claims: Sequence[RequestClaim]) -> None:
-        """Store the hints (data for the next router) of these claims. Ended claims, and those of others, stay as they
-        are."""
+        """Store the hints (data for the next router) of these claims. Ended claims, and those of others, stay."""
 
     async def close_requests(self, claims: Sequence[RequestClaim]) -> bool:
         """End these claims; those of others stay. Returns False if the store is lost: they may still exist later."""

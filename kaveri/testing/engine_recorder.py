@@ -29,8 +29,7 @@ EventT = TypeVar("EventT")
 
 class EngineRecorder:
     """Records one engine's events. Thread-safe. Waits raise AssertionError if the engine broke the contract. admit_to:
-    decode engine to admit requests at once their KV has arrived. on_event: called after each event, on the engine's
-    thread."""
+    engine to admit requests at once their KV has arrived. on_event: called after each event, on the engine's thread."""
 
     def __init__(
         self, admit_to: DecodeEngine | None = None, on_event: Callable[[EngineEvent], None] | None = None

@@ -88,8 +88,7 @@ class TransportWorld:
         return KvSender(self.source, self.pushed, transports=transports, digest=digest, idle_s=idle_s)
 
     def grant(self, block_count: int, expires_in_s: float = 60.0, *, source_blocks: list[int] | None = None) -> Ticket:
-        """Allocate and grant blocks for a new transfer. source_blocks: for an open one (it may grow); None: not
-        open."""
+        """Grant blocks to a new transfer. source_blocks: for an open one, which may grow; None: not open."""
         owner, is_open = object(), source_blocks is not None
         blocks = self.allocator.allocate(owner, block_count)
         tokens = (block_count if source_blocks is None else len(source_blocks)) * self.target.layout.block_tokens

@@ -155,8 +155,7 @@ class Detokenizer:
         return text[len(left) :]
 
     def _continued(self, text: str) -> str:
-        """Return `text`, decoded from recent tokens, if it begins with the text sent; else decode the new tokens
-        alone."""
+        """Return `text`, decoded from recent tokens, if it extends the text sent; else decode the new tokens alone."""
         if text.startswith(self._left):
             return text
         self._window, self._new, self._left = self._window[self._new :], 0, ""

@@ -13,8 +13,7 @@ class StopMatcher:
     """Incremental search for stop texts: returns text up to the first one, holds back a possible beginning of one."""
 
     def __init__(self, stop: Sequence[str], known_characters: int = 0) -> None:
-        """stop: at least one, none empty. known_characters: length of a start of the text in which no stop text
-        ends."""
+        """stop: at least one, none empty. known_characters: length of a start in which no stop text ends."""
         self.stop = tuple(stop)
         self._longest = max(map(len, self.stop))
         self._unmatched = max(0, known_characters - self._longest)
@@ -78,8 +77,7 @@ class StopMatcher:
 
 @lru_cache(_KEPT_TEXTS)
 def _borders(text: str) -> Sequence[int]:
-    """Knuth-Morris-Pratt's failure function: for each prefix, length of its longest proper prefix that is its
-    suffix."""
+    """Knuth-Morris-Pratt's failure function: per prefix, the length of its longest proper prefix that is a suffix."""
     borders = array("H", [0]) * len(text)
     length = 0
     for position in range(1, len(text)):

@@ -62,8 +62,7 @@ class Fields:
         return value
 
     def refuse_rest(self, harmless: Mapping[str, Accepts]) -> None:
-        """Raise InvalidArgument for any field left, unless its predicate in `harmless` accepts the value as having no
-        effect."""
+        """Raise InvalidArgument for any field left, unless its predicate in `harmless` finds that it has no effect."""
         for name, value in self._left.items():
             accepts = harmless.get(name)
             if accepts is None:

@@ -217,8 +217,7 @@ class AnswerFormat:
         return self._answers[index - index % self._asked.n]
 
     def _prompt_of(self, index: int, chunk: Chunk) -> Sequence[PromptToken]:
-        """Return the prompt tokens to report with a chunk: as they arrive in a prompt's first answer, else all at
-        once."""
+        """Return the prompt tokens to report with a chunk: as they arrive in the first answer, else all at once."""
         answer, first = self._answers[index], self._first_of(index)
         if answer is not first:
             return () if answer.begun else first.prompt

@@ -136,8 +136,7 @@ class ParsedRequest:
 
     @property
     def report_bytes(self) -> int:
-        """Approximate memory of all prompts' logprobs; prompts must be token ids. Raises InvalidArgument if too
-        large."""
+        """Approximate memory of all logprobs of prompts (token ids). Raises InvalidArgument if it is too large."""
         if self.params.prompt_logprobs is None:
             return 0
         size = sum(map(len, self.prompts)) * self.n * (self.params.prompt_logprobs + 1)

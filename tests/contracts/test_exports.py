@@ -1,5 +1,4 @@
-"""The SDK's public API is frozen in public_api.txt: one line per export, method and field. Changing it is
-deliberate."""
+"""The SDK's public API is frozen in public_api.txt: one line per export, method and field."""
 
 import dataclasses
 import enum

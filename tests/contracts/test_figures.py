@@ -1,5 +1,4 @@
-"""Sizes of the source tree, and of the code that one request runs, stay within tests/figures/budget.toml, whose limits
-may only fall."""
+"""Sizes of the source tree, and of the code that one request runs, stay within tests/figures/budget.toml."""
 
 import tomllib
 

@@ -77,8 +77,7 @@ _LEVEL_OF = {"debug": "debug", "info": "info", "warning": "warning", "error": "e
 
 
 def _logged() -> Iterator[tuple[str, str | None, set[str]]]:
-    """Yield (event, level, fields) of each logging call in the library and the services. level: None if chosen at run
-    time."""
+    """Yield (event, level, fields) of each logging call in the product. level: None if chosen at run time."""
     paths = [path for room in ("kaveri", "services") for path in (ROOT / room).rglob("*.py")]
     for path in paths:
         if "testing" in path.parts or "v1" in path.parts:

@@ -1,5 +1,4 @@
-"""Sizes of the source tree: lines, RPCs between services, attributes per class, function bodies, import cycles,
-words."""
+"""Sizes of the source tree: lines, RPCs between services, attributes, function bodies, import cycles, words."""
 
 import ast
 import graphlib
@@ -78,8 +77,8 @@ class Circles:
 
 
 def circles() -> Circles:
-    """Find import cycles, including imports by a module's name in a string. `__main__` modules are left out: nothing
-    imports them."""
+    """Find import cycles, also by a module's name in a string. `__main__` modules are left out: nothing imports
+    them."""
     modules = {_module_of(path): path for path in product_files() if path.name != "__main__.py"}
     graph = {module: set(_imports(path, modules)) - {module} for module, path in modules.items()}
     rooms: dict[str, set[str]] = {}

@@ -228,8 +228,7 @@ def _serve(connection: Connection, prepare: Callable[..., MakeEngine], arguments
 
 
 def _unpack(kind: type[BaseException], text: str, data: dict[str, object], told: Sequence[str]) -> BaseException:
-    """Rebuild an error of the process. Kaveri's errors cannot be pickled directly: their constructors take data, not a
-    text."""
+    """Rebuild an error of the process. Kaveri's errors take data, not a text, and so cannot be pickled as usual."""
     error = kind.__new__(kind)
     error.args = (text,)
     vars(error).update(data)

@@ -1,5 +1,4 @@
-"""Imports all that vLLM needs for the tests' models, and otherwise imports on first use, for processes forked from this
-one."""
+"""Imports all of vLLM that the tests' models need, for processes forked from this one."""
 
 import gc
 import importlib

@@ -73,8 +73,8 @@ class LocalCluster:
         return ended.returncode, ended.stdout, ended.stderr
 
     async def wait_for_view(self, condition: Callable[[ClusterView], bool], within_s: float = 60.0) -> ClusterView:
-        """Return the first view of the cluster that meets the condition. Raises AssertionError, with the last view,
-        otherwise."""
+        """Return the first view that meets the condition. Raises AssertionError, with the last view, after `within_s`
+        s."""
         give_up_at_s = time.monotonic() + within_s
         while not condition(view := self.view()):
             assert time.monotonic() < give_up_at_s, f"after {within_s} s the view is still {view}"

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 
 
 class PlainTransformers:
-    """`generate` of a checkpoint, in float32. ignore_eos: ignore end-of-sequence ids. loading: for
-    from_pretrained()."""
+    """`generate` of a checkpoint, in float32. ignore_eos: past end-of-sequence ids. loading: for from_pretrained()."""
 
     def __init__(self, folder: Path | str, *, ignore_eos: bool = False, device: str = "cpu", **loading: Any) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **loading).to(device)

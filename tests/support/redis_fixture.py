@@ -15,7 +15,7 @@ from kaveri.local.redis_server import RedisServer
 
 
 class TestRedis:
-    """A Redis server that tests may kill."""
+    """Redis server that tests can kill and restart."""
 
     __test__ = False  # pytest would collect it for its name.
 
@@ -38,8 +38,7 @@ class TestRedis:
 
 @contextlib.asynccontextmanager
 async def run_redis(binary: str | None = None, *, unix_socket: bool = False) -> AsyncIterator[TestRedis]:
-    """Run a Redis server. binary: path; None: search for one, and raise ConfigError if there is none (tests fail, not
-    skip)."""
+    """Run a Redis server. binary: path; None: any found; raises ConfigError if there is none (tests must not skip)."""
     directory = Path(tempfile.mkdtemp(prefix="kaveri-redis-"))
     try:
         server = RedisServer(directory, None if unix_socket else free_port(), binary)

@@ -1,5 +1,4 @@
-"""Ports and channels for gRPC servers and clients that tests make directly, with mutual TLS if the tests run with
---tls."""
+"""Ports and channels for gRPC servers and clients of tests, with mutual TLS if the tests run with --tls."""
 
 import os
 from pathlib import Path

@@ -85,8 +85,7 @@ class ClusterUnderTest(Protocol):
 async def view_that(
     store: ClusterStore, condition: Callable[[ClusterView], bool], within_s: float = _SOON_S
 ) -> ClusterView:
-    """Return the first view that meets the condition. Raises AssertionError, with the last view, after `within_s`
-    seconds."""
+    """Return the first view that meets the condition. Raises AssertionError, with the last view, after `within_s` s."""
     give_up_at_s = time.monotonic() + within_s
     view = store.view()
     while not condition(view):

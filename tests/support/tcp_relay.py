@@ -1,5 +1,4 @@
-"""TCP relay with which a test can stop or break connections. For one event loop. A stopped connection passes neither
-bytes nor its end."""
+"""TCP relay with which a test can stop or break connections. A stopped one passes neither bytes nor its end."""
 
 import asyncio
 import contextlib
@@ -59,8 +58,7 @@ class RelayedConnection:
 
 
 class TcpRelay:
-    """Context manager that relays connections to `address` on to `target`, both (host, port). Port 0: a free one, which
-    `address` names later."""
+    """Context manager that relays connections from `address` to `target`. Port 0: free, known from `address` later."""
 
     def __init__(self, address: tuple[str, int], target: tuple[str, int]) -> None:
         self.address = address

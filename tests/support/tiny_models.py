@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "opt", "gpt2")
-"""Architectures that every engine test uses. phi3 and gemma2 (soft-capped scores, sliding windows in every other layer)
-exist too."""
+"""Tested with every engine. Others: phi3, gemma2 (soft-capped scores, sliding windows in every other layer)."""
 
 _ROTARY = {
     "hidden_size": 64,

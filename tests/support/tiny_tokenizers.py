@@ -63,8 +63,7 @@ def _byte_level(special: list[AddedToken], template: str, bos: str, eos: str) ->
 def _metaspace(
     special: list[AddedToken], template: str, *, prefix: bool, split: str = "legacy"
 ) -> PreTrainedTokenizerFast:
-    """Build a SentencePiece-like tokenizer with byte fallback. prefix: put a space before the text; decoding drops
-    it."""
+    """Build a SentencePiece-like tokenizer with byte fallback. prefix: put a space before text; decoding drops it."""
     alphabet = sorted(set("".join(_CORPUS).replace(" ", "▁")))
     backend = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if prefix else "never")

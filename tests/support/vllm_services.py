@@ -38,8 +38,7 @@ def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
 
 
 class ShapedCore(LentCore):
-    """LentCore with smaller limits than it was loaded for. step_tokens: max tokens per step. step_s: seconds added to
-    each step that computes."""
+    """LentCore with smaller limits. step_tokens: max tokens per step. step_s: added to each step that computes."""
 
     def __init__(self, core: VllmCore, total_blocks: int, max_model_len: int, step_tokens: int, step_s: float) -> None:
         super().__init__(core, total_blocks)

@@ -66,8 +66,7 @@ def warm_processes() -> Iterator[Callable[..., ChildProcess]]:
 
 
 def _modules_of(command: Sequence[str]) -> tuple[str, ...]:
-    """Return the modules to import before the fork; empty if the command is no service, or one that is rarely
-    started."""
+    """Return the modules to import before the fork; empty if the command is no service, or rarely started."""
     service = command[command.index(_RUN) + 1] if _RUN in command else ""
     if service == "services.instance":
         return _VLLM if ("--engine", "vllm") in itertools.pairwise(command) else _INSTANCES
