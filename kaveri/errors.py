@@ -97,8 +97,8 @@ class EngineBroke(Unavailable):
     """The instance's engine raised an exception in a step, and its process ends. The request moves elsewhere."""
 
     def __init__(self, reason: str, suspect_until: int = 0) -> None:
-        """suspect_until: number of tokens its answer must have before the request no longer counts as a suspected cause
-        of the exception; 0: not suspected."""
+        """suspect_until: number of tokens that the request's answer must have before the request no longer counts as a
+        suspected cause of the exception; 0: not suspected."""
         super().__init__(reason)
         self.suspect_until = suspect_until
 

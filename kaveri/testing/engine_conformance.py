@@ -57,7 +57,7 @@ class EngineHarness(Protocol):
     def decode_engine(
         self, *, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int
     ) -> "TwoSidedEngine":
-        """Create a decode engine, not started. Only the test of adopt() uses it for prefill too."""
+        """Create a decode engine, not started. One test uses it for prefill too (adopt())."""
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
         """Return the next `token_count` tokens after the prompt, sampled greedily and past end-of-sequence ids.

@@ -65,7 +65,7 @@ class ControlTokens:
 
 
 def _is_written(token: str, rendered: Iterable[str]) -> bool:
-    """Return True if a rendered conversation contains the token. Words and white space are plain text."""
+    """Return True if a rendered conversation contains the token; False for words and white space."""
     return not token.isspace() and not token.isalnum() and any(token in text for text in rendered)
 
 

@@ -17,7 +17,7 @@ class EventWriter:
     event; until then unread events occupy the connection's buffers."""
 
     def __init__(self, send: Send, writes: Writes) -> None:
-        """writes: from the enclosing read_limit(), which ends with SlowReader when a write takes too long."""
+        """writes: watched by the enclosing read_limit(), which raises SlowReader when a write takes too long."""
         self._send = send
         self._writes = writes
         self.begun = False

@@ -217,7 +217,8 @@ class AnswerFormat:
         return self._answers[index - index % self._asked.n]
 
     def _prompt_of(self, index: int, chunk: Chunk) -> Sequence[PromptToken]:
-        """Return the prompt tokens to report with a chunk: as they arrive in the first answer, else all at once."""
+        """Return the prompt tokens to report with a chunk: the chunk's own in a prompt's first answer; in its other
+        answers, all of them with their first chunk."""
         answer, first = self._answers[index], self._first_of(index)
         if answer is not first:
             return () if answer.begun else first.prompt

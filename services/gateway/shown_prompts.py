@@ -25,7 +25,8 @@ class PromptOffsets:
 
     def next(self, text: str, raw_bytes: bytes) -> int:
         """Return the next token's offset in characters; inside a character, that character's offset. A token that is
-        not in the text, such as one added by the tokenizer, gets the next token's offset. raw_bytes: if not `text`."""
+        not in the text, such as one added by the tokenizer, gets the next token's. raw_bytes: its bytes; empty: those
+        of `text`."""
         token = raw_bytes or text.encode()
         bare = token.removeprefix(b" ")
         if self._position == 0 and self._bytes.startswith(bare) and not self._bytes.startswith(token):

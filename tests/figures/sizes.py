@@ -93,7 +93,7 @@ def words(name: str) -> int:
 
 
 def tree_figures() -> Mapping[str, int]:
-    """Return the figures that have a budget, by name."""
+    """Return the sizes that tests/figures/budget.toml limits, by name."""
     attributes = sorted(attribute_counts().values())
     return {
         "product_lines": sum(product_lines().values()),

@@ -78,8 +78,8 @@ def _in_draw(deadly_seed: int) -> AbstractContextManager[object]:
 
 
 class LentCore(VllmCore):
-    """Loaded vLLM that outlives its engine, of which it uses `total_blocks` KV blocks. pause_s: seconds to wait before
-    each step, so that tests can observe the state between steps."""
+    """Loaded vLLM that outlives the engines made on it. total_blocks: KV blocks that the engine may use. pause_s:
+    seconds before each step, so that tests can observe the state between steps."""
 
     def __init__(
         self,
