@@ -83,11 +83,11 @@ _MODULES = {
     "Message": "kaveri.client.request",
     "TlsFiles": "kaveri.security.tls_files",
 }
-"""Name to the module that defines it; names not listed are errors."""
+"""Public name to the module that defines it."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use (PEP 562)."""
+    """Import a public name on first use (PEP 562). Raises AttributeError for any other name."""
     if name == "__version__":
         from importlib.metadata import version
 

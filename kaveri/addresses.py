@@ -1,5 +1,4 @@
-"""Hosts and "host:port" addresses: parsing, formatting and binding. An IPv6 host has brackets in an address only: "::1"
-and "[::1]:50051"."""
+"""Parses, formats and binds hosts and "host:port" addresses, which have brackets around an IPv6 host: "[::1]:80"."""
 
 import errno
 import ipaddress
@@ -12,12 +11,12 @@ _ADDRESS = re.compile(r"(?P<host>[^\s:/\[\],]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-
 
 
 def bare_host(host: str) -> str:
-    """Strip the brackets of an IPv6 host."""
+    """Return the host without the brackets of an IPv6 host."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def host_text(text: str) -> str:
-    """Parser for `setting`: a host name, an IP address, with or without brackets, or nothing. Raises ValueError."""
+    """Parse a host name or IP address, with or without brackets; empty text is allowed. Raises ValueError."""
     host = bare_host(text)
     if ":" in host or host != text:
         try:
@@ -28,7 +27,7 @@ def host_text(text: str) -> str:
 
 
 def is_all_addresses(host: str) -> bool:
-    """Return True for a wildcard host, "0.0.0.0" or "::", which peers cannot connect to."""
+    """Return True for a wildcard host, "0.0.0.0" or "::": it can be bound but not connected to."""
     try:
         return ipaddress.ip_address(bare_host(host)).is_unspecified
     except ValueError:
@@ -36,13 +35,13 @@ def is_all_addresses(host: str) -> bool:
 
 
 def join_address(host: str, port: int | str) -> str:
-    """Format "host:port", an IPv6 host in brackets."""
+    """Format "host:port", with brackets around an IPv6 host."""
     host = bare_host(host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split into a host without brackets and a port. Raises ValueError."""
+    """Split "host:port" into the host, without brackets, and the port. Raises ValueError."""
     host, separator, port = address.rpartition(":")
     if not separator:
         raise ValueError("write HOST:PORT")
@@ -50,21 +49,21 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_address(text: str) -> bool:
-    """Return True for a "host:port" to connect to, an IPv6 host in brackets."""
+    """Return True if the text is a "host:port" that can be connected to, with brackets around an IPv6 host."""
     match = _ADDRESS.fullmatch(text) if len(text) <= _MAX_CHARACTERS else None
     return match is not None and 0 < int(match["port"]) <= _MAX_PORT
 
 
 def address_text(text: str) -> str:
-    """Parser for `setting`: an address or an empty text. Raises ValueError."""
+    """Parse a "host:port" address; empty text is allowed. Raises ValueError."""
     if text and not is_address(text):
         raise ValueError(f"is {text!r:.140}; write HOST:PORT, an IPv6 host in brackets")
     return text
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Bind a TCP socket, without listening. "::" accepts IPv4 too, and falls back to "0.0.0.0" if the kernel has no
-    IPv6. Raises OSError, and OverflowError for an invalid port."""
+    """Bind a TCP socket, without listening. "::" accepts IPv4 too; without IPv6 in the kernel it binds "0.0.0.0".
+    Raises OSError, and OverflowError for an invalid port."""
     host = bare_host(host)
     family, kind, protocol, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     try:

@@ -1,26 +1,26 @@
 """Every error that Kaveri raises on purpose.
 
 KaveriError
-├── InvalidArgument       the caller's input breaks a limit: field, value, limit
-├── ModelNotFound         no such model: model, served
-├── RequestAlreadyExists  the request id is in flight: request_id
-├── RequestNotFound       no such request is here: request_id, reason
-├── NoCapacity            a queue or a pool is full now: role, retry_after_s
-├── Unavailable           no instance can serve this now: retry_after_s
+├── InvalidArgument       an argument breaks a limit: field, value, limit
+├── ModelNotFound         no model of this name is served: model, served
+├── RequestAlreadyExists  another request with this id is in flight: request_id
+├── RequestNotFound       no request with this id is here: request_id, reason
+├── NoCapacity            a queue or a pool is full: role, retry_after_s
+├── Unavailable           no instance can serve the request: retry_after_s
 │   └── EngineBroke       the instance's engine raised an exception in a step: suspect_until
-├── Unauthenticated       the caller shows no key or certificate that is good here: reason
+├── Unauthenticated       the caller has no valid API key or certificate: reason
 ├── StaleAttempt          a newer attempt of the request is known: request_id, attempt, newest_attempt
 ├── DeadlineExceeded      the request's deadline has passed
-├── RequestCancelled      the request was cancelled, but not by this caller: request_id
-├── SlowReader            a client did not read its answer: limit_s
-├── Unsupported           this instance does not offer that: reason
+├── RequestCancelled      another caller has cancelled the request: request_id
+├── SlowReader            a client did not read its answer in time: limit_s
+├── Unsupported           this instance does not offer the operation: reason
 ├── LayoutMismatch        two KV pools cannot exchange blocks: field, ours, theirs
-├── TransferFailed        a KV push ended without acceptance: reason
+├── TransferFailed        the receiver did not accept a KV push: reason
 ├── EngineError           the engine failed, on one request or as a whole: reason
-├── InternalError         a bug in this process, written to its log: reason
+├── InternalError         a bug; its cause is in the process's log: reason
 └── ConfigError           a setting is invalid; the process cannot start: field, reason
 
-kaveri/wire/status.py maps them to gRPC statuses.
+kaveri/wire/status.py maps errors to gRPC statuses.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ _SHOWN_CHARACTERS = 120
 
 
 class KaveriError(Exception):
-    """Root of all errors that Kaveri raises on purpose. Survives pickle and copy with its data."""
+    """Base class of all errors that Kaveri raises on purpose. Pickle and copy keep its data."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exception would call the class with the message alone.
@@ -38,7 +38,7 @@ class KaveriError(Exception):
 
 
 class InvalidArgument(KaveriError):
-    """The caller's input breaks a limit."""
+    """An argument breaks a limit: its field, the value, and the limit in words."""
 
     def __init__(self, field: str, value: object, limit: str) -> None:
         super().__init__(f"{field} is {_shown(value)}; it must be {limit}")
@@ -48,7 +48,7 @@ class InvalidArgument(KaveriError):
 
 
 class ModelNotFound(KaveriError):
-    """No such model is served here."""
+    """No model of this name is served."""
 
     def __init__(self, model: str, served: tuple[str, ...] = ()) -> None:
         known = f"; served here: {', '.join(served)}" if served else ""
@@ -58,7 +58,7 @@ class ModelNotFound(KaveriError):
 
 
 class RequestAlreadyExists(KaveriError):
-    """A request with this id is in flight."""
+    """Another request with this id is in flight."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(f"request {request_id!r} is in flight already")
@@ -66,7 +66,7 @@ class RequestAlreadyExists(KaveriError):
 
 
 class RequestNotFound(KaveriError):
-    """No such request is here, or it cannot be attached."""
+    """No request with this id is here, or a client cannot reconnect to it."""
 
     def __init__(self, request_id: str, reason: str = "unknown") -> None:
         super().__init__(f"request {request_id!r} is not here: {reason}")
@@ -75,7 +75,7 @@ class RequestNotFound(KaveriError):
 
 
 class NoCapacity(KaveriError):
-    """A queue or a pool is full now; the same call can succeed later."""
+    """A queue or a pool is full; the same call may succeed after retry_after_s seconds."""
 
     def __init__(self, role: str, retry_after_s: float, reason: str = "no room") -> None:
         super().__init__(f"{role}: {reason}; try again in {retry_after_s:g} s")
@@ -85,7 +85,7 @@ class NoCapacity(KaveriError):
 
 
 class Unavailable(KaveriError):
-    """No instance can serve this now."""
+    """No instance can serve the request at this time. retry_after_s: seconds; None: unknown."""
 
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
         super().__init__(reason)
@@ -94,17 +94,17 @@ class Unavailable(KaveriError):
 
 
 class EngineBroke(Unavailable):
-    """The instance's engine has raised an exception in a step, and ends. The request goes on elsewhere."""
+    """The instance's engine raised an exception in a step, and its process ends. The request moves elsewhere."""
 
     def __init__(self, reason: str, suspect_until: int = 0) -> None:
-        """suspect_until: the request was in that step, and stays suspect until its answer has this many tokens. 0: it
-        was not, or another request was at fault."""
+        """suspect_until: number of tokens that the request's answer must have before the request no longer counts as a
+        suspected cause of the exception; 0: not suspected."""
         super().__init__(reason)
         self.suspect_until = suspect_until
 
 
 class Unauthenticated(KaveriError):
-    """The caller has no valid key or certificate."""
+    """The caller has no valid API key or certificate."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -112,7 +112,7 @@ class Unauthenticated(KaveriError):
 
 
 class StaleAttempt(KaveriError):
-    """A newer attempt of the same request is known."""
+    """A newer attempt (placement on instances, numbered from 1) of the same request is known."""
 
     def __init__(self, request_id: str, attempt: int, newest_attempt: int) -> None:
         super().__init__(f"attempt {attempt} of request {request_id!r} is older than attempt {newest_attempt}")
@@ -130,7 +130,7 @@ class DeadlineExceeded(KaveriError):
 
 
 class RequestCancelled(KaveriError):
-    """The request was cancelled by another caller."""
+    """Another caller has cancelled the request."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(f"request {request_id!r} was cancelled")
@@ -138,7 +138,7 @@ class RequestCancelled(KaveriError):
 
 
 class SlowReader(KaveriError):
-    """A client did not read its answer in time; the request has ended."""
+    """A client did not read its answer for limit_s seconds; the request has ended."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"the client read nothing of its answer for {limit_s:g} s; the request has ended")
@@ -146,7 +146,7 @@ class SlowReader(KaveriError):
 
 
 class Unsupported(KaveriError):
-    """The instance that was asked does not offer this; another one may."""
+    """This instance does not offer the operation; another one may."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -154,7 +154,7 @@ class Unsupported(KaveriError):
 
 
 class LayoutMismatch(KaveriError):
-    """Two KV pools cannot exchange blocks."""
+    """Two KV pools cannot exchange blocks, because a field of their layouts differs."""
 
     def __init__(self, field: str, ours: object, theirs: object) -> None:
         super().__init__(f"KV layouts differ in {field}: {ours!r} here, {theirs!r} there")
@@ -164,7 +164,7 @@ class LayoutMismatch(KaveriError):
 
 
 class TransferFailed(KaveriError):
-    """A KV push ended without acceptance."""
+    """The receiver did not accept a KV push."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"KV transfer failed: {reason}")
@@ -172,8 +172,7 @@ class TransferFailed(KaveriError):
 
 
 class EngineError(KaveriError):
-    """The engine failed: as a whole, so that the process that hosts it should end; or on one request, which must not be
-    tried again."""
+    """The engine failed on one request, which must not be retried, or as a whole; then its process should end."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"engine failed: {reason}")
@@ -181,7 +180,7 @@ class EngineError(KaveriError):
 
 
 class InternalError(KaveriError):
-    """A bug; the process that raises it has logged the cause."""
+    """A bug in Kaveri; its cause is in the log of the process that raises this."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -189,7 +188,7 @@ class InternalError(KaveriError):
 
 
 class ConfigError(KaveriError):
-    """A setting is invalid, and the process cannot start; shown as one line, without a traceback."""
+    """A setting is invalid and the process cannot start. Shown as one line, without a traceback."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -202,7 +201,6 @@ def _restored(kind: type[KaveriError], args: tuple[object, ...]) -> KaveriError:
 
 
 def _shown(value: object) -> str:
-    """Shorten repr(value). Cost does not grow with the size of the value."""
     cut = value
     if type(value) in (str, bytes, list, tuple):
         cut = cast(Sequence[object], value)[:_SHOWN_CHARACTERS]

@@ -1,4 +1,4 @@
-"""Packages of optional parts, and the command that installs them."""
+"""Optional packages ("extras" of the kaveri distribution): checks for them, and the command that installs them."""
 
 import importlib.metadata
 import importlib.util
@@ -11,7 +11,7 @@ from kaveri.errors import ConfigError
 
 
 def install_command(extra: str) -> str:
-    """Command that installs an extra from this installation's source: an index, a checkout or a wheel (PEP 610)."""
+    """Return the command that installs an extra from where Kaveri was installed: an index, a checkout or a wheel."""
     try:
         noted = importlib.metadata.distribution("kaveri").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
@@ -27,22 +27,22 @@ def install_command(extra: str) -> str:
 
 
 def lacks(modules: str, extra: str) -> str:
-    """Error text for missing modules: how to install them."""
+    """Return an error text: `modules` are not installed, and the command that installs them."""
     return f"{modules} is not installed: {install_command(extra)}"
 
 
 def require_modules(field: str, extra: str, *modules: str) -> None:
-    """Raise ConfigError, naming `field`, if one of the extra's modules is not installed."""
+    """Raise ConfigError if any of `modules`, which the extra installs, is missing. field: named in the error."""
     if missing := missing_modules(*modules):
         raise ConfigError(field, lacks(", ".join(missing), extra))
 
 
 def missing_modules(*names: str) -> list[str]:
-    """Return the modules that are not installed."""
+    """Return the names of the modules that are not installed."""
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def hide_torch() -> None:
-    """Keep transformers from importing torch, which saves a tokenizing process seconds and 256 MiB."""
+    """Keep transformers from importing torch: saves a process that only tokenizes seconds and 256 MiB."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # Python: there is no such module.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

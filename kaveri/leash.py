@@ -1,5 +1,5 @@
-"""Runs a program that dies with its parent: `python leash.py PARENT_PID PROGRAM [ARGUMENT ...]`. Linux only. A separate
-program instead of code between fork and exec, which is unsafe in a process with threads, such as gRPC's."""
+"""Runs a program that dies with its parent: `python leash.py PARENT_PID PROGRAM [ARGUMENT ...]`. Linux only. A program
+of its own, because code between fork and exec is unsafe in processes with threads, such as gRPC's."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ _NOT_STARTED_STATUS = 127
 
 
 def fasten(parent_pid: int) -> None:
-    """Make the kernel kill this process when its parent ends. Exits now if the parent is no longer `parent_pid`."""
+    """Make the kernel kill this process when its parent ends. Exits if the parent is no longer `parent_pid`."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
@@ -21,7 +21,7 @@ def fasten(parent_pid: int) -> None:
 
 
 def main() -> None:
-    """Replace this process by the program, keeping the process id."""
+    """Replace this process with the program, which keeps the process id."""
     parent_pid, *command = sys.argv[1:]
     fasten(int(parent_pid))
     try:

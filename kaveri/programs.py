@@ -1,4 +1,4 @@
-"""Settings of every program that reads a configuration file, by section. For programs: services pass them down."""
+"""Settings of all programs, by section of a configuration file. For programs only; services get them as arguments."""
 
 import importlib
 from collections.abc import Mapping
@@ -9,14 +9,14 @@ from kaveri.config.settings import names_of
 
 
 def settings_types() -> Mapping[str, type[Any]]:
-    """Settings dataclasses by section of a configuration file. The first call takes a tenth of a second."""
+    """Return the settings dataclass of each program, by section of a configuration file. The first call takes 0.1 s."""
     find_services()
     found: Mapping[str, type[Any]] = importlib.import_module("services.settings").SETTINGS
     return found
 
 
 def setting_sections() -> dict[str, frozenset[str]]:
-    """Valid names by section; see kaveri.config.sources.Names. Those of `kaveri up` are not included."""
+    """Return the valid setting names of each section of a configuration file; none for that of `kaveri up`."""
     return {section: names_of(declared).taken for section, declared in settings_types().items()} | {
         UP_SECTION: frozenset()
     }

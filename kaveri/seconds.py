@@ -1,4 +1,4 @@
-"""Checks durations from external input. An infinite one or NaN would break a clock or a lock's wait."""
+"""Validates durations from external input: infinity or NaN would break clocks and waits."""
 
 import math
 
@@ -8,7 +8,7 @@ DAY_S = 86_400.0
 
 
 def require_seconds(field: str, value_s: float, *, least_s: float = 0.0, most_s: float = DAY_S) -> float:
-    """Return a valid duration. Raises InvalidArgument, naming the field, unless it is in [least_s, most_s]."""
+    """Return `value_s`. Raises InvalidArgument, naming `field`, unless it is finite and in [least_s, most_s]."""
     if not (math.isfinite(value_s) and least_s <= value_s <= most_s):
         raise InvalidArgument(field, value_s, f"a number of seconds in [{least_s:g}, {most_s:g}]")
     return value_s

@@ -1,39 +1,38 @@
-"""Interdependent times of the serving path, in seconds; check_order() asserts their order."""
+"""Times of the serving path that depend on one another, in seconds; check_order() asserts their order. A beat is a
+message that only shows that its sender is alive."""
 
 TICK_S = 0.05
-"""Interval at which silent peers are looked for."""
+"""Interval of checks for silent peers."""
 BEAT_S = 0.1
-"""Interval of beats on a stream that has nothing to carry."""
+"""Interval of beats on a stream without other messages."""
 BEAT_AFTER_S = 0.15
-"""Silence after which a peer is sent a beat, and the interval between beats."""
+"""Silence of a peer after which it is asked for a beat, and the interval between further ones."""
 SUSPECT_AFTER_S = 0.5
-"""Silence after which a peer is suspected, and its waiting calls fail over."""
+"""Silence after which a peer is suspected to be dead, and calls waiting for it are retried elsewhere."""
 MOST_PATIENCE_S = 2.5
-"""Upper bound of the silence that a late peer is allowed, unless every peer is allowed more."""
+"""Upper bound to which the silence allowed to a peer whose beats come late is extended."""
 SUSPECT_UNHEARD_AFTER_S = 1.2
-"""SUSPECT_AFTER_S for a peer that has answered no beat yet: it may be far away, or still connecting."""
+"""SUSPECT_AFTER_S of a peer that has not answered any beat yet: it may be distant or still connecting."""
 REOPEN_GRACE_S = 0.25
-"""How long an instance that went silent may take to answer a new stream, counted while this process runs. Then its
-requests go on elsewhere."""
+"""Time for a silent instance to answer on a new stream, counted while this process runs; then its requests move."""
 CONNECT_GRACE_S = 2.0
-"""Max time of an attempt on an instance without an open stream; then the attempt is lost."""
+"""Time for an instance to open a token stream before requests placed there are placed elsewhere."""
 CALL_TIMEOUT_S = 2.0
-"""Deadline of unary calls that wait for nothing at the peer."""
+"""Deadline of unary calls that the peer answers at once."""
 ATTACH_SOON_S = 0.5
-"""CALL_TIMEOUT_S of an attach where the holder of a replica can resume the request instead."""
+"""Replaces CALL_TIMEOUT_S for attaching to a request if an instance with a copy of its KV can resume it."""
 COMPLETE_COPY_S = 3.0
-"""How long a holder keeps the copy of a complete answer: a router may still find its owner lost, and the end not
-received."""
+"""Time that a KV copy outlives its complete answer, whose end the router may have missed if the owner died."""
 STRAGGLER_S = 5.0
-"""How long an instance refuses calls of attempts that are over. Not much longer: clients may use request ids again."""
+"""Time that an instance refuses late calls of ended attempts. Short, because clients may use a request id again."""
 ATTEMPT_REMEMBERED_S = 60.0
-"""How long a router remembers the attempt number of a request id."""
+"""Time that a router remembers the number of placements (attempts) of a request id."""
 LEASE_S = 2.0
-"""Default lease of an instance. A process that is busy, or has little CPU, renews it in time."""
+"""Default lease of an instance: long enough for a process that is busy or has little CPU to renew it."""
 LEADER_LEASE_S = 2.0
-"""Lease of the router that broadcasts the view."""
+"""Lease of the router that leads as cluster monitor and broadcasts loads."""
 BROADCAST_LOST_AFTER_S = 3.0
-"""Time without a broadcast after which instances follow heartbeats themselves."""
+"""Time without a broadcast after which processes follow all heartbeats instead."""
 
 
 def check_order() -> None:

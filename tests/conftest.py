@@ -1,4 +1,4 @@
-"""What all tests share: one thread of arithmetic per process, since several engines share few cores here."""
+"""Common to all tests: options, TLS, and one thread of arithmetic per process, as several engines share few cores."""
 
 import gc
 import os
@@ -39,21 +39,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--engine: on which engine the tests of the services run that can do with any; `make test-vllm` gives vllm.
-
-    --tls: every gRPC port and channel shows a certificate and asks for one, also in processes that tests start.
-    """
+    """--engine: engine for service tests that run on any; `make test-vllm` passes vllm. --tls: mutual TLS on every gRPC
+    port and channel, also in processes that tests start."""
     parser.addoption("--engine", choices=("fake", "vllm"), default="fake", help="of the service tests")
     parser.addoption("--tls", action="store_true", help="mutual TLS on every gRPC port and channel")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Markers."""
     config.addinivalue_line("markers", "shows_no_certificate: its clients connect without TLS; skipped with --tls")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --tls, leaves out what cannot show a certificate."""
+    """With --tls, skip tests whose clients cannot show a certificate."""
     if config.getoption("--tls"):
         for item in items:
             if item.get_closest_marker("shows_no_certificate"):
@@ -91,7 +88,7 @@ def _start_warm() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="module")
 def warm_services(_start_warm: Callable[..., Any]) -> Iterator[None]:
-    """Have services of a local stack start without importing anything: imports take most of a start."""
+    """Make a local stack start its services by forking warm processes: imports take most of a start."""
     from kaveri.local.process import ChildProcess
 
     with mock.patch.object(ChildProcess, "start", staticmethod(_start_warm)):
@@ -105,7 +102,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says why tests were skipped: one line per reason instead of one per test."""
+    """Report why tests were skipped: one line per reason, with the number of tests."""
     reasons: Counter[str] = Counter()
     for report in terminalreporter.stats.get("skipped", ()):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

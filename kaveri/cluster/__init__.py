@@ -1,1 +1,1 @@
-"""Cluster state: leases, heartbeats, the view, and claims of requests in flight."""
+"""Cluster state: leases and loads of instances, the view of the cluster, and claims of request ids."""

@@ -1,5 +1,6 @@
-"""Selects the content of the leading router's broadcasts, and the changes to broadcast at once. Pure: no clock, no I/O.
-From TetriInfer's cluster monitor (arXiv 2401.11181, section 3.2)."""
+"""Selects what the cluster monitor (the leading router) broadcasts: the loads of decode instances, predictors and
+holders of KV replicas; and detects changes to broadcast at once. Pure: no clock, no I/O. From TetriInfer's cluster
+monitor (arXiv 2401.11181, section 3.2)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,16 +8,16 @@ from dataclasses import dataclass, field
 from kaveri.domain.view import ClusterView, InstanceState, InstanceStatus, is_broadcast, status_now
 
 _TIGHT = 4
-"""An instance is tight when less than 1/_TIGHT of its blocks is free."""
+"""An instance is tight when less than 1/_TIGHT of its KV blocks is free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Content of the last broadcast, for comparison."""
+    """Content of the last broadcast, to be compared with a newer view."""
 
     lives: frozenset[tuple[str, int, InstanceState]] = frozenset()
     free_blocks_when_tight: Mapping[str, int] = field(default_factory=dict)
-    """Free blocks by instance id, for tight instances."""
+    """Free KV blocks by instance id, for tight instances."""
     numbers: tuple[int, ...] = ()
 
 
@@ -25,7 +26,7 @@ def broadcast_statuses(view: ClusterView) -> tuple[InstanceStatus, ...]:
 
 
 def told_by(view: ClusterView, statuses: tuple[InstanceStatus, ...]) -> Told:
-    """Summarize the broadcast of `statuses`, which were taken from `view`."""
+    """Summarize a broadcast. statuses: the broadcast instances of `view`."""
     tight = {
         status.record.instance_id: status.load.free_blocks
         for status in statuses
@@ -35,14 +36,14 @@ def told_by(view: ClusterView, statuses: tuple[InstanceStatus, ...]) -> Told:
 
 
 def has_new_loads(told: Told, view: ClusterView) -> bool:
-    """Return True if an instance has reported its load since the broadcast `told`."""
+    """Return True if a broadcast instance of the view has sent a newer heartbeat than in the last broadcast, `told`."""
     loads = (instance.load for instance in view.instances.values() if is_broadcast(instance))
     return told.numbers != tuple(load.sequence_number for load in loads)
 
 
 def is_news(told: Told, view: ClusterView) -> bool:
-    """Return True if the view has a change to broadcast at once: an instance came, began to drain or left, or a tight
-    instance, whose blocks requests may wait for, has more free blocks."""
+    """Return True if the view has a change since the last broadcast that must not wait for the next one: an instance
+    joined, drains or left, or one with few free KV blocks, for which requests may wait, has more."""
     lives = view.broadcast_lives()
     if lives is not told.lives and lives != told.lives:
         return True

@@ -1,5 +1,5 @@
-"""Heartbeats that keep an instance registered: frequent while its load changes, otherwise as the lease requires. Loads
-are numbered. A heartbeat that only renews the lease repeats the last number, so readers can ignore it."""
+"""Heartbeats that keep an instance registered: frequent while its load changes, otherwise as the lease requires. A
+heartbeat with a report of the load has the next number; one that only renews the lease repeats the last number."""
 
 import asyncio
 import time
@@ -12,42 +12,39 @@ from kaveri.errors import ConfigError
 from kaveri.telemetry.logs import get_logger
 
 _MIN_PAUSE_S = 0.01
-"""Min interval between heartbeats, regardless of beat_now() and note_work(): at most a hundred a second."""
+"""Min interval between heartbeats, even with beat_now() and note_work(): at most a hundred per second."""
 _LEASE_PARTS = 3
-"""Number of heartbeats within one lease of an instance whose load does not change."""
+"""Heartbeats per lease while the load does not change."""
 _MAX_PAUSE_S = 1.0
-"""Max interval between heartbeats for long leases. A store that has lost its state knows all instances again after
-it."""
+"""Max interval between heartbeats, for long leases: a store that lost its state learns all instances within it."""
 _REPORTS = 2
-"""Number of numbered heartbeats after a change: UnconfirmedWork relies on the second one after a piece of work was
-sent."""
+"""Reports sent after a change. UnconfirmedWork counts work sent to an instance until the second report after it."""
 
 
 class Heartbeat:
-    """Heartbeats of one incarnation of an instance. Not thread-safe."""
+    """Sends the heartbeats of one run of an instance's process (incarnation). Not thread-safe."""
 
     def __init__(
         self, store: ClusterStore, record: InstanceRecord, load: Callable[[], InstanceLoad], interval_s: float = 0.1
     ) -> None:
-        """load: returns the current load; its sequence_number is filled in here. interval_s: while the load changes."""
+        """load: returns the load, sequence_number ignored. interval_s: between heartbeats while the load changes."""
         self._store = store
         self._record = record
         self._load = load
         self._interval_s = interval_s
         self._reported = InstanceLoad()
-        """Load of the last heartbeat."""
+        """Load in the last heartbeat."""
         self._unreported = _REPORTS
-        """Number of numbered heartbeats still to be sent."""
+        """Reports still to be sent, each with a new number."""
         self._renew_at_s = 0.0
         self._pause_s = interval_s
-        """Time until the load is checked again: longer each time it has not changed."""
+        """Time until the load is checked again; doubles while it does not change."""
         self._due = asyncio.Event()
         self._stopping = False
 
     async def run(self) -> None:
-        """Register the instance and keep it registered until stop(); then deregister it and return. If cancelled, the
-        lease expires by itself. Raises ConfigError when another process has registered under the same instance id: the
-        older incarnation ends, even if it was only frozen for a while."""
+        """Keep the instance registered until stop(), then deregister it. If cancelled, the lease expires by itself.
+        Raises ConfigError when another process has registered with the same instance id: the older one must end."""
         while not self._stopping:
             self._due.clear()
             await self._beat()
@@ -60,12 +57,12 @@ class Heartbeat:
         await self._store.deregister(self._record)
 
     def beat_now(self) -> None:
-        """Request a heartbeat at once, after a load change that others should know. Cheap; may be called often."""
+        """Send a heartbeat at once, after a load change that others should know. Cheap; may be called often."""
         self._unreported = _REPORTS
         self._due.set()
 
     def note_work(self) -> None:
-        """Report the load again: work may have come and gone since the last heartbeat. Cheap; may be called often."""
+        """Send the load again soon even if unchanged: work may have come and gone. Cheap; may be called often."""
         self._unreported = _REPORTS
         if self._pause_s > self._interval_s:
             self._due.set()

@@ -1,7 +1,6 @@
-"""Cluster membership as known to one process: the instances, and their leases on a local clock. That clock advances
-only while the store is reachable: it stops while the store is away, and while this process does not run (a stalled
-event loop, a stopped process), because heartbeats then wait unread. Wall clocks of different machines are never
-compared. Time comes from the caller's clock. Not thread-safe."""
+"""Instances of the cluster as known to one process, and their leases on a local clock. That clock advances only while
+the store (Redis) is reachable and this process runs, because otherwise heartbeats wait unread. Wall clocks of machines
+are never compared. Time comes from the caller's clock. Not thread-safe."""
 
 import asyncio
 import contextlib
@@ -12,19 +11,19 @@ from kaveri.domain.running_clock import RunningClock
 from kaveri.domain.view import WIRE, ClusterView, InstanceLoad, InstanceRecord, Role, ViewedInstance
 
 MAX_TICK_S = 0.5
-"""Max seconds by which one tick advances the leases' clock; stores normally tick more often."""
+"""Max seconds by which one tick advances the leases' clock; a later tick means that this process did not run."""
 
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """Incarnation of an instance, as views show it. Mutated only by its Membership."""
+    """Instance with a valid lease (one incarnation), as views show it. Mutated only by its Membership."""
 
     record: InstanceRecord
     clock: Callable[[], float]
     load: InstanceLoad
     sequence_number: int
     heard_at_s: float
-    """Arrival time of the last heartbeat, on the process's clock."""
+    """Time of the last heartbeat, on the caller's clock."""
     lease_end_s: float
     """End of the lease, on the leases' clock."""
 
@@ -35,7 +34,7 @@ class Member:
 
 
 class Membership:
-    """Members with a valid lease, updated by a store."""
+    """Instances with a valid lease, as the store's heartbeats report them to this process."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -45,10 +44,10 @@ class Membership:
         self._view = ClusterView()
         self._is_view_current = True
         self.changed = asyncio.Event()
-        """Set when the instances, or any load, may have changed; cleared by wait_for_change()."""
+        """Set when an instance or a load may have changed; cleared by wait_for_change()."""
 
     def record_of(self, instance_id: str, incarnation: int) -> InstanceRecord | None:
-        """Return the record of that incarnation if it is a member: records are immutable, so each is parsed once."""
+        """Return the immutable record of a member; None if this incarnation of the instance is no member."""
         member = self._members.get(instance_id)
         return member.record if member is not None and member.record.incarnation == incarnation else None
 
@@ -59,8 +58,8 @@ class Membership:
         remaining_s: float | None = None,
         heartbeat_age_s: float | None = None,
     ) -> None:
-        """Process a heartbeat. remaining_s: rest of its lease; None: the full lease. heartbeat_age_s: seconds since it
-        was made; None: the elapsed part of its lease."""
+        """Process a heartbeat of an instance. remaining_s: seconds left of its lease; None: all. heartbeat_age_s: age
+        of the heartbeat in seconds; None: the elapsed part of the lease."""
         remaining_s = record.lease_ttl_s if remaining_s is None else min(remaining_s, record.lease_ttl_s)
         if heartbeat_age_s is None:
             heartbeat_age_s = record.lease_ttl_s - remaining_s
@@ -85,24 +84,24 @@ class Membership:
         self.changed.set()
 
     def forget(self, instance_id: str, incarnation: int) -> None:
-        """Remove this incarnation; another incarnation of the instance stays."""
+        """Remove an instance if this incarnation of it is a member; a newer incarnation stays."""
         if self.record_of(instance_id, incarnation) is not None:
             self._remove([instance_id])
 
     def tick(self) -> None:
-        """Advance the leases' clock after contact with the store and expire leases; no-op while the store is lost."""
+        """Advance the leases' clock, which runs while the store is reachable, and remove expired members."""
         if not self._connected:
             return
         self._leases.tick(self._clock())
         self._end_leases()
 
     def store_lost(self) -> None:
-        """Stop the leases' clock: the store is away, or refuses heartbeats."""
+        """Stop the leases' clock: no lease expires while the store is unreachable or refuses heartbeats."""
         if self._connected:
             self._set_connected(False)
 
     def store_returned(self) -> None:
-        """Restart the leases' clock. The store may have lost its state, so every member has one lease time to renew."""
+        """Restart the leases' clock; each member has one lease time to renew, as the store may have lost its state."""
         if self._connected:
             return
         self._leases.skip(self._clock())
@@ -111,8 +110,8 @@ class Membership:
         self._set_connected(True)
 
     def view(self) -> ClusterView:
-        """The current members: the same object until an instance comes, goes, drains, grows or serves other phases, or
-        the store is lost or returns."""
+        """Return the current members. The same object as long as no instance joins, leaves, drains, or changes its
+        phases or pool size, and the store is neither lost nor returns; loads inside it follow the heartbeats."""
         if not self._is_view_current:
             instances: dict[str, ViewedInstance] = {}
             incompatible: dict[str, ViewedInstance] = {}
@@ -123,8 +122,7 @@ class Membership:
         return self._view
 
     async def wait_for_change(self, timeout_s: float) -> ClusterView:
-        """Wait for a change since the last call, for at most `timeout_s` seconds; return the view. One waiter at a
-        time."""
+        """Wait up to `timeout_s` seconds for a change since the last call; return the view. One waiter at a time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.changed.wait()
@@ -148,11 +146,11 @@ class Membership:
         self.changed.set()
 
     def _shown(self, load: InstanceLoad, former: Member) -> InstanceLoad:
-        """Return the load to show for a heartbeat that is not older than `former`, of the same incarnation."""
+        """Return the load to show in views for a new heartbeat. former: the member before it."""
         return load
 
 
 def _fixed(load: InstanceLoad) -> tuple[object, ...]:
-    """Return the part of a load that is constant within one view."""
+    """Return the part of a load that is constant within one view: state, pool sizes and phases."""
     phases = load.phases, load.ending_phases, load.phase_order
     return load.state, load.total_blocks, load.replica_total_bytes, *phases

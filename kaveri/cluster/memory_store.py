@@ -1,5 +1,4 @@
-"""Cluster state in the memory of one process, for tests and for gateways without a store. Passes the same conformance
-suite as redis_store."""
+"""Cluster state in one process's memory, for tests and gateways without Redis. Passes redis_store's tests."""
 
 import asyncio
 import itertools
@@ -33,7 +32,7 @@ class _Leader:
 
 
 class MemoryCluster:
-    """State shared by several MemoryStore objects. Not thread-safe."""
+    """Cluster state shared by the MemoryStore objects of one process, in place of a Redis. Not thread-safe."""
 
     def __init__(self) -> None:
         self._registration_numbers = itertools.count()
@@ -46,7 +45,7 @@ class MemoryCluster:
         self._leader: _Leader | None = None
         self.is_away = False
         self.refuses_heartbeats = False
-        """True: heartbeats and writes are refused, as by a Redis without memory."""
+        """True: heartbeats and writes fail, as with a Redis without memory."""
 
     def take_away(self) -> None:
         self.is_away = True
@@ -54,7 +53,7 @@ class MemoryCluster:
             membership.store_lost()
 
     def bring_back(self, *, empty: bool = False) -> None:
-        """Make the state reachable again. empty: the state is lost, as after a restart of Redis."""
+        """Make the state reachable again. empty: without its content, as after a restart of Redis."""
         self.is_away = False
         if empty:
             self._held.clear()
@@ -64,7 +63,7 @@ class MemoryCluster:
             membership.store_returned()
 
     def join(self, membership: Membership) -> None:
-        """Load the state into a new member, and push every later change to it."""
+        """Load the current instances into `membership`, and push every later change to it."""
         self._members.append(membership)
         self.follow_heartbeats(membership)
 
@@ -74,7 +73,7 @@ class MemoryCluster:
             self._hears_heartbeats.remove(membership)
 
     def follow_heartbeats(self, membership: Membership) -> None:
-        """Make a member receive every heartbeat, from the current state on. Idempotent."""
+        """Push every heartbeat to `membership`, from the current state on. Idempotent."""
         if membership in self._hears_heartbeats:
             return
         now_s = time.monotonic()
@@ -85,7 +84,7 @@ class MemoryCluster:
 
     @property
     def lost(self) -> bool:
-        """True if the state cannot be reached, or refuses writes."""
+        """True if the state is unreachable or refuses writes."""
         return self.is_away or self.refuses_heartbeats
 
     def heartbeat(self, record: InstanceRecord, load: InstanceLoad) -> HeartbeatAnswer:
@@ -113,7 +112,7 @@ class MemoryCluster:
                 membership.forget(record.instance_id, record.incarnation)
 
     def is_registered(self, instance_id: str, incarnation: int) -> bool:
-        """Return True if that incarnation's lease is valid."""
+        """Return True if this incarnation of the instance has a valid lease."""
         held = self._held.get(instance_id)
         return held is not None and held.record.incarnation == incarnation and held.expires_at_s > time.monotonic()
 
@@ -156,7 +155,7 @@ class MemoryCluster:
         self._requests[claim.request_id] = (claim, time.monotonic() + ttl_s)
 
     def update_request(self, claim: RequestClaim) -> None:
-        """Replace an equal claim with one that has another hint."""
+        """Store the hint of a claim that is still held; claims are equal if only their hints differ."""
         if self.request(claim.request_id) == claim:
             self._requests[claim.request_id] = (claim, self._requests[claim.request_id][1])
 
@@ -164,7 +163,7 @@ class MemoryCluster:
         del self._requests[request_id]
 
     def requests(self) -> tuple[RequestClaim, ...]:
-        """Return all claims."""
+        """Return the claims of all requests in flight."""
         found = (self.request(request_id) for request_id in tuple(self._requests))
         return tuple(claim for claim in found if claim is not None)
 

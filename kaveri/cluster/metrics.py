@@ -1,4 +1,4 @@
-"""Metrics of a process's cluster membership, for every service."""
+"""Prometheus metrics of a process's cluster membership, for every service."""
 
 from prometheus_client import Counter
 

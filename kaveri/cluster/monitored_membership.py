@@ -1,7 +1,7 @@
-"""Cluster members according to the cluster monitor's broadcasts. From TetriInfer's cluster monitor (arXiv 2401.11181,
-section 3.2). An instance in a broadcast keeps its lease; a missing one is removed. Leases run only while a leader
-broadcasts: without one, no instance is lost. A new leader may briefly know less than its predecessor (a router that
-started just when the store lost its state), so instances that only the predecessor named stay for one lease."""
+"""Instances of the cluster according to the cluster monitor's broadcasts. From TetriInfer's cluster monitor (arXiv
+2401.11181, section 3.2). A broadcast renews the leases of the instances in it and removes others. Leases run only while
+a leader broadcasts. A new leader may know fewer instances than its predecessor (it started when the store had lost its
+state), so instances that only the predecessor broadcast stay for one lease."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +12,7 @@ from kaveri.timeouts import BROADCAST_LOST_AFTER_S
 
 
 class MonitoredMembership(Membership):
-    """Members according to broadcasts, and according to heartbeats while is_silent()."""
+    """Membership according to the cluster monitor's broadcasts; according to heartbeats while is_silent()."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
@@ -25,11 +25,11 @@ class MonitoredMembership(Membership):
         return self._newest[0]
 
     def is_silent(self) -> bool:
-        """Return True if no broadcast arrived for BROADCAST_LOST_AFTER_S, so that heartbeats should be followed."""
+        """Return True if no broadcast arrived for BROADCAST_LOST_AFTER_S seconds; heartbeats are followed then."""
         return self._clock() - self._broadcast_at_s > BROADCAST_LOST_AFTER_S
 
     def take_in(self, broadcast: LoadBroadcast) -> bool:
-        """Process a broadcast. Return False if it is from a deposed leader, or older than the last one."""
+        """Process the monitor's broadcast. Returns False if stale: of a deposed leader, or older than the last one."""
         number = broadcast.fencing_token, broadcast.sequence_number
         if number <= self._newest:
             return False
@@ -56,15 +56,14 @@ class MonitoredMembership(Membership):
         remaining_s: float | None = None,
         heartbeat_age_s: float | None = None,
     ) -> None:
-        """Process a heartbeat as Membership.learn(). Ignores instances that are not broadcast, and removes members that
-        no longer are."""
+        """Process a heartbeat as Membership.learn(); ignore or remove instances whose loads are not broadcast."""
         if is_broadcast(InstanceStatus(record, load)):
             super().learn(record, load, remaining_s, heartbeat_age_s)
         else:
             self.forget(record.instance_id, record.incarnation)
 
     def store_lost(self) -> None:
-        """Stop the leases' clock. Broadcasts count only after the next one arrives."""
+        """Stop the leases' clock while the store is unreachable. is_silent() is True until the next broadcast."""
         self._broadcast_at_s = -float("inf")
         super().store_lost()
 

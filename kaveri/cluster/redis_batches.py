@@ -1,4 +1,4 @@
-"""Batches concurrent Redis commands: one write and one read for all of them."""
+"""Batches concurrent Redis commands: one write and one read per batch."""
 
 import asyncio
 import contextlib
@@ -11,14 +11,14 @@ from redis.exceptions import ResponseError
 
 _BATCH_COUNT = 200
 _CLOSED = "handler is closed"
-"""Part of uvloop's error for a write to a just closed connection."""
+"""Part of uvloop's error for a write to a connection that was just closed."""
 
 Command = tuple[bytes | str | int, ...]
 
 
 @contextlib.contextmanager
 def closed_as_lost() -> Iterator[None]:
-    """Raise redis.exceptions.ConnectionError for a write to a closed connection, where uvloop raises RuntimeError."""
+    """Raise redis.exceptions.ConnectionError instead of uvloop's RuntimeError for a write to a closed connection."""
     try:
         yield
     except RuntimeError as error:
@@ -28,10 +28,9 @@ def closed_as_lost() -> Iterator[None]:
 
 
 class CommandBatches:
-    """Batched execution of commands: one batch at a time; commands that arrive meanwhile form the next batch, in order.
-    Uses one connection of the pool. The client's own methods would borrow a connection for every command and create a
-    task to limit each write and each read, at several times the cost. The backlog is bounded by the number of callers,
-    each of which waits for its own answer."""
+    """Sends Redis commands in batches over one connection of the pool: commands that arrive during a batch form the
+    next one, in order. Several times cheaper than the client's methods, which borrow a connection and create tasks per
+    command. Each caller waits for its answer, so the backlog is at most their number."""
 
     def __init__(self, pool: ConnectionPool, answer_timeout_s: float) -> None:
         self._pool = pool
@@ -41,8 +40,7 @@ class CommandBatches:
         self._sending: asyncio.Task[None] | None = None
 
     async def execute(self, *command: bytes | str | int) -> Any:
-        """Run a command and return its answer. Raises what the client raises. Cancelling the caller does not stop the
-        command."""
+        """Run a command and return its answer. Raises the client's errors. Cancelling the caller does not stop it."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((command, answer))
         if self._sending is None:
@@ -50,7 +48,7 @@ class CommandBatches:
         return await answer
 
     async def close(self) -> None:
-        """Wait for the running batch, then drop the rest. Bounded by the timeouts."""
+        """Wait for the running batch, whose time is limited, and drop later commands."""
         if self._sending is not None:
             await asyncio.wait({self._sending})
         if self._connection is not None:

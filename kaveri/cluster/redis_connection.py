@@ -1,4 +1,4 @@
-"""Opens connections to Redis, with their limits."""
+"""Connects to Redis, with timeouts and checks."""
 
 import asyncio
 import time
@@ -17,8 +17,7 @@ from kaveri.telemetry.logs import get_logger
 
 _CONNECT_TIMEOUT_S = 0.7
 ANSWER_TIMEOUT_S = 0.9
-"""Timeout of each answer. A request with several answers may take longer, so that a distant Redis is slow but not
-lost."""
+"""Timeout of each answer, not of a whole batch: a distant Redis is slow but not lost."""
 FIRST_ANSWER_TIMEOUT_S = 3.0
 _REPORT_EVERY_S = 5.0
 _MAX_CONNECTIONS = 16
@@ -26,9 +25,9 @@ _PAUSE_S = 0.25
 
 
 async def connect(url: str, needs: RedisNeeds, wait_s: float = FIRST_ANSWER_TIMEOUT_S) -> Redis:
-    """Connect a client whose user has all needed permissions. Raises ConfigError when Redis does not answer within
-    `wait_s` seconds, within FIRST_ANSWER_TIMEOUT_S when it answers but refuses for now, and at once when it lacks a
-    permission or is in cluster mode. Logs a line every 5 s meanwhile."""
+    """Connect, and check that the user has the permissions `needs`. Raises ConfigError when Redis does not answer
+    within `wait_s` seconds, refuses temporarily for longer than FIRST_ANSWER_TIMEOUT_S, lacks a permission, or is in
+    cluster mode. Logs a line every 5 s while waiting."""
     try:
         pool = BlockingConnectionPool.from_url(
             client_url(url),
@@ -72,8 +71,7 @@ async def connect(url: str, needs: RedisNeeds, wait_s: float = FIRST_ANSWER_TIME
 
 
 async def _check_kind(client: Redis, url: str) -> None:
-    """Raise NotPermitted for a Redis in cluster mode, and warn of one that may evict keys; skipped where the user may
-    not run INFO."""
+    """Raise NotPermitted for a Redis in cluster mode; warn of one that evicts keys. No-op if INFO is forbidden."""
     try:
         facts: dict[str, Any] = await client.info()
     except NoPermissionError:

@@ -1,6 +1,5 @@
-"""Redis permissions that services need, and the check for them at start. The list follows from the store's scripts and
-from its own commands. A test runs the store's conformance suite as a user who has exactly these permissions, and starts
-a service without each of them."""
+"""Redis permissions that services need, and a check of them at start. The list follows from the store's Lua scripts and
+commands; tests verify that it is sufficient and that each entry is needed."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -39,7 +38,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "PUBLISH": ("{channel}", ""),
     "PING": (),
 }
-"""Arguments that make Redis accept each command in a transaction."""
+"""Arguments for a probe of each command: Redis accepts it in a transaction."""
 
 
 CLUSTER_MODE = "it is in cluster mode, which Kaveri does not support: name a Redis without it"
@@ -47,7 +46,7 @@ CLUSTER_MODE = "it is in cluster mode, which Kaveri does not support: name a Red
 
 @dataclass(frozen=True, slots=True)
 class RedisNeeds:
-    """Redis commands, and patterns of keys and channels, that a user needs."""
+    """Permissions that a Redis user needs: commands, and patterns of keys and channels."""
 
     commands: frozenset[str]
     """Names in upper case: "SCRIPT LOAD"."""
@@ -58,11 +57,11 @@ class RedisNeeds:
         return RedisNeeds(self.commands | other.commands, self.keys + other.keys, self.channels + other.channels)
 
     def rules(self) -> tuple[str, ...]:
-        """Rules for ACL SETUSER, including those of the check itself."""
+        """Return the ACL rules (for ACL SETUSER), with those that the check itself needs."""
         return "+multi", *(rule for rule, _ in self.probes()), "+discard"
 
     def probes(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield a (rule, command) pair per permission."""
+        """Yield an (ACL rule, command that needs it) pair per permission."""
         for command in sorted(self.commands):
             rule = "+" + command.lower().replace(" ", "|")
             yield rule, _written(command, self.keys[0], "".join(self.channels[:1]))
@@ -73,11 +72,11 @@ class RedisNeeds:
 
 
 class NotPermitted(Exception):
-    """Permanent refusal by Redis; the text gives the reason."""
+    """Redis refuses for good, such as for a missing permission; the text gives the reason."""
 
 
 def store_needs(prefix: str) -> RedisNeeds:
-    """Return the permissions that the store needs. prefix: of its keys and channels."""
+    """Return the permissions that RedisStore needs. prefix: beginning of its keys and channels."""
     scripts = [script for name, script in vars(redis_scripts).items() if name.isupper()]
     called = frozenset(command for script in scripts for command in _CALLED.findall(script))
     keys, channels = (tuple(f"{prefix}:{name}" for name in names) for names in (_KEYS, _CHANNELS))
@@ -85,8 +84,8 @@ def store_needs(prefix: str) -> RedisNeeds:
 
 
 async def check_permissions(pool: BlockingConnectionPool, needs: RedisNeeds) -> None:
-    """Probe all permissions in a transaction that is then discarded: nothing is executed or written. Raises
-    NotPermitted, or the ResponseError of a temporary refusal: READONLY, OOM, MISCONF and others."""
+    """Check all permissions by probes in a transaction that is discarded: nothing is executed. Raises NotPermitted, or
+    the ResponseError of a temporary refusal: READONLY, OOM, MISCONF and others."""
     connection = await pool.get_connection()  # type: ignore[no-untyped-call]
     try:
         # Sent alone: without this permission Redis would execute the following commands.
@@ -109,7 +108,7 @@ async def check_permissions(pool: BlockingConnectionPool, needs: RedisNeeds) -> 
 
 
 async def _ask(connection: Any, probes: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, ResponseError | None]:
-    """Return the error for each probe, by the rule that permits the probe; None if Redis accepts it."""
+    """Send the probes. Returns Redis's error for each, by ACL rule; None if accepted."""
     rules, commands = zip(*probes, strict=True)
     await connection.send_packed_command(connection.pack_commands(commands))
     answers: dict[str, ResponseError | None] = dict.fromkeys(rules)
@@ -122,7 +121,7 @@ async def _ask(connection: Any, probes: Iterable[tuple[str, tuple[str, ...]]]) -
 
 
 def _is_missing(rule: str, error: ResponseError) -> bool:
-    """Return True if the error reports this rule as missing. Commands are checked before keys and channels."""
+    """Return True if the error means that this ACL rule is missing. Redis checks commands before keys and channels."""
     if "unknown command" in str(error):
         return rule.startswith("+")
     return isinstance(error, NoPermissionError) and rule.startswith("+") == ("command" in str(error))

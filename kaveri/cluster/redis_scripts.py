@@ -1,6 +1,5 @@
-"""Lua scripts of redis_store: its atomic operations. None reads Redis's clock. The counters are a hash: `state`, a
-random name of this state of Redis, new when the former one was lost; `registration` and `token`, the last numbers
-drawn."""
+"""Lua scripts of redis_store: its atomic operations. None reads Redis's clock. The counters are a Redis hash: `state`,
+a random name, new whenever Redis has lost its content; `registration` and `token`, the last numbers issued."""
 
 # The latest registration owns an instance id. A new incarnation takes it at once. One that has registered before takes
 # it back only from an older one; numbers order two incarnations only if both were drawn in one state of Redis.

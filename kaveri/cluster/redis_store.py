@@ -11,13 +11,13 @@ Names begin with `kaveri:<cluster name>:<database>`; channels need the database 
     ...:events          channel: "+<InstanceStatus>" per heartbeat, "-<InstanceStatus>" per deregistration
     ...:loads           channel: "=<LoadBroadcast>" of the leader, "-<InstanceStatus>" per deregistration
 
-One heartbeat is one script: it renews the lease and publishes, so that watchers receive loads by push. A registration,
-"<state>.<number>", orders the incarnations of one instance id. Order never depends on Redis's clock, which may go back,
-but on counters. After Redis has lost its state the processes supply the greatest fencing token that they know, and
-registrations of another state are recognized by its name.
+A heartbeat is one Lua script that renews the lease and publishes the load. A registration, "<state>.<number>", orders
+the incarnations (process runs) of one instance id. Order depends on counters, never on Redis's clock, which may go
+back. When Redis has lost its state, processes supply the greatest fencing token they know; registrations of a former
+state are recognized by its name.
 
-Redis is lost when the watch receives nothing, or when it refuses heartbeats, as a replica or one without memory does.
-The two are detected separately. The last view stays in use until neither holds.
+Redis counts as lost while its Pub/Sub connection is silent, or while it refuses heartbeats (a replica, or a Redis
+without memory). The last view stays in use until neither is the case.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ _RECONNECT_MIN_S = 0.02
 # With the connect timeout this stays under the default lease, so everyone is back within one lease of Redis's return.
 _RECONNECT_MAX_S = 0.25
 _PING_AFTER_S = MAX_TICK_S
-"""Silence after which Redis is sent a ping: the leases' clock must advance this often."""
+"""Silence after which Redis is sent a ping; the leases' clock must advance this often."""
 _LOST_AFTER_S = 1.0
 _REPORT_AGAIN_S = 60.0
 _BATCH_COUNT = 500
@@ -68,8 +68,6 @@ _REFUSALS = (ResponseError, AuthenticationError)
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Redis of one cluster, and the needs of a connection to it."""
-
     url: str
     cluster_name: str
     wait_s: float
@@ -78,8 +76,6 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
-    """Client and tasks of an entered store."""
-
     client: Redis
     commands: CommandBatches
     watching: asyncio.Task[None]
@@ -96,8 +92,8 @@ class RedisStore:
         also_needs: RedisNeeds = RedisNeeds(frozenset(), ()),  # noqa: B008 - frozen
     ) -> None:
         """url: redis://[[user]:password@]host:port/db, rediss://... or unix://path?db=..., or with valkey:// and
-        valkeys://. Clusters of other names, or in other databases, are separate. wait_s: max wait for an answer when
-        entering. also_needs: permissions for other uses of Redis, checked when entering too."""
+        valkeys://. Each cluster name and database is a separate cluster. wait_s: max seconds to wait for Redis in
+        __aenter__(). also_needs: permissions for other uses of Redis, checked then too."""
         self._place = _Place(url, cluster_name, wait_s, also_needs)
         self._prefix = ""
         kind = MonitoredMembership if follow is ViewSource.BROADCASTS else Membership
@@ -105,9 +101,9 @@ class RedisStore:
         self._hears_heartbeats = True
         self._is_heard = True
         self._refusal = ""
-        """Reason why the last heartbeat was refused; empty if it was accepted."""
+        """Why the last heartbeat was refused; empty if it was accepted."""
         self._reported_s: dict[str, float] = {}
-        """Time of the last log line by failure reason."""
+        """Time of the last log line per reason of a failure."""
         self._registrations: dict[tuple[str, int], bytes] = {}
         self._campaigns_token = 0
         self._connection: _Connection | None = None
@@ -252,7 +248,7 @@ class RedisStore:
         return self._key(f"instance:{instance_id}")
 
     async def _unless_lost(self, command: Awaitable[ResultT], otherwise: ResultT) -> ResultT:
-        """Await a command; return `otherwise` at once when Redis is lost."""
+        """Await a command; return `otherwise` if Redis is unreachable, refuses it, or refused the last heartbeat."""
         if self._refusal:
             _drop(command)
             return otherwise
@@ -263,7 +259,7 @@ class RedisStore:
             return otherwise
 
     async def _unless_away(self, command: Awaitable[ResultT], otherwise: ResultT) -> ResultT:
-        """Await a command; return `otherwise` when Redis cannot be reached. Raises _REFUSALS."""
+        """Await a command; return `otherwise` if Redis is unreachable. Raises _REFUSALS."""
         if not self._is_heard:
             _drop(command)
             return otherwise
@@ -281,7 +277,6 @@ class RedisStore:
                 raise asyncio.CancelledError
 
     def _report_failure(self, reason: str) -> None:
-        """Log a failed command, unless the same reason was logged recently."""
         now_s = time.monotonic()
         self._reported_s = {each: at_s for each, at_s in self._reported_s.items() if now_s - at_s < _REPORT_AGAIN_S}
         if reason not in self._reported_s:
@@ -289,7 +284,7 @@ class RedisStore:
             get_logger().warning("redis_command_failed", error=reason)
 
     def _take_in_refusal(self, reason: str) -> None:
-        """Record whether a heartbeat was accepted. reason: of the refusal; empty: accepted."""
+        """Record the outcome of a heartbeat. reason: of a refusal by Redis; empty: accepted."""
         if reason:
             REFUSED_HEARTBEATS.inc()
         if reason and not self._refusal:
@@ -311,7 +306,7 @@ class RedisStore:
             self._membership.store_lost()
 
     async def _watch(self, loaded: asyncio.Event) -> None:
-        """Follow the channels until cancelled, and reconnect after Redis was away."""
+        """Follow the Pub/Sub channels until cancelled, and reconnect after a loss. loaded: set after the first load."""
         delay_s, lost_for = _RECONNECT_MIN_S, ""
         while not _cancellations():
             try:
@@ -341,7 +336,7 @@ class RedisStore:
             delay_s = min(2 * delay_s, _RECONNECT_MAX_S)
 
     async def _follow(self, channel: PubSub) -> None:
-        """Process events until Redis is lost or this task is cancelled. Raises RedisError or OSError."""
+        """Process Pub/Sub messages until cancelled. Raises RedisError or OSError when Redis is lost."""
         silent_since_s = time.monotonic()
         pings = 0
         while not _cancellations():
@@ -378,7 +373,6 @@ class RedisStore:
         await self._load_instances()
 
     async def _subscribe(self, channel: PubSub, name: str) -> None:
-        """Subscribe and wait for the confirmation. Raises RedisError if refused, OSError if unanswered."""
         await channel.subscribe(self._key(name))
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             while not _cancellations():
@@ -389,7 +383,7 @@ class RedisStore:
                     return
 
     def _take_in(self, event: bytes) -> None:
-        """Process an event. Invalid ones are ignored: they must not end the watch."""
+        """Process a Pub/Sub message. Invalid ones are logged and ignored."""
         kind, value = event[:1], event[1:]
         try:
             if kind == b"=":
@@ -433,7 +427,7 @@ class RedisStore:
             )
 
     def _status(self, message: cluster_pb2.InstanceStatus) -> InstanceStatus | None:
-        """Parse a status; None if unusable: of a newer version, with an unknown role or state, or corrupt."""
+        """Parse a status; None, with a log line, if it is corrupt or has a role or state unknown to this version."""
         known = self._membership.record_of(message.record.instance_id, message.record.incarnation)
         try:
             return status_from_proto(message, known)
@@ -491,16 +485,15 @@ class RedisStore:
 
 
 def _cancellations() -> int:
-    """Return the number of cancellations of this task. redis-py sends through asyncio.wait_for(), which up to Python
-    3.11 loses a cancellation that arrives together with its result (cpython issue 86296), so callers that must not miss
-    a cancellation check this number."""
+    """Return the number of cancellations requested of this task. Needed because redis-py's asyncio.wait_for() may, up
+    to Python 3.11, lose a cancellation that arrives together with its result (cpython issue 86296)."""
     task = asyncio.current_task()
     assert task is not None, "outside of a task"
     return task.cancelling()
 
 
 def _encode_claim(claim: RequestClaim) -> bytes:
-    """Encode a claim with the hint last: scripts compare the part before it."""
+    """Encode a claim, with the hint last: Lua scripts compare the part before it."""
     holder = f"{claim.router_incarnation}:{claim.session}:{claim.secret_hash}:{claim.router_id}"
     return f"{holder}\n{claim.hint.hex()}".encode()
 
@@ -517,7 +510,6 @@ def _milliseconds(duration_s: float) -> int:
 
 
 def _record_in(status: bytes) -> InstanceRecord | None:
-    """Parse the record in an encoded InstanceStatus; None if it is empty or unreadable."""
     try:
         return record_from_proto(cluster_pb2.InstanceStatus.FromString(status).record) if status else None
     except (DecodeError, KeyError, InvalidArgument):

@@ -1,1 +1,1 @@
-"""Conformance suites for engines and KV transports, including plug-ins."""
+"""Conformance suites for engines and KV transports, also for plug-ins."""

@@ -1,6 +1,6 @@
-"""Requirements on every engine. Subclass EngineConformance in a test module and provide the `harness` fixture. Checks
-an engine against kaveri/engine/contract.py: tokens, order of events, blocks, limits. Not verified: speed, the overlap
-of pushes and computation, and peers that die or break the protocol, which the suite for transports covers."""
+"""Conformance tests for every engine. Subclass EngineConformance in a test module and provide a `harness` fixture.
+Checks an engine against kaveri/engine/contract.py: tokens, order of events, KV blocks, limits. Not verified: speed,
+overlap of KV pushes with computation, and peers that die or break the protocol (see the transport suite)."""
 
 import random
 import threading
@@ -44,24 +44,24 @@ MAX_MODEL_LEN = 128
 CHUNK_TOKENS = 16
 _ABUNDANT_BLOCKS = 400
 _EOS_PROMPTS = 300
-"""Prompts tried until an answer contains an end-of-sequence id."""
+"""Max prompts tried to find an answer with an end-of-sequence id."""
 
 
 class EngineHarness(Protocol):
-    """Creates the engines under test. They must exchange KV, and one block must hold at most 32 tokens. Their model
-    must have an end-of-sequence id, and sample it in some answers."""
+    """Factory of the engines under test. Engines must be able to exchange KV, with at most 32 tokens per block; the
+    model must have an end-of-sequence id and sample it in some answers."""
 
     def prefill_engine(self, *, max_model_len: int, total_blocks: int, chunk_tokens: int) -> PrefillEngine:
-        """Create an engine, not started."""
+        """Create a prefill engine, not started."""
 
     def decode_engine(
         self, *, max_model_len: int, total_blocks: int, chunk_tokens: int, max_batch: int
     ) -> "TwoSidedEngine":
-        """Create an engine, not started. It serves both phases only in the test of adopt()."""
+        """Create a decode engine, not started. One test uses it for prefill too (adopt())."""
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
-        """Return the tokens that follow this prompt, sampled greedily and past any end-of-sequence id, computed
-        independently of the engine. At most MAX_MODEL_LEN tokens in all."""
+        """Return the next `token_count` tokens after the prompt, sampled greedily and past end-of-sequence ids.
+        Computed without the engine under test. Prompt and answer have at most MAX_MODEL_LEN tokens."""
 
 
 @dataclass
@@ -72,13 +72,13 @@ class Pair:
     decoded: EngineRecorder
 
     def reserve(self, request: EngineRequest, expires_in_s: float = 60.0) -> Ticket:
-        """Reserve a ticket, waiting for room if necessary."""
+        """Reserve blocks for a KV push at the decode engine, waiting for room. Returns the ticket to push with."""
         return when_there_is_room(
             lambda: self.decode.reserve(request, expires_in_s, self.prefill.info.layout).result(SOON_S)
         )
 
     def hand_over(self, request: EngineRequest) -> None:
-        """Reserve room, then submit and push: a request that ends with its first token must have room to release."""
+        """Reserve blocks at the decode engine, then prefill the request and push its KV there."""
         ticket = self.reserve(request)
         when_there_is_room(lambda: self.prefill.prefill(request))
         self.prefill.push_to(request.key, ticket)
@@ -86,8 +86,8 @@ class Pair:
     def land_then_admit(
         self, requests: Sequence[EngineRequest], landed: Callable[[EngineRequest], object] = lambda request: None
     ) -> None:
-        """Hand over all requests before admitting the first one, so that together they fill the pool even if this
-        thread is slow. Not for a pair that admits by itself. landed: called with each landed request."""
+        """Push the KV of all requests before any starts to decode, so that together they fill the pool even if this
+        thread is slow. Needs a pair with admit=False. landed: called with each request whose KV has arrived."""
         for request in requests:
             self.hand_over(request)
             self.decoded.wait_for(Landed, request.key)
@@ -96,7 +96,7 @@ class Pair:
             self.decode.admit(request.key)
 
     def answer(self, request: EngineRequest) -> list[int]:
-        """Return all tokens sampled for the request on both sides, once it has ended."""
+        """Wait for the request's end. Returns all its tokens: the first is the prefill engine's."""
         first = self.prefilled.wait_for(FirstToken, request.key)
         if first.finish is not None:
             return [first.token_id]
@@ -105,7 +105,7 @@ class Pair:
 
 
 def when_there_is_room(call: Callable[[], ResultT]) -> ResultT:
-    """Repeat a call until it no longer raises NoCapacity, and return the result."""
+    """Repeat `call` until it no longer raises NoCapacity; return its result."""
     give_up_at_s = time.monotonic() + SOON_S
     while True:
         try:
@@ -125,7 +125,7 @@ def running_pair(
     max_batch: int = 8,
     admit: bool = True,
 ) -> Iterator[Pair]:
-    """Start a prefill and a decode engine, and close them at the end."""
+    """Start a prefill and a decode engine; close them at the end. admit: decode requests once their KV arrives."""
     with ExitStack() as stack:
         prefill = harness.prefill_engine(
             max_model_len=max_model_len, total_blocks=prefill_blocks, chunk_tokens=CHUNK_TOKENS
@@ -146,7 +146,7 @@ def running_pair(
 
 
 def longest_blocks(harness: EngineHarness) -> tuple[int, int]:
-    """Return the number of blocks that one longest request takes at the prefill and at the decode engine."""
+    """Return how many KV blocks a request of MAX_MODEL_LEN tokens takes at the prefill and the decode engine."""
     with running_pair(harness) as pair:
         prefill, decode = (engine.info.layout.block_count(MAX_MODEL_LEN) for engine in (pair.prefill, pair.decode))
     return prefill, decode
@@ -160,7 +160,7 @@ def _abort_when_finished(decode: DecodeEngine, event: EngineEvent) -> None:
 def make_request(
     engine: Engine, name: str, prompt_tokens: int, max_tokens: int, seed: int = 0, **params: object
 ) -> EngineRequest:
-    """Make a greedy request with a random prompt that depends on name and seed only."""
+    """Make a greedy request; its prompt is random, but fixed by `name` and `seed`. params: more sampling parameters."""
     rng = random.Random(f"{name}-{seed}")
     token_ids = tuple(rng.randrange(engine.info.vocab_size) for _ in range(prompt_tokens))
     wanted = ResolvedParams(
@@ -172,7 +172,8 @@ def make_request(
 def request_that_draws(
     harness: EngineHarness, engine: Engine, token_ids: frozenset[int]
 ) -> tuple[EngineRequest, list[int], int]:
-    """Return a request, its answer, and the index of the first of these tokens in it, neither first nor last."""
+    """Find a request whose answer contains one of `token_ids`. Returns the request, its answer, and the index of the
+    first such token in it, which is neither its first nor its last."""
     for number in range(_EOS_PROMPTS):
         request = make_request(engine, f"eos{number}", 5, 30)
         whole = harness.answer(request.token_ids, 30)
@@ -183,11 +184,11 @@ def request_that_draws(
 
 
 class TwoSidedEngine(PrefillEngine, DecodeEngine, Protocol):
-    """Engine that serves both phases."""
+    """Engine for both prefill and decode."""
 
 
 def adopting(engine: TwoSidedEngine) -> Callable[[EngineEvent], None]:
-    """Return a listener that adopts requests on the engine that has prefilled them."""
+    """Return an engine listener that makes the engine decode each request that it has prefilled itself (adopt())."""
 
     def adopt(event: EngineEvent) -> None:
         if isinstance(event, FirstToken) and event.finish is None:
@@ -198,8 +199,6 @@ def adopting(engine: TwoSidedEngine) -> Callable[[EngineEvent], None]:
 
 
 class EngineConformance:
-    """Conformance suite. Every test creates its engines from the `harness` fixture."""
-
     # Tokens.
 
     def test_answers_are_exact_for_prompts_off_the_block_and_chunk_size(self, harness: EngineHarness) -> None:

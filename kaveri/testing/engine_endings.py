@@ -1,6 +1,6 @@
-"""Requirements on every engine for min_tokens. Subclass EndingConformance together with EngineConformance. Tokens that
-would end an answer are not sampled before the answer has min_tokens tokens, counted over all instances. Not verified:
-the log-probabilities of such tokens, and stop texts, which the router handles."""
+"""Conformance tests of min_tokens for every engine. Subclass EndingConformance together with EngineConformance. Tokens
+that would end an answer are not sampled before it has min_tokens tokens, counted over all instances. Not verified: the
+log-probabilities of such tokens, and stop texts, which the router handles."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,8 +28,6 @@ def _answer(pair: Pair, request: EngineRequest) -> list[int]:
 
 
 class EndingConformance:
-    """Conformance suite. Every test creates its engines from the `harness` fixture."""
-
     @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
     @pytest.mark.parametrize("index", [0, 5])
     def test_stop_token_is_not_drawn_before_min_tokens(self, harness: EngineHarness, sampling: str, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Engine listeners for tests: record events, wait for them, and check the order that the contract promises."""
+"""Listeners for tests of engines: record events, wait for them, and check their order against the contract."""
 
 import contextlib
 import threading
@@ -22,17 +22,14 @@ from kaveri.engine.contract import (
 from kaveri.errors import EngineError
 
 SOON_S = 60.0
-"""Timeout for a busy machine; awaited events normally take a small part of it."""
+"""Timeout of waits, far above what a busy machine needs."""
 
 EventT = TypeVar("EventT")
 
 
 class EngineRecorder:
-    """Listener of one engine. Thread-safe. Violations are raised in the waiting calls.
-
-    admit_to: a decode engine whose landed requests are admitted at once.
-    on_event: called with every event, on the engine's thread, after it is recorded.
-    """
+    """Records one engine's events. Thread-safe. Waits raise AssertionError if the engine broke the contract. admit_to:
+    engine to admit requests at once their KV has arrived. on_event: called after each event, on the engine's thread."""
 
     def __init__(
         self, admit_to: DecodeEngine | None = None, on_event: Callable[[EngineEvent], None] | None = None
@@ -40,7 +37,7 @@ class EngineRecorder:
         self.events: list[EngineEvent] = []
         self.calls: list[tuple[EngineEvent, ...]] = []
         self.token_ids: dict[EngineKey, list[int]] = {}
-        """Tokens sampled for each request on this side."""
+        """Tokens that this engine sampled, by request."""
         self.finished: dict[EngineKey, FinishReason] = {}
         self.problems: list[str] = []
         self._first_index: dict[EngineKey, int] = {}
@@ -64,8 +61,8 @@ class EngineRecorder:
                 self.on_event(event)
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until the condition holds; it is checked after every call of the listener. Raises AssertionError after
-        SOON_S, or when the engine violated the contract."""
+        """Wait until the condition holds; it is checked after each call of the engine. what: for the error message.
+        Raises AssertionError after SOON_S seconds, or if the engine broke the contract."""
         give_up_at_s = time.monotonic() + SOON_S
         with self._changed:
             while not condition():
@@ -127,7 +124,7 @@ class EngineRecorder:
 
 
 class EventLog:
-    """Recorder of events of a replica store or of one side of KV transfers. Thread-safe."""
+    """Records the events of a replica store, or of a KV sender or receiver. Thread-safe."""
 
     def __init__(self) -> None:
         self.events: list[object] = []
@@ -142,7 +139,7 @@ class EventLog:
         return [event for event in tuple(self.events) if isinstance(event, kind) and is_wanted(event)]
 
     def wait_for(self, kind: type[EventT], is_wanted: Callable[[EventT], bool] = lambda _: True) -> EventT:
-        """Wait for the first of these events. Raises AssertionError after SOON_S."""
+        """Return the first event of this type that `is_wanted` accepts. Raises AssertionError after SOON_S seconds."""
         with self._changed:
             arrived = self._changed.wait_for(lambda: self.of(kind, is_wanted), SOON_S)
         assert arrived, f"no {kind.__name__} after {SOON_S} s; the last events: {self.events[-5:]}"
@@ -150,7 +147,7 @@ class EventLog:
 
 
 def wait_until_free(*engines: Engine) -> None:
-    """Wait until every block of these engines is free, then check their integrity."""
+    """Wait until all KV blocks of these engines are free, and check the engines' integrity."""
     give_up_at_s = time.monotonic() + SOON_S
     for engine in engines:
         while engine.stats().free_blocks < engine.info.total_blocks:

@@ -1,5 +1,6 @@
-"""Requirements on engines that release requests. Subclass ReleaseConformance with ReplicationConformance. The holder is
-a ReplicaStore; resuming from it proves that it has all KV. Not verified: how long a request is stopped."""
+"""Conformance tests for engines that release requests: stop decoding one, for another instance, once that instance's
+replica has all its KV. Subclass ReleaseConformance with ReplicationConformance. The replica is in a ReplicaStore;
+resuming from it proves that no KV is missing. Not verified: how long a request is stopped."""
 
 from typing import Any
 
@@ -28,7 +29,7 @@ from kaveri.testing.engine_replication import (
 )
 
 _TRIES = 5
-"""Attempts per test: a request may finish before it is released."""
+"""Repetitions of a test whose request may finish before it is released."""
 
 
 def _drawn(pair: Pair, key: EngineKey) -> list[int]:
@@ -37,7 +38,7 @@ def _drawn(pair: Pair, key: EngineKey) -> list[int]:
 
 
 def _release(pair: Pair, holder: ReplicaHoldingEngine, request: EngineRequest) -> list[int]:
-    """Release the request, and return its sampled tokens. Asserts that the holder lacks none of their KV."""
+    """Release the request to the replica's holder; assert that no KV is missing there. Returns its tokens so far."""
     pair.decode.release(request.key, SOON_S)
     let_go = pair.decoded.wait_for(LetGo, request.key)
     drawn = _drawn(pair, request.key)
@@ -49,8 +50,6 @@ def _release(pair: Pair, holder: ReplicaHoldingEngine, request: EngineRequest) -
 
 
 def _wait_until_released(pair: Pair, key: EngineKey) -> None:
-    """Wait until the request is released, continues for certain, or has ended."""
-
     def is_decided() -> bool:
         told = (*pair.decoded.of(LetGo, key), *pair.decoded.of(ReleaseFailed, key))
         return key in pair.decoded.finished or bool(told)
@@ -59,8 +58,6 @@ def _wait_until_released(pair: Pair, key: EngineKey) -> None:
 
 
 class ReleaseConformance:
-    """Conformance suite. Every test creates its engines and holders from the `harness` fixture."""
-
     @pytest.mark.parametrize("moment", ["landed", "drawing", "drawing sampled"])
     def test_released_request_goes_on_at_its_holder_with_nothing_computed_again(
         self, harness: ReplicationHarness, moment: str

@@ -1,6 +1,6 @@
-"""Requirements on engines that copy KV to replicas. Subclass ReplicationConformance with ResumptionConformance. The
-holder is a ReplicaStore; resuming from it proves its content. Not verified: how fast a replica follows, and holders
-that break the protocol."""
+"""Conformance tests for engines that copy the KV of running requests to replicas. Subclass ReplicationConformance with
+ResumptionConformance. Replicas are in a ReplicaStore; resuming from them proves their content. Not verified: how fast a
+replica follows, and stores that break the protocol."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,10 +47,10 @@ _STORE_BLOCKS = 200
 
 
 class ReplicationHarness(EngineHarness, Protocol):
-    """Creates engines that replicate, and stores that they can replicate to."""
+    """Factory of engines that replicate, and of stores for their replicas."""
 
     def replica_store(self, layout: KvLayout, block_count: int) -> ReplicaStore:
-        """Create a store of this many blocks, not started."""
+        """Create a store of `block_count` KV blocks, not started."""
 
 
 class ReplicaHoldingEngine:
@@ -60,13 +60,12 @@ class ReplicaHoldingEngine:
         store.start(self.log)
 
     def replicate(self, engine: DecodeEngine, request: EngineRequest, token_count: int | None = None) -> None:
-        """Make the engine copy the request's KV to this holder, which at first reserves blocks for `token_count` tokens
-        (None: for all of them)."""
+        """Make `engine` copy the request's KV here. token_count: tokens to reserve for at first; None: the prompt's."""
         tokens = len(request.token_ids) if token_count is None else token_count
         engine.replicate(request.key, self.store.open(replica_key(request.key), engine.info.layout, tokens, 60.0))
 
     def begin(self, pair: Pair, request: EngineRequest, token_count: int | None = None) -> None:
-        """Bring the request to the decode engine, and begin its replica."""
+        """Prefill the request, wait until its KV is at the decode engine, and start its replication."""
         pair.hand_over(request)
         pair.decoded.wait_for(Landed, request.key)
         self.replicate(pair.decode, request, token_count)
@@ -78,7 +77,7 @@ class ReplicaHoldingEngine:
         return self.store.watermark(replica_key(key))
 
     def resume(self, pair: Pair, request: EngineRequest, drawn: list[int]) -> None:
-        """Resume a request on the pair's decode engine, from the KV held here and the tokens sampled so far."""
+        """Resume a request on the pair's decode engine from its replica. drawn: tokens sampled so far."""
         self.store.seal(replica_key(request.key))
         token_ids = request.token_ids + tuple(drawn)
         resumed = replace(request, token_ids=token_ids, generated_count=request.generated_count + len(drawn))
@@ -102,7 +101,7 @@ def replica_key(key: EngineKey) -> ReplicaKey:
 def open_holder(
     harness: ReplicationHarness, pair: Pair, block_count: int = _STORE_BLOCKS
 ) -> Iterator[ReplicaHoldingEngine]:
-    """Open a holder of replicas of this many blocks, and close it at the end."""
+    """Open a replica store of `block_count` KV blocks, and close it at the end."""
     holder = ReplicaHoldingEngine(harness.replica_store(pair.decode.info.layout, block_count))
     try:
         yield holder
@@ -111,7 +110,7 @@ def open_holder(
 
 
 def _require_watermarks_behind_tokens(recorder: EngineRecorder, request: EngineRequest) -> list[int]:
-    """Assert that each reported watermark rose and that its last token had been computed. Returns the watermarks."""
+    """Assert that the replica's reported token counts rise and stay behind computed tokens. Returns them."""
     computed, watermarks = len(request.token_ids), [0]
     for event in tuple(recorder.events):
         if isinstance(event, StepTokens):
@@ -131,8 +130,6 @@ def wait_until_grown(recorder: EngineRecorder, key: EngineKey, token_count: int)
 
 
 class ReplicationConformance:
-    """Conformance suite. Every test creates its engines and holders from the `harness` fixture."""
-
     @pytest.mark.parametrize("moment", ["landed", "drawing", "drawing sampled"])
     def test_request_goes_on_from_its_replica_when_its_owner_is_lost(
         self, harness: ReplicationHarness, moment: str

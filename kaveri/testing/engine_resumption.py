@@ -1,6 +1,6 @@
-"""Requirements on every engine that resumes requests. Subclass ResumptionConformance together with EngineConformance. A
-request is resumed from the KV of its first tokens, which the pair's prefill engine computes and pushes: for the
-resuming engine, like a push from a replica. Every answer is compared with an undisturbed run."""
+"""Conformance tests for engines that resume requests. Subclass ResumptionConformance together with EngineConformance. A
+request is resumed from the KV of its first tokens, which the pair's prefill engine computes and pushes in place of a
+replica. Each answer is compared with that of an uninterrupted run."""
 
 import math
 from dataclasses import replace
@@ -24,13 +24,13 @@ from kaveri.testing.engine_conformance import (
 from kaveri.testing.engine_recorder import SOON_S, wait_until_free
 
 _DRAWN = 17
-"""Number of tokens that the lost owner has sampled, in most tests."""
+"""Tokens sampled before the request is resumed, in most tests."""
 _LOGPROB_TOLERANCE = 1e-3
-"""Tolerance for KV computed in other chunks, which differs by rounding."""
+"""Allowed difference of log-probabilities: KV computed in other chunks differs by rounding."""
 
 
 def reserve_resumed(pair: Pair, request: EngineRequest, held_tokens: int, expires_in_s: float = 60.0) -> Ticket:
-    """Reserve a ticket for the KV of the request's first tokens, waiting for room if necessary."""
+    """Reserve blocks for the KV of the first `held_tokens` tokens of a resumed request, waiting for room."""
     layout = pair.prefill.info.layout
     return when_there_is_room(
         lambda: pair.decode.reserve(request, expires_in_s, layout, held_tokens=held_tokens).result(SOON_S)
@@ -38,7 +38,7 @@ def reserve_resumed(pair: Pair, request: EngineRequest, held_tokens: int, expire
 
 
 def push_held(pair: Pair, request: EngineRequest, ticket: Ticket) -> None:
-    """Make the prefill engine compute and push the ticket's tokens, and no later ones."""
+    """Make the prefill engine compute and push the KV of the ticket's tokens, which are the request's first ones."""
     params = replace(request.params, max_tokens=MAX_MODEL_LEN, ignore_eos=True, stop_token_ids=(), logprobs=None)
     held = EngineRequest(request.key, request.token_ids[: ticket.token_count], 0, params)
     when_there_is_room(lambda: pair.prefill.prefill(held))
@@ -46,18 +46,17 @@ def push_held(pair: Pair, request: EngineRequest, ticket: Ticket) -> None:
 
 
 def resume(pair: Pair, request: EngineRequest, held_tokens: int) -> None:
-    """Reserve room, and push the KV of the first tokens."""
+    """Resume the request on the decode engine: reserve, and push the KV of its first `held_tokens` tokens."""
     push_held(pair, request, reserve_resumed(pair, request, held_tokens))
 
 
 def drawn_so_far(request: EngineRequest, answer: list[int], generated_count: int, name: str) -> EngineRequest:
-    """Return the request after this many tokens of its answer, under another key."""
+    """Return the request as it is after `generated_count` tokens of its answer, with `name` as its id."""
     token_ids = request.token_ids + tuple(answer[:generated_count])
     return replace(request, key=EngineKey(name, 2), token_ids=token_ids, generated_count=generated_count)
 
 
 def _logprobs(pair: Pair, key: EngineKey) -> list[Logprobs | None]:
-    """Return the log-probabilities of all sampled tokens of the request, on both sides, in order."""
     first = [event.logprobs for event in pair.prefilled.of(FirstToken, key)]
     steps = [step for event in pair.decoded.of(StepTokens) for step in event.steps if step.key == key]
     return first + [step.logprobs for step in steps]
@@ -72,8 +71,6 @@ def _is_close(ours: Logprobs | None, theirs: Logprobs | None) -> bool:
 
 
 class ResumptionConformance:
-    """Conformance suite. Every test creates its engines from the `harness` fixture."""
-
     @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
     def test_resumed_request_draws_what_an_undisturbed_one_draws(self, harness: EngineHarness, sampling: str) -> None:
         sampled = {"temperature": 1.0, "top_p": 0.95} if sampling == "sampled" else {}

@@ -1,6 +1,6 @@
-"""Requirements on every KV transport, as tests over a real sender and a real receiver.
+"""Conformance tests for every KV transport, with a real sender and a real receiver.
 
-The author of a transport subclasses TransportConformance in a test module and names it::
+Subclass TransportConformance in a test module, and name the transport::
 
     class TestMyLink(TransportConformance):
         factory = "my_package.link:MyTransport"     # called without arguments
@@ -8,9 +8,9 @@ The author of a transport subclasses TransportConformance in a test module and n
         def address(self, directory: Path) -> str:   # where a receiver may listen
             return str(directory / "kv.sock")
 
-Randomised runs (transport_runs.py) print their seeds. A test makes runs for RUN_SECONDS; KAVERI_KV_RUNS=500 makes that
-many instead, without a time limit. KAVERI_KV_SEED is the first seed. Not verified: speed, behaviour over a network that
-loses or delays, and memory that is not the host's.
+A test makes randomised runs (transport_runs.py) for RUN_SECONDS, and prints their seeds; KAVERI_KV_RUNS=500 sets their
+number, KAVERI_KV_SEED the first seed. Not verified: speed, networks that lose or delay, and memory that is not the
+host's.
 """
 
 import gc
@@ -42,7 +42,7 @@ FIRST_SEED = int(os.environ.get("KAVERI_KV_SEED") or random.randrange(1_000_000_
 
 
 class TransportConformance(RefusalTests, DeathTests, MarkTests):
-    """Conformance suite for transports; see the module docstring. The tests in this class are about landed bytes."""
+    """Conformance tests for KV transports; see the module docstring. Those here check that KV lands in its blocks."""
 
     def test_blocks_land_where_the_ticket_says_and_nowhere_else(self, world: TransportWorld) -> None:
         world.allocator.allocate("hole", 1)

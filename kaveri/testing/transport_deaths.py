@@ -1,4 +1,4 @@
-"""Requirements on KV transports when one side ends or stops: part of the suite in transport_conformance.py."""
+"""Conformance tests of KV transports when a side ends or stops; included in transport_conformance.py."""
 
 import dataclasses
 import signal

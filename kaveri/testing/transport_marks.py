@@ -1,4 +1,5 @@
-"""Requirements on open transfers, over every KV transport: part of the suite in transport_conformance.py."""
+"""Conformance tests of open transfers: KV pushes that may grow, and whose sender marks how many blocks are complete.
+Included in transport_conformance.py."""
 
 import contextlib
 import signal
@@ -22,7 +23,7 @@ _SOURCE = [40, 3, 4, 5, 63, 0, 1, 22]
 
 
 class MarkTests(TransportSuite):
-    """Tests of transfers that are marked and extended, and kept up to their last mark."""
+    """Tests of open transfers: blocks up to the last mark are kept however the transfer ends."""
 
     def test_a_mark_is_verified_and_reported_to_both_sides(self, world: TransportWorld) -> None:
         ticket = world.grant(3, source_blocks=_SOURCE[:3])
@@ -196,7 +197,6 @@ class MarkTests(TransportSuite):
 
     @staticmethod
     def _push_marked(peer: PeerProcess, ticket: Ticket, source: list[int]) -> None:
-        """Push source blocks from another process, with a mark after every 8."""
         peer.start_sender(PEER_LAYOUT, PEER_BLOCKS, 0)
         peer.tell("open", ticket)
         for start in range(0, len(source), 8):
@@ -216,7 +216,7 @@ class MarkTests(TransportSuite):
 
 
 class _Lying:
-    """Transport whose links send a wrong block count at some marks."""
+    """Transport that sends a wrong number of complete blocks with some marks. told: right number to the one sent."""
 
     def __init__(self, inner: Any, told: dict[int, int]) -> None:
         self._inner = inner

@@ -1,10 +1,10 @@
-"""Runs one side of KV transfers, in this process or in its own process, which a test can kill, stop and wake.
+"""Runs one side of KV transfers, in this process or in another one, which a test can kill, stop and continue.
 
     python -m kaveri.testing.transport_peer FACTORY DESCRIPTOR
 
-runs a nursery, started by a PeerNursery: a process that has imported the transport, and forks a peer for each socket
-that arrives over DESCRIPTOR. FACTORY is "module:callable", which creates the Transport. Processes exchange pickled
-messages, one per packet; each ends when its socket does.
+runs a nursery for PeerNursery: a process that has imported the transport, and forks a peer process for each socket
+received over DESCRIPTOR. FACTORY, "module:callable", creates the Transport. Processes exchange pickled messages, one
+per packet; each ends when its socket does.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from kaveri.kv.transports.socket import SocketTransport
 from kaveri.telemetry.logs import configure_logs
 
 WAIT_S = 60.0
-"""Deadline of every wait, far above what a loaded machine needs."""
+"""Timeout of each wait in seconds, far above what a busy machine needs."""
 _PACKET_BYTES = 1 << 18
 
 Event = PushAccepted | PushFailed | TransferLanded | TransferReleased
@@ -51,14 +51,13 @@ def fill_pool(pool: KvPool, seed: int) -> None:
 
 
 def load_transport(factory: str) -> Transport:
-    """Create the transport that "module:callable" returns."""
+    """Create a transport by calling "module:callable"."""
     module, _, name = factory.partition(":")
     return cast(Transport, getattr(importlib.import_module(module), name)())
 
 
 def load_patient_transport(factory: str) -> Transport:
-    """Create the transport that "module:callable" returns, with a connect timeout that a busy machine does not exceed,
-    so that a push that fails has another reason."""
+    """Create a transport by calling "module:callable", with a connect timeout too long for a busy machine to reach."""
     transport = load_transport(factory)
     connecting = transport.inner if isinstance(transport, EmulatedTransport) else transport
     if isinstance(connecting, SocketTransport):
@@ -74,8 +73,8 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 class Recorder:
-    """Recorder of the ends of one side's transfers and the steps of open ones; `doubled` holds events after an end.
-    on_event: called with each end."""
+    """Records the end of each transfer of a sender or receiver, and the steps (extensions, marks) of open ones.
+    doubled: events that came after a transfer's end. on_event: called with each end."""
 
     def __init__(self, on_event: Callable[[Event], None] = lambda _: None) -> None:
         self._changed = threading.Condition()
@@ -113,7 +112,7 @@ class Recorder:
 
 
 class Side:
-    """Sender or receiver in this process."""
+    """KV sender or receiver in this process."""
 
     def __init__(self, factory: str, on_event: Callable[[Event], None] = lambda _: None) -> None:
         self._factory = factory
@@ -123,7 +122,7 @@ class Side:
         self.recorder = Recorder(on_event)
 
     def start_sender(self, layout: KvLayout, block_count: int, seed: int) -> KvPool:
-        """Start a sender. Returns its pool, filled by fill_pool()."""
+        """Start a KV sender. Returns its pool, which fill_pool() has filled."""
         self._begin()
         pool = KvPool(layout, block_count)
         fill_pool(pool, seed)
@@ -133,7 +132,7 @@ class Side:
     def start_receiver(
         self, layout: KvLayout, block_count: int, address: str, epoch: int, credit_bytes: int
     ) -> tuple[KvPool, tuple[KvEndpoint, ...]]:
-        """Start a receiver. Returns its pool and addresses."""
+        """Start a KV receiver. Returns its pool and its addresses."""
         self._begin()
         pool, transport = KvPool(layout, block_count), load_transport(self._factory)
         self._side = KvReceiver(
@@ -148,7 +147,7 @@ class Side:
         return pool, self._side.endpoints
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the KvSender or KvReceiver; "grant_open" is grant() of an open transfer."""
+        """Call a method of the KvSender or KvReceiver; "grant_open": grant() with is_open=True."""
         if method == "grant_open":
             assert isinstance(self._side, KvReceiver)
             return self._side.grant(*arguments, is_open=True)
@@ -161,7 +160,7 @@ class Side:
         return self.recorder.wait(ticket)
 
     def end(self) -> list[str]:
-        """Close the sender or receiver. Returns leftovers."""
+        """Close the sender or receiver. Returns the names of threads and descriptors that are left."""
         if self._side is not None:
             self._side.close()
             self._side = None
@@ -175,8 +174,7 @@ class Side:
 
 
 class PeerProcess:
-    """Sender or receiver in its own process. Use as a context manager, or close() it: the process is killed at the
-    end."""
+    """KV sender or receiver in another process, with the methods of Side. Context manager that kills the process."""
 
     def __init__(self, channel: socket.socket, pid: int) -> None:
         self._channel = channel
@@ -207,8 +205,8 @@ class PeerProcess:
         credit_bytes: int,
         on_event: Callable[[Event], None] = lambda _: None,
     ) -> tuple[KvPool, tuple[KvEndpoint, ...]]:
-        """Start a receiver. Returns the other process's pool, mapped, and its addresses. on_event: called within ask()
-        and wait()."""
+        """Start a KV receiver. Returns its pool, as memory shared with the process, and its addresses. on_event: called
+        with each end of a transfer, during ask() and wait()."""
         self.recorder = Recorder(on_event)
         self._send("start_receiver", layout, block_count, address, epoch, credit_bytes)
         endpoints, (descriptor,) = self._answer()
@@ -222,7 +220,7 @@ class PeerProcess:
         return self._answer()[0]
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Call a method without waiting for a result."""
+        """Call a method without waiting for its result."""
         self._send(method, *arguments, is_asked=False)
 
     def wait(self, ticket: Ticket) -> Event:
@@ -231,11 +229,11 @@ class PeerProcess:
         return self.recorder.events[ticket.transfer_id]
 
     def end(self) -> list[str]:
-        """Close the sender or receiver; another one may be started then. Returns leftovers."""
+        """Close the sender or receiver; another may be started then. Returns threads and descriptors that are left."""
         return cast(list[str], self.ask("end"))
 
     def signal(self, number: signal.Signals) -> None:
-        """Send SIGKILL, SIGSTOP or SIGCONT. Returns once all threads have ended or stopped."""
+        """Send SIGKILL, SIGSTOP or SIGCONT, and wait until all threads have ended or stopped."""
         signal.pidfd_send_signal(self._process, number)
         if number == signal.SIGKILL:
             # Readable once the last of its threads has ended. Its socket ends earlier, when others may still be open.
@@ -277,13 +275,12 @@ class PeerProcess:
             _send(self._channel, (method, arguments, is_asked))
 
     def _answer(self) -> tuple[Any, list[int]]:
-        """Return the next response, and the descriptors that came with it."""
         while (heard := self._hear()) is None:
             pass
         return heard
 
     def _hear(self) -> tuple[Any, list[int]] | None:
-        """Receive one message. Handles an event, or returns a response."""
+        """Receive one message: pass an event to the recorder, or return a response and its descriptors."""
         (kind, content), descriptors = _receive(self._channel)
         assert kind != "error", f"the peer process: {content}"
         if kind == "answer":
@@ -293,7 +290,7 @@ class PeerProcess:
 
 
 class PeerNursery:
-    """Starts peer processes of one transport in milliseconds each. Use as a context manager."""
+    """Starts peer processes in milliseconds by forking a process that has loaded the transport. Context manager."""
 
     def __init__(self, factory: str) -> None:
         self._channel, theirs = _channels()
@@ -311,7 +308,7 @@ class PeerNursery:
         self._process.wait()
 
     def start(self) -> PeerProcess:
-        """Start another process; the caller closes it."""
+        """Start another peer process; the caller closes it."""
         ours, theirs = _channels()
         with theirs:
             _send(self._channel, (), [theirs.fileno()])
@@ -319,7 +316,7 @@ class PeerNursery:
 
 
 def open_descriptors() -> set[tuple[str, str]]:
-    """Return every descriptor of this process with its target, so that a reused number counts as new."""
+    """Return (number, target) of each open descriptor of this process, memory of KV pools excepted."""
     descriptors = set()
     for number in os.listdir("/proc/self/fd"):
         # The descriptor of the listing itself is closed by now.
@@ -350,7 +347,6 @@ def _receive(channel: socket.socket) -> tuple[Any, list[int]]:
 
 
 def _nurse(factory: str, channel: socket.socket) -> None:
-    """Run a nursery: fork a peer for each received socket, until the nursery's own socket ends."""
     # Peers are not waited for: their sockets close when they end.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     load_transport(factory)
@@ -365,7 +361,6 @@ def _nurse(factory: str, channel: socket.socket) -> None:
 
 
 def _serve(factory: str, channel: socket.socket) -> None:
-    """Run a peer: carry out commands until its socket closes."""
     try:
         side = Side(factory)
         while True:

@@ -1,4 +1,4 @@
-"""Transfers that every KV transport must refuse or abandon: part of the suite in transport_conformance.py."""
+"""Conformance tests of transfers that a KV transport must refuse or abandon; included in transport_conformance.py."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from kaveri.testing.transport_world import SMALL_LAYOUT, TransportSuite, Transpo
 
 
 class RefusalTests(TransportSuite):
-    """Tests of transfers that are refused, or ended by one side."""
+    """Tests of transfers that the receiver refuses, or that one side ends."""
 
     # What is refused
 

@@ -1,11 +1,10 @@
-"""Randomised run of a transport: random layouts, blocks and pieces, transfers that end in random ways, and a process on
-the other side that is killed or stopped at a random moment. The same seed draws the same run; its timing depends on the
-kernel and the threads.
+"""Randomised run of a KV transport: random layouts and blocks, transfers that end in random ways, and another process
+that is killed or stopped at a random moment. A seed always draws the same run; timing depends on the kernel.
 
-Asserted of each run: landed blocks hold what was sent, from the moment of their event on; marked blocks do when their
-transfer ends, in whatever way; released blocks are never written to; all others never change; a released source block
-is never read; every transfer has one end on each live side; and no block, thread or descriptor is left.
-"""
+Asserts for each run: blocks of a landed transfer hold what was sent once its event arrives; marked blocks of an open
+transfer do when it ends in any way; released blocks are never written to; other blocks never change; source blocks
+released by the sender are never read; each transfer ends once on each live side; no block, thread or descriptor is
+left."""
 
 import contextlib
 import random
@@ -38,11 +37,11 @@ from kaveri.testing.transport_peer import (
 )
 
 FREED = 0xEE
-"""Content of released target blocks. Nothing else may be written to them."""
+"""Byte that fills released target blocks, to detect later writes."""
 _READ_MARK = 0xDD
-"""Content of released source blocks, which must not arrive anywhere."""
+"""Byte that fills released source blocks, to detect that they are still read."""
 _POOL_BYTES = 4 << 20
-"""Size limit of one pool; every link moves it in milliseconds."""
+"""Max size of a KV pool; every transport moves it in milliseconds."""
 _DELAY_S = 0.004
 """Max pause between two steps, and before a signal: about the duration of such a transfer."""
 
@@ -54,14 +53,14 @@ _FAULTS = ("kill", "kill", "stop", "stop and kill", "none")
 
 
 class FlippedByte:
-    """Digest of wrong bytes: to the receiver, a byte flipped in transit after the first right_bytes."""
+    """Digest that is wrong as if a byte after the first `right_bytes` had been corrupted in transit."""
 
     def __init__(self, right_bytes: int = 0) -> None:
         self._right_bytes = right_bytes
         self._digest: Digest = xxh3()
 
     def update(self, data: memoryview, /) -> None:
-        """Add bytes, flipping the last one once right_bytes were added."""
+        """Add data to the digest; its last byte is flipped if it reaches beyond `right_bytes`."""
         seen = bytearray(data)
         if len(seen) > self._right_bytes:
             seen[-1] ^= 1
@@ -77,7 +76,7 @@ class _Transfer:
     ending: str
     source: list[int]
     pieces: list[tuple[int, int, int]]
-    """Layer, first and end index of each write, in order."""
+    """(layer, first index, end index) of each write, in order; indices into `source`."""
     expires_in_s: float
     is_open: bool
     ticket: Ticket | None = None
@@ -86,24 +85,24 @@ class _Transfer:
 
 @dataclass
 class _RunAccount:
-    """Expected content of the receiver's pool. The listener of transfer ends uses it, under the lock."""
+    """Expected content of the receiver's pool. Used by the main thread and the listener of transfers, under `lock`."""
 
     memory: npt.NDArray[np.uint8]
     reference: npt.NDArray[np.uint8]
-    """Content of the sender's pool after it was filled."""
+    """Content of the sender's pool before any block was released."""
     allocator: BlockAllocator
     expected: npt.NDArray[np.uint8] = field(init=False)
     transfers: dict[bytes, _Transfer] = field(default_factory=dict)
     landed: set[bytes] = field(default_factory=set)
     wrong: list[str] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Reentrant: events of another process are handled while it is asked for a ticket."""
+    """Reentrant: waiting for a ticket handles other events of the peer process."""
 
     def __post_init__(self) -> None:
         self.expected = self.memory.copy()
 
     def settle(self, event: Event, marked_count: int) -> None:
-        """Account for a landed or released transfer. marked_count: blocks marked before."""
+        """Check and record the end of a transfer. marked_count: blocks that the sender had marked as complete."""
         with self.lock:
             transfer = self.transfers[event.transfer_id]
             assert transfer.ticket is not None
@@ -121,7 +120,6 @@ class _RunAccount:
                 self.allocator.release(event.transfer_id)
 
     def check(self) -> None:
-        """Compare all blocks except those that a sender may still write to."""
         with self.lock:
             is_settled = np.ones(self.allocator.total, bool)
             for owner in self.allocator.owners():
@@ -134,7 +132,7 @@ class _RunAccount:
 
 
 class RandomRun:
-    """Randomised run; see the module docstring. Call carry_out() once."""
+    """Randomised run of a transport; see the module docstring. Call carry_out() once."""
 
     def __init__(self, factory: str, address: str, nursery: PeerNursery, seed: int) -> None:
         self._factory, self._address, self._nursery, self._seed = factory, address, nursery, seed
@@ -262,7 +260,7 @@ class RandomRun:
                 self._source.memory[:, transfer.source] = _READ_MARK
 
     def _bring_on(self, peer: PeerProcess | None) -> None:
-        """Make all steps of all transfers in random order, with the fault somewhere between."""
+        """Execute the steps of all transfers in random order, with the fault (kill or stop) at a random step."""
         chance = self._chance
         if self._where == "receiver elsewhere":
             for transfer in self._transfers:
@@ -291,7 +289,6 @@ class RandomRun:
             peer.signal(signal.SIGKILL if self._fault == "kill" else signal.SIGSTOP)
 
     def _grant(self, transfer: _Transfer) -> None:
-        """Grant a ticket; leave the transfer without one when the receiver has no room."""
         owner = object()
         with contextlib.suppress(NoCapacity), self._account.lock:
             blocks = self._account.allocator.allocate(owner, len(transfer.source))
@@ -376,7 +373,7 @@ class RandomRun:
             assert not isinstance(pushed, PushAccepted), outcome
 
     def _start_again(self, stack: contextlib.ExitStack, is_killed: bool) -> None:
-        """Check that a receiver of the next epoch at the same address accepts transfers of the same sender."""
+        """Assert that a restarted receiver (next epoch, same address) accepts transfers of the running sender."""
         address, epoch = self._endpoints[0].address, (self._epoch + 1) % (1 << 64)
         again = stack.enter_context(self._nursery.start())
         if not is_killed:

@@ -1,4 +1,4 @@
-"""Sender and receiver over one transport, and the fixtures of the suite in transport_conformance.py."""
+"""KV sender and receiver over one transport, and the fixtures of transport_conformance.py."""
 
 import threading
 import time
@@ -28,9 +28,9 @@ from kaveri.testing.transport_peer import (
 from kaveri.testing.transport_runs import FREED
 
 SMALL_LAYOUT = KvLayout("conformance", 3, block_tokens=4, kv_head_count=2, head_dim=5, dtype="float32")
-"""Layout with 320-byte blocks: odd sizes find more than round ones."""
+"""KV layout with 320-byte blocks: odd sizes find more bugs than round ones."""
 PEER_LAYOUT = KvLayout("conformance", 4, block_tokens=16, kv_head_count=4, head_dim=32, dtype="float32")
-"""Layout with 16 KiB blocks."""
+"""KV layout with 16 KiB blocks."""
 PEER_BLOCKS = 512
 _END_WITHIN_S = 20.0
 
@@ -38,20 +38,19 @@ _END_WITHIN_S = 20.0
 @dataclass
 class GrantedTransfer:
     ticket: Ticket
-    """With the blocks of extensions."""
+    """Ticket, with the blocks added by extend()."""
     source: list[int]
     """Source blocks of an open transfer, in order."""
     kept_count: int = 0
-    """Number of blocks of a released open transfer that were marked and correct."""
+    """Number of blocks that were marked, and correct, when an open transfer was released."""
 
 
 class TransportWorld:
-    """Sender and receiver over one transport, and the expected content of the receiver's blocks.
+    """KV sender and receiver over one transport, with the expected content of the receiver's pool.
 
-    The receiver's pool must equal `expected` whenever idle: granted blocks change only by a landing, blocks of released
-    transfers are filled with FREED at once and stay so, and all others never change. When an open transfer is released,
-    its marked blocks are compared with their source.
-    """
+    While no transfer runs, the pool must equal `expected`: granted blocks change only when a transfer lands, blocks of
+    released transfers are filled with FREED, and other blocks never change. When an open transfer is released, its
+    marked blocks are compared with their source."""
 
     def __init__(self, factory: str, address: str, layout: KvLayout, block_count: int) -> None:
         self.factory, self.address = factory, address
@@ -66,16 +65,16 @@ class TransportWorld:
 
     @property
     def source(self) -> KvPool:
-        """Pool of the senders."""
+        """KV pool that all senders read from."""
         return self._pools[0]
 
     @property
     def target(self) -> KvPool:
-        """Pool of the receiver."""
+        """KV pool that the receiver writes to."""
         return self._pools[1]
 
     def start_receiver(self, epoch: int = 1) -> KvReceiver:
-        """Start a receiver at the world's address."""
+        """Start a receiver with this epoch; it becomes self.receiver."""
         transport = load_transport(self.factory)
         listen = [KvEndpoint(transport.name, self.address)]
         self.receiver = KvReceiver(
@@ -84,13 +83,12 @@ class TransportWorld:
         return self.receiver
 
     def start_sender(self, digest: DigestFactory = xxh3, idle_s: float = 60.0) -> KvSender:
-        """Start another sender; the caller closes it, unless it becomes self.sender."""
+        """Start another sender; the caller must close it. idle_s: lifetime of an unused connection, in seconds."""
         transports = [load_transport(self.factory)]
         return KvSender(self.source, self.pushed, transports=transports, digest=digest, idle_s=idle_s)
 
     def grant(self, block_count: int, expires_in_s: float = 60.0, *, source_blocks: list[int] | None = None) -> Ticket:
-        """Allocate blocks and lease them to a transfer. source_blocks: makes it an open transfer, of these source
-        blocks in order."""
+        """Grant blocks to a new transfer. source_blocks: for an open one, which may grow; None: not open."""
         owner, is_open = object(), source_blocks is not None
         blocks = self.allocator.allocate(owner, block_count)
         tokens = (block_count if source_blocks is None else len(source_blocks)) * self.target.layout.block_tokens
@@ -106,7 +104,7 @@ class TransportWorld:
         assert self.receiver.extend(ticket.transfer_id, blocks)
 
     def push(self, ticket: Ticket, source_blocks: list[int], sender: KvSender | None = None) -> None:
-        """Push all of a transfer, layer by layer."""
+        """Push all blocks of a transfer, layer by layer."""
         sender = sender or self.sender
         sender.open(ticket)
         for layer in range(self.source.layout.layer_count):
@@ -114,11 +112,11 @@ class TransportWorld:
         sender.finish(ticket.transfer_id, b"note")
 
     def expect(self, ticket: Ticket, source_blocks: list[int]) -> None:
-        """Expect these source blocks at the places of the ticket after the landing."""
+        """Expect the content of these source blocks in the ticket's blocks."""
         self.expected[:, ticket.block_ids] = self.source.memory[:, source_blocks]
 
     def require_landed(self, ticket: Ticket, source_blocks: list[int]) -> None:
-        """Wait for the landing and for its acceptance, and compare the whole pool."""
+        """Wait until receiver and sender report success, and compare the whole pool."""
         landed, accepted = self.landed.wait(ticket), self.pushed.wait(ticket)
         kv_bytes = self.source.memory[:, source_blocks].nbytes
         assert landed == TransferLanded(ticket.transfer_id, kv_bytes, b"note"), landed
@@ -127,13 +125,13 @@ class TransportWorld:
         self.check_target()
 
     def require_released(self, ticket: Ticket) -> str:
-        """Wait until the transfer's blocks are released; return the reason."""
+        """Wait until the receiver releases the transfer's blocks without a landing; return the reason."""
         event = self.landed.wait(ticket)
         assert isinstance(event, TransferReleased), event
         return event.reason
 
     def require_failed(self, ticket: Ticket) -> str:
-        """Wait until the sender releases the source blocks; return the reason."""
+        """Wait until the push fails at the sender; return the reason."""
         event = self.pushed.wait(ticket)
         assert isinstance(event, PushFailed), event
         return event.reason
@@ -148,14 +146,14 @@ class TransportWorld:
         assert not len(wrong), f"wrong bytes in (layer, block) {wrong[:10].tolist()}"
 
     def check_integrity(self) -> None:
-        """Assert that no event came twice, no block leaked, and none was written to after its release."""
+        """Assert that no event came after a transfer's end, no block leaked, and none was written after its release."""
         assert not self.pushed.doubled
         assert not self.landed.doubled
         self.allocator.check_integrity(set(self.transfers))
         self.check_target()
 
     def close(self) -> None:
-        """Close both sides, and assert that all granted blocks are accounted for."""
+        """Close both sides, and assert that every granted block was released."""
         self.sender.close()
         self.receiver.close()
         for event in self.landed.events.values():
@@ -176,7 +174,7 @@ class TransportWorld:
 
 
 class TransportSuite:
-    """Fixtures and helpers of the suite in transport_conformance.py."""
+    """Fixtures and helpers of the tests in transport_conformance.py. factory: "module:callable" of the transport."""
 
     factory: ClassVar[str]
 
@@ -205,7 +203,7 @@ class TransportSuite:
 
     @contextmanager
     def open_world(self, folder: Path, layout: KvLayout, block_count: int) -> Iterator[TransportWorld]:
-        """Open a world with pools of this many blocks, check its integrity at the end, and close it."""
+        """Open a TransportWorld with pools of `block_count` blocks; check its integrity at the end, and close it."""
         world = TransportWorld(self.factory, self.address(folder), layout, block_count)
         try:
             yield world
@@ -220,12 +218,12 @@ class TransportSuite:
 
     @pytest.fixture
     def large_world(self, tmp_path: Path, nothing_left: None) -> Iterator[TransportWorld]:
-        """World whose source pool equals that of a sender in another process."""
+        """TransportWorld with the layout and source content of a sender in another process."""
         with self.open_world(tmp_path, PEER_LAYOUT, PEER_BLOCKS) as world:
             yield world
 
     @staticmethod
     def _arrived(world: TransportWorld, ticket: Ticket, layer: int, source: list[int]) -> bool:
-        """Return True if the bytes of these first blocks of a layer are in the target pool."""
+        """Return True if the target pool has this layer of the ticket's first blocks. source: their source blocks."""
         blocks = list(ticket.block_ids[: len(source)])
         return bool((world.target.memory[layer, blocks] == world.source.memory[layer, source]).all())

@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizer, chat template, incremental detokenizer. Needs no torch."""
+"""Text to token ids and back: tokenizer, chat template, incremental detokenizer. Does not import torch."""

@@ -1,5 +1,5 @@
-"""One answer as it grows: its tokens, their text, and the output that its client has not taken yet. Output that the
-client has not taken is coalesced into its next response, so the backlog is bounded by the answer's own length."""
+"""One answer while it is generated: its tokens, their text, and the output not yet sent to the client. Unsent output is
+merged into the next response, so the backlog never exceeds the answer itself."""
 
 import asyncio
 from array import array
@@ -12,61 +12,55 @@ from kaveri.domain.sampling import FinishReason
 from kaveri.text.detokenizer import Detokenizer
 
 MAX_OUTPUT_BYTES = 2**18
-"""Max bytes of one response, by a conservative estimate. A reader processes that much in a few milliseconds, and it is
-far below the message limit, so an underestimate is harmless."""
+"""Max bytes of one response, by a conservative estimate: far below the limit on messages, and read in milliseconds."""
 _TOKEN_BYTES = 5
 _LOGPROB_BYTES = 24
 _CHARACTER_BYTES = 4
 SLICE_TOKENS = 512
-"""Batch size when detokenizing tokens that the client already has; with models whose tokens are not plain ten, a
-millisecond of the event loop each."""
+"""Tokens detokenized per turn of the event loop when an answer is resumed: ten milliseconds at most."""
 
 
 class AnswerPart(NamedTuple):
-    """A piece of an answer, small enough for one response."""
+    """Consecutive output of an answer for one response: tokens and text, or logprobs of the prompt."""
 
     first_index: int
-    """Index of the first token."""
+    """Index in the answer of the first of token_ids."""
     token_ids: list[int]
     text: str
     logprobs: Sequence[Any]
     first_position: int = 0
-    """Position of the first reported prompt token."""
+    """Index in the prompt of the first of prompt_token_ids."""
     prompt_token_ids: Sequence[int] = ()
     prompt_logprobs: Sequence[Any] = ()
-    """One entry per reported prompt token; None for position 0."""
+    """One entry for each of prompt_token_ids; None for index 0, which nothing precedes."""
     first_character: int = 0
     """Offset of `text` in the answer, in characters."""
     text_offsets: Sequence[int] = ()
-    """For each token with logprobs, the offset of its text (or of the character that it is part of) in the answer, in
-    characters."""
+    """For each entry of logprobs, the offset in the answer of its token's text (or of the character it is part of)."""
 
 
 @dataclass(eq=False, slots=True)
 class _PromptReport:
-    """Progress of a prompt's logprobs."""
-
     token_ids: Sequence[int]
     reported_count: int
-    """Prompt positions whose logprobs have arrived. Position 0 never has any."""
+    """Prompt positions whose logprobs were received. Position 0 has none and counts as received."""
     untaken: list[Any] = field(default_factory=list)
-    """Entries not taken yet. Position 0 is added with the next entries: alone it is no output."""
+    """Entries not sent yet. The one of position 0, None, is added with the next entry."""
 
 
 @dataclass(eq=False, slots=True)
 class _Place:
-    """Length of an answer's part, in tokens and in characters of its text."""
+    """Position in an answer, as its number of tokens and of characters before it."""
 
     tokens: int = 0
     characters: int = 0
 
 
 class Answer:
-    """The answer over all attempts. Tokens are appended in order, each once."""
+    """Tokens, text and unsent output of one answer, whichever instances generate it. Each token is appended once."""
 
     def __init__(self, detokenizer: Detokenizer, reported_prompt: Sequence[int] = ()) -> None:
-        """detokenizer: for the request's prompt and stop texts. reported_prompt: the prompt's tokens, if prompt
-        logprobs are requested."""
+        """reported_prompt: the prompt's token ids if its logprobs are requested, else empty."""
         self._prompt = _PromptReport(reported_prompt, min(1, len(reported_prompt)))
         # An array, because garbage collection visits each item of a list, for all answers in one turn of the event
         # loop.
@@ -75,20 +69,19 @@ class Answer:
         self.last_token_s = 0.0
         self._detokenizer = detokenizer
         self._taken = _Place()
-        """Part of the answer that was taken, by earlier sessions too."""
+        """End of the output returned by take(), or received by the client in an earlier session."""
         self._text: deque[tuple[int, str]] = deque()
-        """Text pieces, each with the number of tokens received when it was decided."""
+        """Text pieces, each with the number of tokens after which its text was certain."""
         self._logprobs: list[tuple[Any, int]] = []
-        """Logprobs of tokens not taken yet, each with the offset of its text."""
+        """Logprobs of tokens not taken yet, each with the offset of the token's text."""
         self._skipped_characters = 0
-        """Characters that the client has, and the tokens so far have not brought."""
+        """Characters that a resuming client already has and the tokens so far have not produced."""
         self.withholds_last = False
-        """True if take() holds the last token back until the end of the answer."""
+        """True: take() does not return the last token before the answer has ended."""
 
     async def go_on_after(self, token_ids: Sequence[int], characters: int, stop_token_ids: Collection[int]) -> int:
-        """Resume after the tokens and characters that the client received in earlier sessions; take() does not return
-        them again. Returns how many characters the client claims beyond the text of its tokens, which includes text
-        held back."""
+        """Resume an answer whose client has these tokens and this many characters; take() does not return them again.
+        Returns the number of those characters that the tokens' text, including text held back, lacks."""
         self._skipped_characters = self._taken.characters = characters
         for position, token_id in enumerate(token_ids):
             if position % SLICE_TOKENS == SLICE_TOKENS - 1:
@@ -104,18 +97,19 @@ class Answer:
 
     @property
     def stopped(self) -> bool:
-        """True once the text has reached a stop text. Nothing is appended afterwards."""
+        """True once the text has reached a stop text; append() then does nothing."""
         return self._detokenizer.stop_text is not None
 
     @property
     def stop_text(self) -> str | None:
-        """The stop text that the text has reached, if any."""
+        """Stop text that ended the answer; None if there is none."""
         return self._detokenizer.stop_text
 
     def append(
         self, token_ids: Sequence[int], logprobs: Sequence[Any], finish: FinishReason | None, now_s: float
     ) -> None:
-        """Append tokens, up to the one whose text completes a stop text. finish: set if they end the answer."""
+        """Append tokens, up to one that completes a stop text. logprobs: one per token, or empty. finish: why the
+        engine ends the answer with them; None: it goes on. now_s: monotonic clock."""
         if self._detokenizer.stop_text is not None:
             return
         if len(self._prompt.token_ids) == 1 and token_ids and not self.token_ids:
@@ -135,7 +129,7 @@ class Answer:
                     return
 
     def append_prompt(self, first: int, entries: Sequence[Any]) -> None:
-        """Append logprobs of the prompt's positions from `first` on; skips positions already received."""
+        """Append logprobs of prompt positions from `first` on; ignores positions already received."""
         prompt = self._prompt
         seen = prompt.reported_count - first
         if self.lacks_prompt and seen >= 0:
@@ -151,7 +145,7 @@ class Answer:
         return self._prompt.reported_count < len(self._prompt.token_ids)
 
     def flush(self) -> None:
-        """Release the text held back; no more tokens follow."""
+        """Release the text held back. Call after the last token."""
         self._add_text(self._detokenizer.flush())
 
     @property
@@ -162,7 +156,7 @@ class Answer:
         return self._taken.tokens < ready or has_text or bool(self._prompt.untaken)
 
     def take(self) -> AnswerPart:
-        """Take the pending output, or its first part if it exceeds one response."""
+        """Return the next output and mark it as taken; only as much as fits into one response."""
         if self._prompt.untaken:
             return self._take_prompt()
         first, first_character = self._taken.tokens, self._taken.characters
@@ -186,7 +180,6 @@ class Answer:
         return AnswerPart(first, token_ids, text, reports, first_character=first_character, text_offsets=text_offsets)
 
     def _take_prompt(self) -> AnswerPart:
-        """Take part of the prompt's logprobs. The first token comes after all of them."""
         prompt = self._prompt
         first = prompt.reported_count - len(prompt.untaken)
         room, count = MAX_OUTPUT_BYTES // 2, 0
@@ -201,7 +194,6 @@ class Answer:
         return AnswerPart(self._taken.tokens, [], "", (), first, token_ids, entries)
 
     def _take_text(self) -> str:
-        """Take the text of the taken tokens, as far as it fits into a response."""
         pieces: list[str] = []
         room = MAX_OUTPUT_BYTES // 2 // _CHARACTER_BYTES
         while room > 0 and self._text and self._text[0][0] <= self._taken.tokens:

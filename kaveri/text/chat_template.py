@@ -1,4 +1,4 @@
-"""Renders conversations with a model's chat template, and checks that the prompt contains the text of every message."""
+"""Renders conversations with a model's chat template, and checks that the prompt has the text of every message."""
 
 import json
 import re
@@ -20,14 +20,14 @@ _SAMPLE_RENDER_S = 2.0
 _SAMPLED_ROLES = (("user",), ("user", "assistant", "user"), ("system", "user"))
 _SAMPLE = "Kaveri sample"
 _SAMPLE_KEY = "kaveri_sample_key"
-"""Marker in each part of a sample. A template that writes it dumps the list of parts instead of iterating over it."""
+"""Extra key in each content part of a sample. If the prompt has it, the template printed the list of parts as it is."""
 _CLOSING_TAG = re.compile(r"</[^<>]*>|\[/[A-Z_]+\]|◁/think▷")
 _SWITCH = re.compile(r"/(?:no_?)?think\b")
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedTurn:
-    """A message as passed to the template."""
+    """Message of a conversation, as passed to the chat template."""
 
     role: str
     texts: Sequence[str]
@@ -35,7 +35,7 @@ class RenderedTurn:
 
 
 class MissingText(Exception):
-    """A message whose text is missing from the prompt."""
+    """The rendered prompt lacks the text of a message."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -44,11 +44,10 @@ class MissingText(Exception):
 
 
 class ChatTemplate:
-    """The chat template of one model. A rendered prompt must contain the text of every message; otherwise it is
-    rendered again with joined parts. The text of an assistant's message is what follows its last closing tag, because
-    templates leave out the reasoning of earlier turns. A text is present if it occurs stripped of surrounding white
-    space, as it is, escaped as JSON, or in pieces between the switches `/think` and `/no_think`, which some templates
-    remove. A text that also occurs elsewhere in the prompt counts as present."""
+    """Chat template of one model. A rendered prompt must contain the text of every message; if not, it is rendered
+    again with each message's parts joined. Of an assistant's message only the text after its last closing tag must be
+    there, because templates omit earlier reasoning. The text may lack outer white space and the switches `/think` and
+    `/no_think`, or be escaped as JSON. A text that occurs elsewhere in the prompt counts as present."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, content_format: ContentFormat = ContentFormat.AUTO) -> None:
         self._tokenizer = tokenizer
@@ -61,9 +60,9 @@ class ChatTemplate:
             self._formats.append(ContentFormat.STRING)
 
     def render(self, turns: Sequence[RenderedTurn], most_characters: int, deadline_s: float) -> str:
-        """Render the prompt, up to the start of the assistant's turn. Raises MissingText when the prompt lacks the text
-        of a message; InvalidArgument when the template refuses the conversation or fails, and when it writes more than
-        `most_characters` or for too long; DeadlineExceeded when time.monotonic() reaches `deadline_s`."""
+        """Render the prompt, up to the start of the assistant's turn. Raises MissingText; InvalidArgument when the
+        template rejects the conversation or fails, takes too long, or writes more than `most_characters`;
+        DeadlineExceeded when time.monotonic() reaches `deadline_s`."""
         lacking = None
         for content_format in self._formats:
             contents = [(turn.role, _contents(turn.texts, content_format)) for turn in turns]
@@ -76,7 +75,7 @@ class ChatTemplate:
         raise MissingText(lacking)
 
     def samples(self) -> list[str]:
-        """Render a sample turn of each usual role that the template accepts."""
+        """Render short sample conversations with the usual roles. Omits those that the template rejects."""
         found = (self._sample(roles, self.content_format) for roles in _SAMPLED_ROLES)
         return [sample for sample in found if sample is not None]
 
@@ -128,7 +127,7 @@ class ChatTemplate:
         )
 
     def _detect(self) -> ContentFormat:
-        """Return OPENAI if the template writes the text of parts, and not as a dump of the list; else STRING."""
+        """Detect the format: OPENAI if the template iterates over a message's parts, else STRING."""
         for roles in _SAMPLED_ROLES:
             for content_format in (ContentFormat.OPENAI, ContentFormat.STRING):
                 sample = self._sample(roles, content_format)
@@ -160,8 +159,8 @@ def _messages(contents: Sequence[tuple[str, Sequence[str]]], content_format: Con
 
 
 def first_missing(contents: Sequence[tuple[str, Sequence[str]]], prompt: str, deadline_s: float) -> int | None:
-    """Index of the first message with a text missing from the prompt; None if all are present. Linear in the prompt's
-    length if the template keeps the messages' order. System messages may move: their order is checked separately."""
+    """Return the index of the first message with a text missing from the prompt; None if there is none. contents:
+    (role, texts) per message. Linear in the prompt's length if it keeps their order; system messages may move."""
     ends = {False: 0, True: 0}
     for number, (role, texts) in enumerate(contents):
         if time.monotonic() > deadline_s:
@@ -178,7 +177,7 @@ def first_missing(contents: Sequence[tuple[str, Sequence[str]]], prompt: str, de
 
 
 def _end_of(text: str, prompt: str, start: int) -> int | None:
-    """End of `text` in the prompt, searched from `start` first; None if missing."""
+    """Return the end index of `text` in the prompt, searched from `start` and then from 0; None if missing."""
     end = _end_of_exactly(text, prompt, start)
     if end is None:
         end = _end_of_exactly(json.dumps(text, ensure_ascii=False)[1:-1], prompt, start)

@@ -1,10 +1,10 @@
-"""Formats in which chat templates receive the content of messages."""
+"""Formats in which a chat template receives a message's content."""
 
 import enum
 
 
 class ContentFormat(enum.StrEnum):
-    """Format of a message's content in a template; the names are vLLM's."""
+    """Format of a message's content in a chat template; names as in vLLM."""
 
     AUTO = "auto"
     """OPENAI if the template iterates over parts, else STRING."""

@@ -1,4 +1,4 @@
-"""Prevents text that looks like a control token from becoming one, so a message cannot start another role's turn."""
+"""Encodes control tokens in messages as plain text, so that a message cannot start another role's turn."""
 
 import json
 import re
@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from tokenizers import AddedToken, Tokenizer, normalizers
 
 _SLICE_CHARACTERS = 65_536
-"""Text is searched in slices: one search holds the GIL for a few milliseconds at most."""
+"""Characters searched at a time, since a search holds the GIL: a few milliseconds."""
 
 
 class ControlTokens:
-    """The control tokens of one model, and a tokenizer that encodes them as plain text where a caller marks them so.
-    Control tokens are the special tokens, and the added tokens that the chat template writes around turns."""
+    """Control tokens of one model: its special tokens, and the added tokens that its chat template writes around turns.
+    mark() breaks those in a message with a marker; `backend` removes the marker and encodes them as plain text."""
 
     def __init__(self, backend: Tokenizer, rendered: Sequence[str]) -> None:
-        """backend: not modified. rendered: conversations of harmless text, rendered by the chat template."""
+        """backend: tokenizer, not modified. rendered: sample conversations rendered by the chat template."""
         added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         control = {token.content for token in added.values() if token.special or _is_written(token.content, rendered)}
         self._pattern = re.compile(_alternatives(control)) if control else None
@@ -27,16 +27,16 @@ class ControlTokens:
         if any(token.normalized for token in added.values() if token.content in control):
             self._normalizer = backend.normalizer
         self.backend = _without_marker(backend, control, self._marker)
-        """Tokenizer that encodes as the original does, but removes markers after the search for control tokens."""
+        """Copy of the tokenizer that drops markers once it has searched for control tokens."""
 
     def mark_all(self, texts: Iterable[str]) -> tuple[list[str], bool]:
-        """Mark several texts; the flag is True if any of them contains control tokens."""
+        """Mark several texts. Returns them and True if any of them has control tokens."""
         marked = [self.mark(text) for text in texts]
         return [text for text, _ in marked], any(found for _, found in marked)
 
     def mark(self, text: str) -> tuple[str, bool]:
-        """Insert a marker into each control token of `text`. Returns the text and whether it has any; encode it with
-        `backend`."""
+        """Break each control token in `text` with a marker. Returns the text, to be encoded with `backend`, and True if
+        it has control tokens, also after normalization."""
         pieces: list[str] = []
         taken = 0
         for position in self._positions(text):
@@ -65,7 +65,7 @@ class ControlTokens:
 
 
 def _is_written(token: str, rendered: Iterable[str]) -> bool:
-    """Return True if the template writes an added token. Words and white space always count as text."""
+    """Return True if a rendered conversation contains the token; False for words and white space."""
     return not token.isspace() and not token.isalnum() and any(token in text for text in rendered)
 
 
@@ -82,8 +82,7 @@ def _without_marker(backend: Tokenizer, control: set[str], marker: str) -> Token
 
 
 def _alternatives(words: Iterable[str]) -> str:
-    """Return a regular expression that matches the words, or their shortest prefixes among the words, branching per
-    letter: as fast for thousands of words as for one."""
+    """Return a regular expression for any of the words, branching per letter to be fast for thousands of words."""
     branches: dict[str, set[str]] = {}
     for word in words:
         branches.setdefault(word[0], set()).add(word[1:])

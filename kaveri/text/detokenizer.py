@@ -1,4 +1,4 @@
-"""Converts one answer's token ids to text incrementally, and finds stop texts across token boundaries."""
+"""Converts an answer's token ids to text incrementally, and finds stop texts across token boundaries."""
 
 import copy
 import functools
@@ -9,17 +9,16 @@ from tokenizers import Tokenizer, decoders
 from kaveri.text.stop_matcher import StopMatcher
 
 _UNDECIDED_TOKENS = 8
-"""Max tokens that wait for the end of a character. A character has at most four bytes, so four tokens."""
+"""Max tokens that wait for the end of a character: more than its four bytes."""
 _CONTEXT_TOKENS = 4
-"""Context tokens kept when text is cut between undecodable bytes; for a prompt, this many or a few more."""
+"""Preceding tokens decoded with new ones; up to twice as many at the end of a prompt."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def plain_texts(backend: Tokenizer, skipped_ids: Collection[int]) -> Callable[[int], str | None]:
-    """Return a cached function: the text of a token of ASCII text, at least one character; None if it is not plain. A
-    byte-level tokenizer concatenates the bytes of such tokens unchanged. With other tokenizers no token is plain: some
-    drop a leading space, or join a token to the one before it. backend: shared with others. skipped_ids: the special
-    tokens, which have no text."""
+    """Return a cached function from a token id to its text if the token is plain, else None. Plain: non-empty ASCII
+    text that a byte-level tokenizer concatenates unchanged. Other tokenizers have none: they drop a leading space, or
+    join tokens. skipped_ids: special tokens, which have no text."""
     joins_bytes = isinstance(backend.decoder, decoders.ByteLevel)
 
     @functools.cache
@@ -33,16 +32,13 @@ def plain_texts(backend: Tokenizer, skipped_ids: Collection[int]) -> Callable[[i
 
 
 class Detokenizer:
-    """Text of one answer: what its tokens add to the text of the prompt.
+    """Incremental text of one answer: what its tokens add to the text of the prompt.
 
-    The pieces joined equal the tokenizer's decoding of prompt and answer minus that of the prompt, up to a stop text.
-    Two exceptions. The answer does not complete a character that the prompt leaves unfinished. And invalid UTF-8 can
-    change how a tokenizer decodes the characters before it, which may have been sent already: then the text continues
-    with the decoding of the new tokens alone.
+    The pieces joined equal decode(prompt + answer) minus decode(prompt), up to a stop text, with two exceptions: the
+    answer does not complete a character that the prompt leaves unfinished; and where invalid UTF-8 changes how earlier
+    characters decode, which may have been sent, the new tokens are decoded alone.
 
-    Text is held back while it is undecided: an unfinished UTF-8 sequence, or a possible beginning of a stop text. The
-    work per token is bounded.
-    """
+    Text is held back while it may change: an unfinished UTF-8 sequence, or a possible start of a stop text."""
 
     def __init__(
         self,
@@ -55,30 +51,30 @@ class Detokenizer:
         plain: Callable[[int], str | None] | None = None,
         known_characters: int = 0,
     ) -> None:
-        """backend: shared with others. stop: texts that end the answer; the text is cut before the first match.
-        min_tokens: a stop text completed within this many tokens is ignored, as in vLLM. skipped_ids: tokens without
-        text, such as all special tokens; one that is itself a stop text ends the answer. plain: plain_texts(), which
-        spares decoding most tokens. known_characters: length of the answer's prefix already
-        searched; stop texts that end in it are not found again."""
+        """backend: shared, not modified. stop: texts that end the answer, which is cut before the first match.
+        min_tokens: stop texts completed within this many tokens are ignored, as in vLLM. skipped_ids: tokens without
+        text, such as special tokens; one that equals a stop text ends the answer. plain: from plain_texts(), saves
+        decoding. known_characters: length of an already searched beginning of the answer; stop texts that end in it are
+        ignored."""
         self._backend = backend
         self._plain = plain
         self._matcher = StopMatcher(stop, known_characters) if stop else None
         self._ignoring = min_tokens + 1 if min_tokens else 0
-        """Tokens until one may complete a stop text, that one included."""
+        """Tokens up to and including the first that may complete a stop text."""
         self._skipped_ids = skipped_ids
         # Decoded together: [0, new) is sent, and is the context of the rest; [new, end) is unsent, at least in part.
         self._window: list[int] = []
         self._new = 0
         self._left = ""
-        """Text of the window that was sent, or belongs to the prompt."""
+        """Text of the window's tokens before _new: sent, or part of the prompt."""
         self.decided_characters = 0
-        """Number of decided characters, including those held back for a stop text."""
+        """Number of final characters, including those held back for a stop text."""
         self.stop_text: str | None = None
-        """The stop text found, if any; push() must not be called afterwards."""
+        """Stop text that ended the answer, if any; push() must not be called then."""
         self._begin_after(prompt_token_ids)
 
     def push(self, token_id: int) -> str:
-        """Append a token and return the newly decided text, often empty."""
+        """Append a token. Returns the text that is now final, often empty."""
         if self._ignoring:
             self._ignoring -= 1
         plain = self._plain(token_id) if self._plain is not None else None
@@ -99,7 +95,7 @@ class Detokenizer:
         return self._scan(piece) if piece else piece
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the answer."""
+        """Return the text held back. Call after the last token."""
         if self.stop_text is not None:
             return ""
         rest = ""
@@ -111,7 +107,7 @@ class Detokenizer:
 
     @property
     def undecided(self) -> str:
-        """The text that flush() would return now."""
+        """Text held back: what flush() would return now."""
         other = copy.copy(self)
         if self._matcher is not None:
             other._matcher = self._matcher.copy()
@@ -136,7 +132,7 @@ class Detokenizer:
                 return
 
     def _decided(self) -> str:
-        """Return the newly decided text of the window. Sent text becomes context; older context is dropped."""
+        """Return the text that is now final. Its tokens become the context of the next ones."""
         overdue = len(self._window) - self._new > _UNDECIDED_TOKENS
         text = self._decode(self._window)
         if not overdue and (text.endswith(_REPLACEMENT) or text == self._left):
@@ -159,8 +155,7 @@ class Detokenizer:
         return text[len(left) :]
 
     def _continued(self, text: str) -> str:
-        """Return `text`, the window's, if it still starts with the sent text. Otherwise the new tokens start a
-        window."""
+        """Return `text`, decoded from recent tokens, if it extends the text sent; else decode the new tokens alone."""
         if text.startswith(self._left):
             return text
         self._window, self._new, self._left = self._window[self._new :], 0, ""

@@ -1,4 +1,4 @@
-"""Reads a model's generation_config: the tokens that end an answer, and sampling defaults. Needs no torch."""
+"""Reads a model's generation_config.json: end-of-sequence ids and sampling defaults. Does not import torch."""
 
 import json
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from kaveri.telemetry.logs import get_logger
 
 FILE_NAME = "generation_config.json"
 AUTO, NONE = "auto", "none"
-"""Values of --generation-config other than a path."""
+"""Values of --generation-config that are not a path: the model's own file, no file."""
 _USED = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_new_tokens": "max_tokens"}
-"""Supported keys, with their names in SamplingParams. As vLLM's ModelConfig.get_diff_sampling_param."""
+"""Supported keys, to their names in SamplingParams. As vLLM's ModelConfig.get_diff_sampling_param."""
 _UNUSED: dict[str, tuple[Any, ...]] = {
     "min_p": (0.0,),
     "typical_p": (1.0,),
@@ -42,32 +42,31 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
     "min_new_tokens": (0,),
     "stop_strings": ([],),
 }
-"""Unsupported keys that change answers in transformers' generate or in vLLM, with their neutral values."""
+"""Unsupported keys that change answers in transformers' generate or in vLLM, with the values that have no effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundGenerationConfig:
-    """The values of one model, and the file that they come from."""
+    """Values of a model's generation_config, and the name of the file they were read from."""
 
     origin: str
     values: Mapping[str, Any]
-    """Values without nulls."""
+    """Without nulls."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Defaults for parameters that requests leave unset."""
+    """Sampling parameters of a model for requests that leave them unset."""
 
     params: SamplingParams = field(default_factory=SamplingParams)
-    """temperature, top_p, top_k and max_tokens, where the model sets them; all else is unset."""
+    """temperature, top_p, top_k and max_tokens where the model sets them; all others are unset."""
     most_tokens: int | None = None
-    """Upper limit of every answer, overriding its request. None: the model's length alone."""
+    """Max tokens of every answer, whatever the request states. None: no such limit."""
 
 
 def read_generation_config(source: str | Path, config: Any = None) -> FoundGenerationConfig:
-    """Read the generation_config of a model's folder or hub id. Without the file: transformers' defaults for the
-    model's configuration. config: the model's, as AutoConfig reads it; None: read on demand. Raises ConfigError, naming
-    --model."""
+    """Read the generation_config of a model's folder or hub id; without that file, transformers' defaults for its
+    config.json. config: if already loaded with AutoConfig. Raises ConfigError, naming --model."""
     path = cached_file(str(source), FILE_NAME, _raise_exceptions_for_missing_entries=False)
     if path is None:
         whole = AutoConfig.from_pretrained(source) if config is None else config
@@ -77,9 +76,9 @@ def read_generation_config(source: str | Path, config: Any = None) -> FoundGener
 
 
 def read_sampling_defaults(given: str, model: str) -> SamplingDefaults:
-    """Read the request defaults, and log which values are used and which are not. Blocks. given: --generation-config:
-    AUTO, NONE, or the path of another file or its folder, whose max_new_tokens also limits every answer, as in vLLM.
-    model: a path, a hub id or a bundled name. Raises ConfigError, naming the flag."""
+    """Read the sampling defaults, and log which values are used and which are ignored. Blocks. given: value of
+    --generation-config: AUTO, NONE, or a path to a file or its folder, whose max_new_tokens then limits every answer,
+    as in vLLM. model: a path, a hub id or a bundled name. Raises ConfigError, naming the flag."""
     if given == NONE:
         return SamplingDefaults()
     if given == AUTO:
@@ -101,8 +100,8 @@ def read_sampling_defaults(given: str, model: str) -> SamplingDefaults:
 
 
 def parse_defaults(found: FoundGenerationConfig, flag: str = "--model") -> SamplingParams:
-    """Return the defaults for unset parameters; do_sample is ignored, as in vLLM. Pure. Raises ConfigError, naming
-    flag, file, key and value, for a value that no request may have."""
+    """Convert a generation_config to parameters for requests that leave them unset; do_sample is ignored, as in vLLM.
+    flag: named in errors. Pure. Raises ConfigError for an invalid value."""
     chosen: dict[str, Any] = {}
     for key, name in _USED.items():
         value = found.values.get(key)
@@ -120,12 +119,11 @@ def parse_defaults(found: FoundGenerationConfig, flag: str = "--model") -> Sampl
 
 
 def unused_values(found: FoundGenerationConfig) -> dict[str, Any]:
-    """Values that change answers in transformers' generate or in vLLM, and that Kaveri ignores. Pure."""
+    """Return the values that would change answers in transformers or vLLM and that Kaveri ignores, by key. Pure."""
     return {name: value for name, value in found.values.items() if name in _UNUSED and value not in _UNUSED[name]}
 
 
 def _read_file(path: Path, flag: str) -> FoundGenerationConfig:
-    """Raises ConfigError, naming the flag."""
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -136,9 +134,8 @@ def _read_file(path: Path, flag: str) -> FoundGenerationConfig:
 
 
 def end_token_ids(found: FoundGenerationConfig, config: Any, vocab_size: int) -> frozenset[int]:
-    """Token ids that end an answer: generation_config's, else the text model's configuration's. Ids outside [0,
-    vocab_size) are dropped with a line in the log: no token can have them, and transformers' generate ignores them.
-    Raises ConfigError for a value that holds no ids."""
+    """Return the end-of-sequence ids: generation_config's, else those of `config`, the model's. Drops and logs ids
+    outside [0, vocab_size), which transformers ignores. Raises ConfigError for a value without ids."""
     ids, undrawable, origin = parse_end_token_ids(found, config, vocab_size)
     if undrawable:
         get_logger().warning(
@@ -150,7 +147,7 @@ def end_token_ids(found: FoundGenerationConfig, config: Any, vocab_size: int) ->
 def parse_end_token_ids(
     found: FoundGenerationConfig, config: Any, vocab_size: int
 ) -> tuple[frozenset[int], list[int], str]:
-    """Return the ids below vocab_size, the others, and their file; see end_token_ids. Pure."""
+    """Return the end-of-sequence ids below vocab_size, the others, and their file's name. Pure. Raises ConfigError."""
     value, origin = found.values.get("eos_token_id"), found.origin
     if value is None:
         value, origin = getattr(config.get_text_config(), "eos_token_id", None), "config.json"

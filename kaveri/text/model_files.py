@@ -1,4 +1,4 @@
-"""Reads a model's own facts, and its tokenizer files as one archive for clients that tokenize."""
+"""Reads a model's configuration, and packs its tokenizer files into an archive for clients that tokenize."""
 
 import hashlib
 import io
@@ -31,19 +31,19 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Facts and tokenizer archive of one model."""
+    """Configuration values and tokenizer archive of one model."""
 
     generation: FoundGenerationConfig
     facts: Mapping[str, Any]
     """model_type, architectures, eos_token_ids, pad_token_id and bos_token_id; 0 for a missing id."""
     archive: bytes
-    """The tokenizer's files as a reproducible zip file; empty if there are none."""
+    """The tokenizer's files as a zip file, the same bytes each time; empty if the model has none."""
     sha256: str
-    """Hexadecimal digest of the archive."""
+    """SHA-256 of the archive, hexadecimal."""
 
 
 def read_model_files(model: str) -> ModelFiles:
-    """Read the files of a path, a hub id or a bundled name. Blocks."""
+    """Read the files of a model, given as a path, a hub id or a bundled name. Blocks."""
     source = resolve_model(model)
     whole = AutoConfig.from_pretrained(source)
     config = whole.get_text_config()

@@ -1,4 +1,4 @@
-"""Finds stop texts in a text that arrives in pieces. The work per character is bounded for any stop texts."""
+"""Finds stop texts in text that arrives in pieces. The work per character is bounded for any stop texts."""
 
 import copy
 from array import array
@@ -10,21 +10,21 @@ _KEPT_TEXTS = 1024
 
 
 class StopMatcher:
-    """Releases text up to the first stop text, and holds back a possible beginning of one."""
+    """Incremental search for stop texts: returns text up to the first one, holds back a possible beginning of one."""
 
     def __init__(self, stop: Sequence[str], known_characters: int = 0) -> None:
-        """stop: at least one, none empty. known_characters: length of a prefix in which no stop text ends."""
+        """stop: at least one, none empty. known_characters: length of a start in which no stop text ends."""
         self.stop = tuple(stop)
         self._longest = max(map(len, self.stop))
         self._unmatched = max(0, known_characters - self._longest)
-        """Characters before the start of any match that ends after the known prefix."""
+        """Characters that still precede any match, as known_characters says."""
         self._matched = [0] * len(self.stop)
-        """Per stop text, the length of its longest proper prefix that is a suffix of the text."""
+        """For each stop text, the length of its longest proper prefix that the text ends with."""
         self._held = ""
 
     def push(self, piece: str, *, ignores: bool) -> tuple[str, str | None]:
-        """Return the text decided by the next piece, and the stop text that it ends before. ignores: treat a stop text
-        completed by this piece as ordinary text."""
+        """Append a piece. Returns the text that is now final, and the stop text found after it, or None. ignores: treat
+        a stop text that this piece completes as ordinary text."""
         if len(piece) <= self._unmatched:
             self._unmatched -= len(piece)
             return piece, None
@@ -46,19 +46,18 @@ class StopMatcher:
         return text[:decided], None
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the text."""
+        """Return the text held back. Call after the last piece."""
         rest, self._held = self._held, ""
         return rest
 
     def copy(self) -> Self:
-        """Independent copy that continues from the current state."""
+        """Return an independent copy in the same state."""
         found = copy.copy(self)
         found._matched = list(self._matched)
         return found
 
     def _overlap(self, piece: str) -> int:
-        """Length of the text's longest suffix that may begin a stop text. Knuth, Morris and Pratt's algorithm, for each
-        stop text."""
+        """Return the length of the text's longest end that may begin a stop text (Knuth-Morris-Pratt for each)."""
         longest = 0
         for number, stop in enumerate(self.stop):
             matched, borders, last = self._matched[number], _borders(stop), len(stop) - 1
@@ -78,8 +77,7 @@ class StopMatcher:
 
 @lru_cache(_KEPT_TEXTS)
 def _borders(text: str) -> Sequence[int]:
-    """The failure function of Knuth, Morris and Pratt: the length of each prefix's longest border. A border is a proper
-    suffix that is also a prefix. One entry for each character of the text."""
+    """Knuth-Morris-Pratt's failure function: per prefix, the length of its longest proper prefix that is a suffix."""
     borders = array("H", [0]) * len(text)
     length = 0
     for position in range(1, len(text)):

@@ -1,4 +1,4 @@
-"""Text of single tokens, for reports."""
+"""Text and bytes of single tokens, for logprobs."""
 
 import re
 from typing import NamedTuple
@@ -10,19 +10,19 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenPiece(NamedTuple):
-    """Text and bytes of one token."""
+    """Text and bytes of one token, without its neighbours."""
 
     text: str
-    """Text; part of a character is U+FFFD. Empty for an id without a token."""
+    """Text; an incomplete character is U+FFFD. Empty for an unknown id."""
     raw_bytes: bytes
-    """The token's bytes if they differ from the text in UTF-8, else empty."""
+    """The token's bytes if `text` in UTF-8 differs from them, else empty."""
 
 
 class TokenTexts:
-    """Cache of token pieces; holds at most the vocabulary."""
+    """Cache of each token's text and bytes."""
 
     def __init__(self, backend: Tokenizer) -> None:
-        """backend: shared with others."""
+        """backend: shared, not modified."""
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -32,7 +32,7 @@ class TokenTexts:
         self._pieces: dict[int, TokenPiece] = {}
 
     def piece(self, token_id: int) -> TokenPiece:
-        """Text and bytes of the token alone."""
+        """Return the text and bytes of a token; both empty for an unknown id."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._look_up(token_id)
@@ -53,7 +53,7 @@ class TokenTexts:
 
 
 def _bytes_of(token: str) -> bytes:
-    """Bytes that a vocabulary entry stands for; empty if it is written in neither known way."""
+    """Return the bytes of a vocabulary entry such as "<0xE2>" or byte-level BPE letters; empty for any other."""
     if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
         return bytes.fromhex(byte[1])
     try:
@@ -63,8 +63,8 @@ def _bytes_of(token: str) -> bytes:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Letter to byte, in the vocabularies of byte-level BPE (GPT-2, encoder.py, bytes_to_unicode). A printable Latin-1
-    character is its own byte. The other bytes have letters from U+0100 on, in order."""
+    """Map each letter of byte-level BPE vocabularies to its byte (GPT-2, encoder.py, bytes_to_unicode). A printable
+    Latin-1 character is its own byte; the other bytes, in order, have the letters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Converts text and conversations to token ids with the model's own tokenizer. Needs no torch."""
+"""Converts text and conversations to token ids with the model's own tokenizer. Does not import torch."""
 
 import asyncio
 import time
@@ -21,15 +21,15 @@ from kaveri.text.token_texts import TokenPiece, TokenTexts
 
 ResultT = TypeVar("ResultT")
 _INLINE_CHARACTERS = 1_024
-"""Max length of prompts tokenized on the event loop, in less than a millisecond."""
+"""Max length of prompts tokenized on the event loop: less than a millisecond. Longer ones use a thread."""
 _INLINE_MESSAGES = 16
 MAX_ROLE_CHARACTERS = 64
 _MARKED_CHARACTERS = 9
-"""Max length of one character after marking."""
+"""Max length of a character with the marker that ControlTokens puts after it."""
 
 
 class Turn(Protocol):
-    """A turn of a conversation, with its content as a whole or in parts: a protobuf message."""
+    """Message of a conversation, with one text (content) or several (parts). Implemented by a protobuf message."""
 
     @property
     def role(self) -> str: ...
@@ -40,19 +40,18 @@ class Turn(Protocol):
 
 
 class ModelTokenizer:
-    """The tokenizer of one model. close() ends its threads.
+    """Tokenizer of one model, for an event loop. close() ends its threads.
 
-    Work on the event loop is bounded, whatever the input. Longer input goes to a thread, which shares the interpreter:
-    a single call there holds it for at most a few milliseconds, except to list an accepted prompt's ids.
+    Short input is tokenized on the event loop, longer input on a thread, where a call holds the GIL for a few
+    milliseconds at most, except to list the ids.
 
-    Past its request's deadline a text that has not begun never begins, and a conversation ends before its next step.
-    The tokenizer's own call cannot be interrupted, and keeps its thread until it is done: the limit on input bounds it.
-    """
+    Work whose deadline has passed is not begun, and a conversation stops at its next step. A running call of the
+    tokenizer cannot be interrupted; the limit on input bounds it."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, content_format: ContentFormat = ContentFormat.AUTO
     ) -> None:
-        """content_format: format in which the chat template receives messages."""
+        """vocab_size: number of embeddings. content_format: how the chat template receives message content."""
         self.backend: Tokenizer = tokenizer.backend_tokenizer
         # A tokenizer.json may keep both settings from its training. They would truncate or pad prompts.
         self.backend.no_truncation()
@@ -61,9 +60,9 @@ class ModelTokenizer:
         """Size of the model's vocabulary, which may be padded beyond the tokenizer's."""
         vocabulary = self.backend.get_vocab()
         self.unknown_tokens = {token: token_id for token, token_id in vocabulary.items() if token_id >= vocab_size}
-        """Tokens without an embedding in the model, with their ids. Text that needs one is refused."""
+        """Tokens with ids beyond the model's vocabulary. Text that contains one is refused."""
         self.longest_token_bytes = max((len(token.encode()) for token in vocabulary), default=1)
-        """UTF-8 size of the longest vocabulary entry: the input limit in bytes per token."""
+        """UTF-8 size of the longest token, for the limit on input: that many bytes per token."""
         self.chat_template = ChatTemplate(tokenizer, content_format) if tokenizer.chat_template else None
         added = self.backend.get_added_tokens_decoder()
         self._skipped_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -104,7 +103,7 @@ class ModelTokenizer:
         return self.chat_template is not None
 
     def close(self) -> None:
-        """Stop the threads; unfinished texts are dropped."""
+        """Stop the threads; pending calls are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def detokenizer(
@@ -116,7 +115,7 @@ class ModelTokenizer:
         *,
         skip_special_tokens: bool = True,
     ) -> Detokenizer:
-        """Return a detokenizer for the answer to a prompt. min_tokens, known_characters: as for Detokenizer."""
+        """Build a detokenizer for one answer to a prompt; parameters as for Detokenizer."""
         return Detokenizer(
             self.backend,
             stop,
@@ -128,10 +127,9 @@ class ModelTokenizer:
         )
 
     async def encode(self, text: str, max_tokens: int, deadline_s: float) -> list[int]:
-        """Encode a raw prompt, with the special tokens that the model's tokenizer adds by itself. Special tokens in the
-        text are special tokens. Raises InvalidArgument when there are more than `max_tokens`, or more bytes than that
-        many tokens may have, and for a token that the model does not have; DeadlineExceeded when time.monotonic()
-        reaches `deadline_s`."""
+        """Encode a prompt, with the special tokens that the tokenizer adds; special tokens in the text count as such.
+        Raises InvalidArgument for more than `max_tokens`, for more bytes than these can have, and for a token the model
+        lacks; DeadlineExceeded when time.monotonic() reaches `deadline_s`."""
         self._check_size("prompt.text", len(text.encode()), max_tokens)
         short = len(text) <= _INLINE_CHARACTERS
         return await self._run(
@@ -140,21 +138,21 @@ class ModelTokenizer:
 
     async def decode(self, token_ids: Sequence[int], deadline_s: float) -> str:
         """Decode token ids, including special tokens. Raises InvalidArgument for ids outside the vocabulary, and
-        DeadlineExceeded as encode()."""
+        DeadlineExceeded when time.monotonic() reaches `deadline_s`."""
         check_token_ids("token_ids", token_ids, self.vocab_size)
         ids = list(token_ids)
         short = len(ids) <= _INLINE_CHARACTERS
         return await self._run(short, deadline_s, lambda: str(self.backend.decode(ids, skip_special_tokens=False)))
 
     def token_piece(self, token_id: int) -> TokenPiece:
-        """Return the text of a token, and its bytes where they differ from the text; both empty for an unknown id."""
+        """Return the text of one token, and its bytes if they differ from the text; both empty for an unknown id."""
         return self._token_texts.piece(token_id)
 
     async def encode_chat(self, messages: Sequence[Turn], max_tokens: int, deadline_s: float) -> list[int]:
         """Encode a conversation, rendered with the chat template up to the start of the assistant's turn. Control
-        tokens in a message or its role are plain text. Raises as encode(), and InvalidArgument when there are more
-        messages and parts than tokens, when a role is too long, when the model has no template, and as
-        ChatTemplate.render()."""
+        tokens in messages or roles become plain text. Raises as encode() and ChatTemplate.render() (missing text:
+        InvalidArgument); also InvalidArgument for too many messages or parts, a long role, or a model without a
+        template."""
         if self.chat_template is None:
             value = f"{len(messages)} messages"
             raise InvalidArgument("prompt.messages", value, "used with a model that has a chat template")
@@ -198,8 +196,7 @@ class ModelTokenizer:
     def _ids(
         self, field: str, text: str, max_tokens: int, backend: Tokenizer, *, add_special_tokens: bool
     ) -> list[int]:
-        """Encode a text. Raises InvalidArgument for more than max_tokens, and for a token that the model does not
-        have."""
+        """Encode a text. Raises InvalidArgument, naming `field`, for too many tokens or one that the model lacks."""
         # The batch call releases the GIL, encode() does not; the fast variant keeps nothing that is slow to free.
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if len(encoding) > max_tokens:

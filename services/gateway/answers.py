@@ -1,4 +1,4 @@
-"""Answers to one HTTP request: one SDK stream per answer, merged."""
+"""Streams the answers to one HTTP request, merged: one request to a router for each of a prompt's n answers."""
 
 import asyncio
 import contextlib
@@ -21,29 +21,28 @@ _Merged = asyncio.Queue[tuple[int, Chunk | BaseException | None]]
 _SENT_TOGETHER = 8
 _MERGED_CHUNKS = 32
 _SLICE_TOKENS = 16_384
-"""Slice of token ids to check and pack: about a millisecond of the event loop. Longer requests take turns, because
-otherwise many of them would each take a slice of the same turn of the loop."""
+"""Token ids checked and packed at a time, in about a millisecond of the event loop. Prompts longer than this are sent
+one HTTP request at a time: otherwise each would take a slice of every turn of the loop."""
 
 
 class Answers:
-    """Answers requested from a router at once. Leaving the context cancels unfinished ones everywhere."""
+    """Context manager for all answers to one HTTP request. On exit it cancels unfinished ones, also in the cluster."""
 
     def __init__(self, client: AsyncClient, asked: ParsedRequest, request_id: str, turn: asyncio.Lock) -> None:
-        """request_id: prefix of the ids sent to routers, to find it in their logs. turn: shared by all requests of the
-        event loop; a long request holds it while it is sent."""
+        """request_id: prefix of the request ids sent to routers. turn: lock shared by all HTTP requests of the process;
+        one with a long prompt of token ids holds it while sending."""
         self.streams: list[AsyncStream] = []
         self._client = client
         self._asked = asked
         self._turn = turn
         self._reported = [asyncio.Event() for _ in asked.prompts]
-        """Per prompt, set when its logprobs are complete, for the answers that begin with them."""
+        """For each prompt, set once all its logprobs were forwarded. Answers that begin with these wait for it."""
         self._closed = False
         self._failure = "the answer was closed before its end"
         # Request ids may repeat: a client's id is for tracing, and need not be unique.
         self._name = f"{request_id[:MAX_CLIENTS_ID_BYTES]}-{secrets.token_hex(CLIENTS_ID_SUFFIX_BYTES)}"
 
     async def _ask(self) -> None:
-        """Send the requests, yielding to other tasks in between."""
         answers, n = self._asked.answers, self._asked.n
         for number, (prompt, params) in enumerate(answers):
             if number % n == 0:
@@ -65,7 +64,7 @@ class Answers:
             )
 
     async def __aenter__(self) -> Self:
-        """Send the requests. Raises InvalidArgument, and Unavailable once closed."""
+        """Send all requests to routers. Raises InvalidArgument, and Unavailable once close() or fail() was called."""
         is_long = any(is_token_ids(prompt) and len(prompt) > _SLICE_TOKENS for prompt in self._asked.prompts)
         try:
             async with self._turn if is_long else contextlib.nullcontext():
@@ -81,7 +80,7 @@ class Answers:
         self.close()
 
     def fail(self, reason: str) -> None:
-        """Cancel unfinished answers; their readers get Unavailable with this reason."""
+        """Cancel unfinished answers; chunks() then raises Unavailable with this reason."""
         self._failure = reason
         self.close()
 
@@ -91,8 +90,8 @@ class Answers:
             stream.close()
 
     async def chunks(self) -> AsyncGenerator[tuple[int, Chunk], None]:
-        """Yield the chunks of all answers as they arrive, each with the index of its answer. Must be closed. Raises the
-        first error of any, and RequestCancelled when another client has cancelled one."""
+        """Yield (prompt number * n + answer number, chunk) as chunks of any answer arrive. Close the generator. Raises
+        the first error of any answer, and RequestCancelled if another caller cancelled one."""
         if len(self.streams) == 1:
             stream, finish = self.streams[0], None
             async for chunk in stream:

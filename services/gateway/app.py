@@ -50,17 +50,17 @@ from services.gateway.tokenizing import detokenize, tokenize
 
 _HEALTH_TIMEOUT_S = 2.0
 _CLIENT_GONE_STATUS = 499
-"""Status for a closed connection, as in nginx; no client sees it."""
+"""Status in metrics and logs when the client has closed its connection, as in nginx."""
 _JSON: Headers = [(b"content-type", b"application/json")]
 _OPEN_PATHS = ("/health", "/metrics")
 """Paths that need no API key."""
 STATE_KEY = "kaveri.request"
-"""Key of an HTTP scope for its HttpRequest."""
+"""Key of the HttpRequest in an ASGI scope."""
 
 
 @dataclass(slots=True)
 class HttpRequest:
-    """State of one HTTP request, from its head to its end."""
+    """State of one HTTP request: id, times, status and token counts, for response headers, metrics and the log."""
 
     request_id: str
     arrived_s: float
@@ -77,7 +77,7 @@ class HttpRequest:
 
 
 class App:
-    """ASGI application: assigns request ids, and turns every outcome into a response, a metric and a log line."""
+    """ASGI application of the gateway: assigns request ids, turns outcomes into responses, metrics and log lines."""
 
     def __init__(self, config: GatewayConfig, client: AsyncClient, callers: Callers | None) -> None:
         self.config = config
@@ -93,7 +93,7 @@ class App:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        """Count one generating request as in flight until the context ends."""
+        """Count one completion or chat request as in flight until the context ends; `idle` is set while none is."""
         self.in_flight += 1
         self.idle.clear()
         try:
@@ -184,10 +184,10 @@ Reader = Callable[[Mapping[str, Any], int], ParsedRequest]
 
 
 class _Generate:
-    """ASGI application of one of the two generating paths."""
+    """ASGI application of /v1/completions or /v1/chat/completions."""
 
     def __init__(self, app: App, turn: asyncio.Lock, path: str, read: Reader, make_format: type[AnswerFormat]) -> None:
-        """turn: shared by both paths; see Answers."""
+        """turn: lock for sending long prompts. read: takes the JSON body and the max number of answers."""
         self._app = app
         self._turn = turn
         self._path = path
@@ -277,7 +277,7 @@ class _Generate:
 
 @contextlib.contextmanager
 def _traced(scope: Scope, state: HttpRequest) -> Iterator[None]:
-    """Open a span of this request for the context, as the parent of the routers' spans."""
+    """Open a tracing span for this HTTP request during the context; spans of the routers become its children."""
     # Skip decoding when nothing is traced.
     headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
     traceparent = traceparent_of(headers)
@@ -348,7 +348,7 @@ def _routes(app: App) -> Router:
 
 
 def _named(path: str, handle: Callable[[Request], Any]) -> Callable[[Request], Any]:
-    """Wrap a handler: name its path in metrics, and convert its errors."""
+    """Wrap a handler: label its metrics with `path`, and convert each KaveriError to an HttpError."""
 
     async def handle_named(request: Request) -> Response:
         request.scope[STATE_KEY].path = path

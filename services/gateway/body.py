@@ -1,4 +1,4 @@
-"""Reads a request's JSON object, with limits on its size, its depth and its parse time."""
+"""Reads the JSON object in a request's body, with limits on its size, its depth and its parse time."""
 
 import asyncio
 import contextlib
@@ -19,26 +19,26 @@ from services.gateway.connection import ClientGone, header
 from services.gateway.http_errors import CLOSE, HttpError, unavailable
 
 MAX_DEPTH = 16
-"""Max nesting of objects and lists. The deepest known use is 5: a part of a message."""
+"""Max nesting of objects and lists. Known requests nest at most 5 deep: a content part of a chat message."""
 MAX_VALUES = 2**19
-"""Max values in all lists and objects together: half a million token ids."""
+"""Max values in all lists and objects of one body together: half a million token ids."""
 MAX_NESTED = 2**16
-"""Max objects, lists, and fields of objects together: they cost far more than other values."""
+"""Max objects, lists, and fields of objects in one body together: they cost far more than other values."""
 MAX_FRACTIONS = 2**12
-"""Max numbers with a fraction or an exponent, which are slow to parse. logit_bias needs the most."""
+"""Max numbers with a fraction or an exponent in one body, which are slow to parse. logit_bias needs the most."""
 _INLINE_BYTES = 2**16
 _COUNTED = ((b",", MAX_VALUES, "values"), (b"[{:", MAX_NESTED, "objects, lists and fields of objects"))
-"""Characters that precede a counted value, with the limit and its name."""
+"""(characters that each begin one counted item, max items, name of the items) per limit."""
 _TEXT_OR_MARK = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[,\[{:]', re.DOTALL)
-"""A text, which may lack its end, or a character of _COUNTED. Each match begins where the last one ended: linear."""
+"""Matches a whole string, even unterminated, or a character of _COUNTED outside strings. Linear in the body's size."""
 _DISCARD_S = 1.0
 _DISCARD_FACTOR = 4
-"""Multiple of the size limit that is read and discarded: the client reads its answer only afterwards."""
+"""Bytes read and dropped from a refused body, in size limits: clients read the error only afterwards."""
 MadeT = TypeVar("MadeT")
 
 
 class BodyBudget:
-    """Byte budget of all bodies and of other memory of their requests. Not thread-safe."""
+    """Limit on the memory, in bytes, of all request bodies and their derived data together. Not thread-safe."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
@@ -48,26 +48,26 @@ class BodyBudget:
 
     @contextlib.contextmanager
     def hold(self, key_name: str) -> Iterator["HeldBody"]:
-        """Account for a request's body until the context ends. key_name: of the request's API key; empty: none."""
+        """Charge a request's memory until the context ends. key_name: its API key, limited on its own; empty: none."""
         with self._bytes.hold(key_name) as held:
             yield HeldBody(self, held)
 
     async def parse(self, data: bytes, make: Callable[[dict[str, Any]], MadeT]) -> MadeT:
-        """Apply `make` to the parsed JSON object; for a large one on a thread."""
+        """Parse a JSON object and return make(object); large ones on a thread. Raises HttpError, and as `make`."""
         if len(data) <= _INLINE_BYTES:
             return make(parse_object(data))
         return await asyncio.get_running_loop().run_in_executor(self._parser, lambda: make(parse_object(data)))
 
 
 class HeldBody:
-    """A request's body and its share of the budget; see BodyBudget.hold."""
+    """Body of one HTTP request, and the bytes charged to the BodyBudget for it."""
 
     def __init__(self, budget: BodyBudget, held: HeldBytes) -> None:
         self._budget = budget
         self._held = held
 
     def hold_more(self, size_bytes: int) -> None:
-        """Account for additional memory of the request. Raises HttpError when the budget is exhausted."""
+        """Charge more bytes for this request. Raises HttpError: 413 if they can never fit, 503 if not now."""
         try:
             self._held.add(size_bytes)
         except InvalidArgument as error:
@@ -76,8 +76,8 @@ class HeldBody:
             raise unavailable(str(error), error.retry_after_s) from error
 
     async def read(self, scope: Scope, receive: Receive, make: Callable[[dict[str, Any]], MadeT]) -> MadeT:
-        """Read the body and apply `make` to the JSON object. make: may run on a thread. Raises HttpError, naming the
-        limit, ClientGone, and as make."""
+        """Read the body, parse it as a JSON object and return make(object). make: may run on a thread. Raises
+        HttpError, which names the limit, ClientGone on a disconnect, and as `make`."""
         within_s = self._budget.limits.slow_sender_s
         try:
             async with asyncio.timeout(within_s):
@@ -111,7 +111,7 @@ class HeldBody:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Parse one JSON object. Raises HttpError if it is anything else, too deep, or of too many values."""
+    """Parse one JSON object. Raises HttpError if `data` is anything else, nested too deeply, or has too many values."""
     _check_counts(data)
     try:
         value = json.loads(data.decode(), parse_constant=_refuse_constant, parse_float=_float_reader())
@@ -126,7 +126,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def _check_counts(data: bytes) -> None:
-    """Raise HttpError if there are too many values. Contents of texts do not count."""
+    """Raise HttpError if the JSON has too many values or objects. Commas and brackets inside strings do not count."""
     for marks, most, what in _COUNTED:
         if sum(data.count(bytes((mark,))) for mark in marks) > most:
             counted = (match for match in _TEXT_OR_MARK.finditer(data) if match[0] in marks)

@@ -15,7 +15,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@?#]+")
 
 
 def router_addresses(text: str) -> tuple[str, ...]:
-    """Parser for `setting`: "host:port", several with commas between them; empty: none. Raises ValueError."""
+    """Parse "host:port" addresses separated by commas; empty text: none. Raises ValueError."""
     if not text.strip():
         return ()
     try:
@@ -25,7 +25,7 @@ def router_addresses(text: str) -> tuple[str, ...]:
 
 
 def web_origins(text: str) -> tuple[str, ...]:
-    """Parser for `setting`: "https://chat.example.com", several with commas, or "*"; empty: none. Raises ValueError."""
+    """Parse origins ("https://chat.example.com") separated by commas, or "*"; empty text: none. Raises ValueError."""
     origins = tuple(word.strip() for word in text.split(",")) if text.strip() else ()
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
@@ -35,7 +35,7 @@ def web_origins(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
-    """Limits on clients, their connections and requests."""
+    """Limits on HTTP connections, requests and slow clients of a gateway."""
 
     request_timeout_s: float = setting(
         "seconds that an answer may take, from the request's arrival", 600.0, above=0, most=7 * 86_400.0

@@ -1,5 +1,5 @@
-"""HTTP connections: uvicorn's on h11, with limits on a client's input, timeouts for slow senders and readers, and
-cancellation when a client disconnects."""
+"""HTTP connections: uvicorn's h11 protocol with limits on a client's input, timeouts for clients that send or read
+slowly, and cancellation when a client disconnects."""
 
 import asyncio
 import contextlib
@@ -20,18 +20,18 @@ from services.gateway.config import HttpLimits
 from services.gateway.http_errors import CLOSE, HttpError, unavailable
 
 CONNECTION_KEY = "kaveri.connection"
-"""Key of the connection in an HTTP scope's `state`."""
+"""Key of the HttpConnection in an ASGI scope's `state`."""
 _SLICE_BYTES = 16 * 1024
-"""Max bytes parsed per turn: 20 ms of tiny chunks."""
+"""Max bytes parsed per turn of the event loop: 20 ms for a body in tiny chunks."""
 _RETRY_AFTER_S = 1.0
 _LINGER_S = 2.0
 _LINGER_BYTES = 2**20
-"""Max bytes read from a refused client until it has read the reason."""
+"""Max bytes read and dropped from a client whose request was refused, until it has read the error."""
 _GONE_CHECK_S = 0.25
-"""Time, plus a round trip, within which a disconnect is noticed."""
+"""Interval of checks for a disconnect once the client has closed its sending half."""
 _FIRST_BYTE = b"H"
 _EVENT_COMMENT = b":\n\n"
-"""Comment in a stream of events; clients skip it."""
+"""Comment in a stream of server-sent events, which clients skip."""
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -40,7 +40,7 @@ class ClientGone(Exception):
 
 
 class HttpConnection(H11Protocol):
-    """Connection with the gateway's limits. Pipelined requests wait in the parser until the previous answer ends."""
+    """HTTP/1.1 connection of one client. The next pipelined request is parsed once the previous one is answered."""
 
     def __init__(
         self,
@@ -54,15 +54,15 @@ class HttpConnection(H11Protocol):
         self._limits = limits
         self._unparsed = bytearray()
         self._early_bytes = 0
-        """Number of bytes of pipelined requests."""
+        """Bytes received while the current request is answered or after a refusal."""
         self._timer: asyncio.TimerHandle | None = None
-        """Active while the head of a request is awaited, and while a connection ends."""
+        """Aborts the connection when a request's head is late, or closing takes too long."""
         self._is_refused = False
-        """True once parsing has stopped for good."""
+        """True once a request was refused; further input is dropped."""
         self._has_eof = False
-        """True once the client has closed its sending half."""
+        """True once the client has closed its sending half and still waits for an answer."""
         self.sends_events = False
-        """True if the current answer is a stream of events. Set by the application."""
+        """True if the current answer is a stream of server-sent events. Set by App."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -85,7 +85,7 @@ class HttpConnection(H11Protocol):
             self._parse()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection of a client that waits for an answer. TLS closes both halves at once."""
+        """Handle the end of the input. Returns True to stay open for an answer still due; TLS cannot half-close."""
         if self._has_eof:
             # Resume reading after a pause.
             return True
@@ -97,7 +97,7 @@ class HttpConnection(H11Protocol):
         return self._has_eof
 
     def send_400_response(self, msg: str) -> None:
-        """Handle a parser error; called by uvicorn."""
+        """Answer a request that the HTTP parser rejected. Called by uvicorn."""
         error = sys.exception()
         assert isinstance(error, h11.RemoteProtocolError)
         if error.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
@@ -125,7 +125,6 @@ class HttpConnection(H11Protocol):
             self._end_within(self._limits.slow_reader_s)
 
     def _parse(self) -> None:
-        """Parse one slice now, and the rest in later turns of the event loop."""
         data = bytes(self._unparsed[:_SLICE_BYTES])
         del self._unparsed[:_SLICE_BYTES]
         if not self.transport.is_closing():
@@ -162,11 +161,10 @@ class HttpConnection(H11Protocol):
             self._stop_timer()
 
     def _is_answering(self) -> bool:
-        """Return True while a fully received request is not answered yet."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def _probe(self) -> None:
-        """Write bytes that do not change the answer. The kernel of a client that is gone replies with a reset."""
+        """Detect a lost client: write bytes that do not change the answer; its kernel replies with a TCP reset."""
         if not self.cycle.response_started:
             self.transport.write(_FIRST_BYTE)
             self.cycle.transport = _BegunTransport(self.cycle)  # type: ignore[assignment]
@@ -183,7 +181,6 @@ class HttpConnection(H11Protocol):
             self._timer = self.loop.call_later(_GONE_CHECK_S, self._check_gone)
 
     def _end_within(self, limit_s: float) -> None:
-        """Abort the connection after `limit_s`: a client that does not read would keep it open forever."""
         self._stop_timer()
         self._timer = self.loop.call_later(limit_s, self.transport.abort)
 
@@ -193,7 +190,7 @@ class HttpConnection(H11Protocol):
             self._timer = None
 
     def _refuse(self, error: HttpError) -> None:
-        """Send the error, and close when the client has closed, or after a while: an immediate close with unread data
+        """Send the error, then close when the client has closed or after _LINGER_S: closing at once, with unread input,
         would reset the connection and lose the answer."""
         self._is_refused = True
         if self.cycle is not None and self.cycle.more_body:
@@ -222,7 +219,7 @@ class HttpConnection(H11Protocol):
 
 
 class _BegunTransport:
-    """Transport for an answer whose first byte was already sent."""
+    """Transport that drops the first byte of an answer, because _probe() has already sent it."""
 
     def __init__(self, cycle: Any) -> None:
         self._cycle = cycle
@@ -237,8 +234,8 @@ class _BegunTransport:
 
 
 def check_head(scope: Scope, max_header_bytes: int) -> None:
-    """Validate a request's line and headers beyond the parser's checks; strip scheme and host from an absolute target.
-    Raises HttpError, which closes the connection where peers could disagree about the end of the request."""
+    """Check a request's line and headers beyond the HTTP parser; reduce an absolute target URL to its path. Raises
+    HttpError; it closes the connection where proxies could disagree about the request's end (request smuggling)."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in headers)
     if size > max_header_bytes:
@@ -257,19 +254,19 @@ def check_head(scope: Scope, max_header_bytes: int) -> None:
 
 
 def own_request_id(scope: Scope) -> str | None:
-    """Return the client's X-Request-ID; None if it is missing, or unfit for logs and metadata."""
+    """Return the client's X-Request-ID header; None if missing, or not 1 to 128 printable ASCII characters."""
     given = header(scope, b"x-request-id")
     return str(given, "ascii") if _REQUEST_ID.fullmatch(given) else None
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    """Return the first value of a header, empty if it is missing. name: in lower case."""
+    """Return the first value of a header; empty if missing. name: in lower case."""
     return next((value for each, value in scope["headers"] if each == name), b"")
 
 
 @contextlib.asynccontextmanager
 async def until_gone(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the work in the context, and raise ClientGone, when the client disconnects. Read the body before."""
+    """Cancel the work inside the context when the client disconnects, and raise ClientGone. Read the body first."""
     task, is_gone = asyncio.current_task(), False
     assert task is not None
 

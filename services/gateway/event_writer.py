@@ -1,4 +1,4 @@
-"""Writes a stream of events to one client, and aborts when the client does not read."""
+"""Writes server-sent events to one client, and aborts when the client does not read."""
 
 from starlette.types import Send
 
@@ -13,18 +13,18 @@ _HEADERS: Headers = [
 
 
 class EventWriter:
-    """Writer of one response. A client that takes longer than the read limit to make room for one event is aborted;
-    until then it costs the buffers of its connection."""
+    """Writer of one streamed response. Aborts when the client takes longer than read_limit() allows to accept one
+    event; until then unread events occupy the connection's buffers."""
 
     def __init__(self, send: Send, writes: Writes) -> None:
-        """writes: of the response's read_limit()."""
+        """writes: watched by the enclosing read_limit(), which raises SlowReader when a write takes too long."""
         self._send = send
         self._writes = writes
         self.begun = False
         """True once the status was sent."""
 
     async def write(self, data: bytes) -> None:
-        """Write events; the first call sends the status 200 before them."""
+        """Write encoded events; the first call sends status 200 and the headers first."""
         self._writes.ticks = 0
         if not self.begun:
             self.begun = True

@@ -1,4 +1,4 @@
-"""Parses the fields of one JSON object. Unknown fields are refused, never ignored. Pure."""
+"""Validates the fields of a JSON object. Unknown fields are refused, never ignored. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 from kaveri.errors import InvalidArgument
 
 Accepts = Callable[[Any], bool]
-"""Predicate for values of a field that have no effect."""
+"""Predicate: returns True for values of an unsupported field that would have no effect."""
 
 
 def one_of(*values: object) -> Accepts:
-    """Build a predicate that accepts these values. True does not equal 1 here."""
+    """Build a predicate that accepts these values only. Types must match: True is not 1."""
     return lambda value: any(type(value) is type(each) and value == each for each in values)
 
 
 def number(*values: float) -> Accepts:
-    """Build a predicate that accepts these numbers, as integers or floats."""
+    """Build a predicate that accepts these numbers only, as integers or floats."""
     return lambda value: type(value) in (int, float) and value in values
 
 
@@ -24,45 +24,45 @@ def empty(value: object) -> bool:
 
 
 def any_of(kind: type[object]) -> Accepts:
-    """Build a predicate that accepts every value of this type."""
+    """Build a predicate that accepts every value of exactly this type."""
     return lambda value: type(value) is kind
 
 
 class Fields:
-    """Fields of an object. Take the known ones, then call refuse_rest(). null counts as missing."""
+    """Fields of a JSON object not taken yet. Take the known ones, then call refuse_rest(). null counts as missing."""
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
-        """path: prefix of names in errors: "messages[0]."."""
+        """path: prefix of field names in errors, such as "messages[0]."."""
         self._left = {name: value for name, value in values.items() if value is not None}
         self._path = path
 
     def take(self, name: str) -> Any:
-        """Take a value of any type; None if missing."""
+        """Remove a field and return its value, of any type; None if missing."""
         return self._left.pop(name, None)
 
     def flag(self, name: str) -> bool:
-        """Take a boolean; False if missing. Raises InvalidArgument."""
+        """Remove a boolean field and return it; False if missing. Raises InvalidArgument for another type."""
         value = self.take(name)
         if value is None or type(value) is bool:
             return bool(value)
         raise InvalidArgument(self._path + name, value, "true or false")
 
     def whole(self, name: str, least: int, most: int) -> int | None:
-        """Take a whole number in [least, most]; None if missing. Raises InvalidArgument."""
+        """Remove an integer field and return it; None if missing. Raises InvalidArgument if not in [least, most]."""
         value = self.take(name)
         if value is not None and (type(value) is not int or not least <= value <= most):
             raise InvalidArgument(self._path + name, value, f"a whole number in [{least}, {most}]")
         return value
 
     def text(self, name: str) -> str | None:
-        """Take a text; None if missing. Raises InvalidArgument."""
+        """Remove a string field and return it; None if missing. Raises InvalidArgument for another type."""
         value = self.take(name)
         if value is not None and type(value) is not str:
             raise InvalidArgument(self._path + name, value, "a text")
         return value
 
     def refuse_rest(self, harmless: Mapping[str, Accepts]) -> None:
-        """Raise InvalidArgument for a remaining field. harmless: unsupported fields, with values without effect."""
+        """Raise InvalidArgument for any field left, unless its predicate in `harmless` finds that it has no effect."""
         for name, value in self._left.items():
             accepts = harmless.get(name)
             if accepts is None:
@@ -72,14 +72,14 @@ class Fields:
 
 
 def check_object(value: object, field: str) -> Mapping[str, Any]:
-    """Return `value`. Raises InvalidArgument unless it is a JSON object."""
+    """Return `value`. Raises InvalidArgument unless it is a JSON object. field: name for the error."""
     if not isinstance(value, dict):
         raise InvalidArgument(field, value, "an object")
     return value
 
 
 def check_items(value: object, field: str) -> Sequence[Any]:
-    """Return `value`. Raises InvalidArgument unless it is a non-empty JSON array."""
+    """Return `value`. Raises InvalidArgument unless it is a non-empty JSON array. field: name for the error."""
     if not isinstance(value, list) or not value:
         raise InvalidArgument(field, value, "a list with at least one entry")
     return value

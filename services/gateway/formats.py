@@ -1,5 +1,5 @@
-"""Formats answers in OpenAI's two forms, whole and as events of a stream. Pure. An event is assembled from bytes that
-are built once per answer: this runs for every token."""
+"""Formats answers as OpenAI's API does: as one JSON object, or as server-sent events. Pure. Events are joined from
+bytes that are encoded once per answer, because this runs for every token."""
 
 import json
 from array import array
@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 """Last event of a stream without errors."""
 ItemT = TypeVar("ItemT")
 _SLICE_TOKENS = 256
-"""Logprobs are written in slices: 20 log-probabilities for each of this many tokens take about five milliseconds."""
+"""Tokens whose logprobs are encoded at a time: about 5 ms with 20 log-probabilities per token."""
 _LEAST_LOGPROB = -9999.0
 """Replacement for minus infinity, which JSON lacks; the same as vLLM's."""
 
@@ -38,24 +38,24 @@ def _slices(items: Sequence[ItemT]) -> Iterator[Sequence[ItemT]]:
 
 @dataclass(slots=True)
 class _Answer:
-    """State of one answer, and the collected parts of a whole one. Logprobs are stored as JSON, which is smaller."""
+    """State of one answer while it is formatted. Logprobs are stored as encoded JSON, which takes less memory."""
 
     # Flat containers: the garbage collector visits each item of a list, which would block the event loop.
     text: StringIO = field(default_factory=StringIO)
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     report: dict[str, list[bytes] | bytes] = field(default_factory=dict)
-    """Fields of the logprobs: the items of lists, or another value."""
+    """Fields of the choice's "logprobs" object: encoded items of a list, or another encoded value."""
     prompt_logprobs: list[bytes] = field(default_factory=list)
     finish: str | None = None
     usage: Usage | None = None
     begun: bool = False
-    """True once a chunk was formatted."""
+    """True once a chunk of the answer was formatted."""
     token_count: int = 0
-    """Number of tokens in events so far."""
+    """Number of tokens in the events so far."""
     prompt: list[PromptToken] = field(default_factory=list)
-    """Logprobs of the prompt, in its first answer, for the other ones."""
+    """Logprobs of the prompt, kept in its first answer and repeated in the others."""
     offsets: PromptOffsets | None = None
-    """Offsets in the prompt, if it precedes the answer and has logprobs."""
+    """Finds the prompt tokens' offsets if the answer begins with the prompt ("echo") and has logprobs."""
 
     def add_report(self, report: Mapping[str, object]) -> None:
         for name, value in report.items():
@@ -75,7 +75,7 @@ class _Answer:
 
 
 class AnswerFormat:
-    """Formatter of the answers to one request. Base class of the two forms."""
+    """Formatter of all answers to one HTTP request. Base class: subclasses for completions and for chat."""
 
     id_prefix: str
     object_name: str
@@ -84,7 +84,7 @@ class AnswerFormat:
     def __init__(
         self, asked: ParsedRequest, shown: Sequence[ShownPrompt], response_id: str, model: str, created_s: int
     ) -> None:
-        """response_id: without its prefix. created_s: seconds since 1970."""
+        """shown: one per prompt. response_id: the "id" without its prefix such as "cmpl-". created_s: Unix time."""
         self._asked = asked
         self._shown = shown
         self._head = {"id": f"{self.id_prefix}-{response_id}", "created": created_s, "model": model}
@@ -94,7 +94,7 @@ class AnswerFormat:
         self._answers = [_Answer() for _ in range(len(asked.prompts) * asked.n)]
 
     def events(self, index: int, chunk: Chunk, prompt_tokens: int) -> Iterator[bytes]:
-        """Yield the events of a chunk of the answer `index`: one, or several if it carries many prompt logprobs."""
+        """Yield the encoded events for a chunk of answer `index`; several only if it has many prompt logprobs."""
         # Prompt logprobs are null, or empty, for most requests.
         prompt = self._prompt_of(index, chunk) if self._asked.echoes_logprobs else ()
         while len(prompt) > _SLICE_TOKENS:
@@ -134,14 +134,14 @@ class AnswerFormat:
         )
 
     def usage(self) -> bytes:
-        """Return the event with the stream's token counts; empty if not requested."""
+        """Return the last event, with the token counts of all answers; empty if the client did not ask for it."""
         if self._asked.usage_events is UsageEvents.NONE:
             return b""
         usage = {"object": self.chunk_object_name, "choices": [], "usage": self._usage_sum()}
         return b"data: " + encode({**self._head, **usage}) + b"\n\n"
 
     def gather(self, index: int, chunk: Chunk) -> Iterator[None]:
-        """Collect a chunk of a whole answer. Yields after each slice of logprobs."""
+        """Store a chunk of answer `index` for whole(). Yields after each slice of logprobs, to free the event loop."""
         answer = self._answers[index]
         answer.text.write(chunk.text)
         if self._asked.return_token_ids:
@@ -162,7 +162,7 @@ class AnswerFormat:
             yield
 
     def whole(self) -> Iterator[bytes]:
-        """Yield all answers, once collected to their last chunks, as parts of one JSON object."""
+        """Yield the response as parts of one JSON object. gather() must have received all chunks of all answers."""
         yield encode({**self._head, "object": self.object_name, "usage": self._usage_sum()})[:-1]
         ids = b""
         for index, answer in enumerate(self._answers):
@@ -189,7 +189,7 @@ class AnswerFormat:
         yield b"]" + last + b"}"
 
     def _about_prompt(self, first: _Answer, ids: bytes) -> list[bytes]:
-        """Build the prompt fields of a whole answer. first: answer to the prompt. ids: of the prompt, as JSON."""
+        """Encode the requested fields of a prompt: its logprobs, from its first answer, and its token ids (JSON)."""
         parts: list[bytes] = []
         if self._asked.prompt_logprobs:
             parts += [b',"prompt_logprobs":[', b",".join(first.prompt_logprobs), b"]"]
@@ -198,29 +198,27 @@ class AnswerFormat:
         return parts
 
     _ids_beside_choices: bool
-    """True if a prompt's token ids and logprobs belong to each choice; False if to the whole response."""
+    """True if a prompt's token ids and logprobs are fields of each choice; False: of the response."""
 
     def _message(self, text: str) -> dict[str, object]:
-        """Build the part of a choice that holds the answer's text."""
         raise NotImplementedError
 
     def _delta(self, text: bytes, is_first: bool) -> bytes:
-        """Build the part of an event's choice that holds the answer's text. text: as JSON."""
         raise NotImplementedError
 
     def _report(self, index: int, logprobs: Sequence[Logprobs], prompt: Sequence[PromptToken]) -> dict[str, object]:
-        """Build the logprobs of the next tokens of the answer `index`. prompt: the prompt's tokens before them."""
+        """Build the "logprobs" of the next tokens of answer `index`. prompt: echoed prompt tokens before them."""
         raise NotImplementedError
 
     def _shown_of(self, index: int) -> ShownPrompt:
         return self._shown[index // self._asked.n]
 
     def _first_of(self, index: int) -> _Answer:
-        """Return the first answer to the same prompt, which carries the prompt's logprobs."""
         return self._answers[index - index % self._asked.n]
 
     def _prompt_of(self, index: int, chunk: Chunk) -> Sequence[PromptToken]:
-        """Return the prompt tokens to report with a chunk. The first chunk of a later answer reports all of them."""
+        """Return the prompt tokens to report with a chunk: the chunk's own in a prompt's first answer; in its other
+        answers, all of them with their first chunk."""
         answer, first = self._answers[index], self._first_of(index)
         if answer is not first:
             return () if answer.begun else first.prompt
@@ -229,7 +227,7 @@ class AnswerFormat:
         return chunk.prompt_tokens
 
     def _prompt_ids(self, shown: ShownPrompt) -> tuple[bytes, bytes]:
-        """Encode a prompt's token ids, for the top of an event or for its choice."""
+        """Encode a prompt's token ids as a pair: fields of the event, fields of its choice. One of them is empty."""
         if shown.token_ids is None:
             return b"", b""
         ids = b',"prompt_token_ids":' + encode(shown.token_ids)
@@ -297,7 +295,7 @@ class ChatFormat(AnswerFormat):
 
 
 def _prompt_position(token: PromptToken) -> dict[str, object] | None:
-    """Build the logprobs of a prompt position as in vLLM: by token id. Ranks outside the top ones are unknown."""
+    """Build vLLM's prompt_logprobs of one token, by token id. Its own rank is None unless among the top ones."""
     entry = token.logprobs
     if entry is None:
         return None
@@ -322,8 +320,7 @@ def _top(entry: Logprobs) -> list[tuple[str, float]]:
 
 
 def _by_text(entry: Logprobs) -> dict[str, float]:
-    """Return the log-probability of the top tokens and the token itself, by text. Among tokens with the same text, such
-    as pieces of one character, the likeliest counts."""
+    """Map the text of top tokens and the token itself to log-probabilities; of equal texts, the likeliest counts."""
     found: dict[str, float] = {}
     for text, value in (*_top(entry), (entry.text, entry.logprob)):
         found[text] = max(_finite(value), found.get(text, _LEAST_LOGPROB))

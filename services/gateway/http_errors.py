@@ -1,4 +1,4 @@
-"""Maps Kaveri's errors to OpenAI's: HTTP status, headers and body. The only place for it. Pure."""
+"""Maps each KaveriError to an HTTP status, headers and OpenAI's error body; nothing else does. Pure."""
 
 import ast
 import contextlib
@@ -23,7 +23,7 @@ from kaveri.errors import (
 Headers = list[tuple[bytes, bytes]]
 CLOSE = (b"connection", b"close")
 _LENGTH_FIELDS = ("prompt", "prompt.text", "prompt.messages", "params.max_tokens", "message")
-"""Fields named by a router when prompt and answer exceed the model's length."""
+"""Fields that routers name when prompt and answer together exceed the model's context length."""
 _SHOWN_CHARACTERS = 120
 _TOO_LONG = re.compile(r"at most \d+( tokens| bytes| messages|:)|within the size limits")
 _PARAM_OF_FIELD = {
@@ -49,7 +49,7 @@ class HttpError(Exception):
 
 
 def is_too_long(error: KaveriError) -> bool:
-    """Return True if the error says that prompt and answer exceed the model's length."""
+    """Return True if the error says that prompt and answer exceed the model's context length."""
     return (
         isinstance(error, InvalidArgument)
         and error.field in _LENGTH_FIELDS
@@ -58,8 +58,8 @@ def is_too_long(error: KaveriError) -> bool:
 
 
 def http_error_of(error: KaveriError, prompt_param: str = "prompt", max_model_len: int = 0) -> HttpError:
-    """Convert an error to its HTTP form. prompt_param: the name of the prompt in this request. max_model_len: of the
-    model, if the error is_too_long(); 0: unknown."""
+    """Convert an error to its HTTP form. prompt_param: this request's name for the prompt: "prompt" or "messages".
+    max_model_len: the model's context length in tokens, if is_too_long(error); 0: unknown."""
     match error:
         case InvalidArgument():
             return _of_argument(error, prompt_param, max_model_len)
@@ -89,12 +89,11 @@ def http_error_of(error: KaveriError, prompt_param: str = "prompt", max_model_le
 
 
 def unavailable(message: str, retry_after_s: float, code: str = "service_unavailable") -> HttpError:
-    """Build the error for a request that may succeed later."""
+    """Build a 503 error for a request that may succeed after `retry_after_s` seconds."""
     return HttpError(503, message, "service_unavailable", code, headers=_retry_headers(retry_after_s))
 
 
 def _retry_headers(retry_after_s: float) -> Headers:
-    """Build retry headers: in whole seconds for everyone, in milliseconds for clients that support it."""
     milliseconds = max(1, math.ceil(1e3 * retry_after_s))
     return [
         (b"retry-after", str(max(1, math.ceil(retry_after_s))).encode()),
@@ -119,7 +118,6 @@ def _of_argument(error: InvalidArgument, prompt_param: str, max_model_len: int) 
 
 
 def _shown(value: object) -> str:
-    """Shorten a value to the start of its JSON; an ellipsis replaces the rest."""
     if isinstance(value, str) and type(value) is not str:
         # A router's value, in Python's spelling.
         text = str(value)

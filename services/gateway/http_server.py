@@ -1,4 +1,4 @@
-"""HTTP listener with the lifecycle of RpcServer: uvicorn's connections around one ASGI application."""
+"""HTTP listener with the same lifecycle as RpcServer (start, ready, drain, stop), running one ASGI application."""
 
 import asyncio
 import contextlib
@@ -21,19 +21,19 @@ from services.gateway.config import GatewayConfig
 from services.gateway.connection import HttpConnection
 
 _SEND_BUFFER_BYTES = 256 * 1024
-"""Kernel send buffer per connection. With the transport's 64 KiB it bounds the cost of a client that does not read."""
+"""Kernel send buffer per connection: with the transport's 64 KiB, the max memory for a client that does not read."""
 _BACKLOG = 2048
 _OTHER_FILES = 512
 _POLL_S = 0.02
 
 
 class HttpServer:
-    """Listener that accepts connections from ready() to drain(). Not thread-safe."""
+    """HTTP listener: binds in start(), accepts connections from ready() until drain(). Not thread-safe."""
 
     def __init__(self, config: GatewayConfig, app: ASGIApp, tls: ssl.SSLContext | None) -> None:
-        """config: address and limits; port 0: any free port. tls: None: plain HTTP."""
+        """config: address and limits; port 0 selects a free port. tls: None serves plain HTTP."""
         self.port = 0
-        """Listening port, known after start()."""
+        """Bound port, known after start()."""
         self.state = ServerState()
         self._config = config
         self._tls = tls
@@ -53,7 +53,7 @@ class HttpServer:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Bind the address. Raises ConfigError on failure."""
+        """Bind the address, without accepting connections. Raises ConfigError on failure."""
         # uvicorn logs clients' mistakes on stderr: they would fill our logs.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
         _allow_files(self._config.max_connections)
@@ -75,7 +75,7 @@ class HttpServer:
         set_ready(True)
 
     async def drain(self) -> None:
-        """Stop accepting connections, close idle ones, and the others once their request is answered."""
+        """Stop accepting connections and close idle ones; each other connection closes after its current answer."""
         set_ready(False)
         if self._server is not None:
             self._server.close()
@@ -84,7 +84,7 @@ class HttpServer:
             connection.shutdown()
 
     async def stop(self, grace_s: float) -> None:
-        """Drain; after `grace_s` seconds, close the remaining connections at once."""
+        """Drain, wait up to `grace_s` seconds for connections to end, then abort the rest."""
         await self.drain()
         if self._socket is not None:
             self._socket.close()
@@ -125,7 +125,6 @@ class HttpServer:
 
 
 def _allow_files(connection_count: int) -> None:
-    """Raise the process's limit of open files, as far as permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connection_count + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a gateway process, global as in Prometheus clients."""
+"""Prometheus metrics of a gateway process, in Prometheus' global registry."""
 
 from prometheus_client import Counter, Gauge, Histogram
 

@@ -1,5 +1,5 @@
-"""OpenAPI document of the HTTP API, at /openapi.json: responses, and parameters with their limits. Lists the common
-parameters that are accepted for compatibility without effect; docs/doors.md names more. Pure."""
+"""OpenAPI document of the HTTP API, served at /openapi.json: responses, and parameters with their limits. It lists the
+usual parameters that are accepted without effect; docs/doors.md lists all. Pure."""
 
 from typing import Any
 
@@ -15,7 +15,6 @@ _TEXTS: Schema = {"type": "array", "items": _TEXT, "minItems": 1}
 
 
 def _or_null(schema: Schema) -> Schema:
-    """Extend a schema to allow null, which counts as a missing field."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
@@ -130,7 +129,7 @@ _TOKENS = _object(
 
 
 def openapi_document(version: str) -> Schema:
-    """Build the OpenAPI 3.1 document. version: of Kaveri."""
+    """Build the OpenAPI 3.1 document. version: Kaveri's."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "Kaveri", "version": version, "description": "The OpenAI-compatible HTTP API of a gateway."},

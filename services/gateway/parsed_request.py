@@ -1,4 +1,4 @@
-"""Converts an HTTP request's JSON object to prompts and parameters, refusing unknown fields by name. Pure."""
+"""Converts an HTTP request's JSON object to prompts and sampling parameters; refuses unknown fields by name. Pure."""
 
 import enum
 from collections.abc import Mapping
@@ -19,18 +19,17 @@ from kaveri.errors import InvalidArgument
 from services.gateway.fields import Accepts, Fields, any_of, check_items, check_object, empty, number, one_of
 
 Prompt = str | tuple[int, ...] | tuple[Message, ...]
-"""A text, token ids, or a conversation."""
+"""A text, token ids, or the messages of a conversation."""
 
 _COMPLETION_TOKENS = 16
-"""OpenAI's default of max_tokens for completions. A chat answer is limited by the model's length only."""
+"""Default max_tokens of completions, as in OpenAI's API. Chat answers are limited by the context length only."""
 _MOST_OF_PROMPTS = 2 * MAX_PROMPT_REPORT
 _TOKEN_ID_BYTES = 4
 _LOGPROB_BYTES = 500
-"""Gateway memory of one log-probability until its answer is written: 190 to 290 bytes were measured, plus its JSON."""
+"""Gateway memory per log-probability until its answer is written: 190 to 290 bytes measured, plus its JSON."""
 
 
 def _all(names: str, accepts: Accepts) -> dict[str, Accepts]:
-    """Map each name to the predicate. one_of(): no value is accepted."""
     return dict.fromkeys(names.split(), accepts)
 
 
@@ -49,7 +48,7 @@ _HARMLESS: Mapping[str, Accepts] = {
     **_all("cache_salt guided_choice guided_grammar guided_json guided_regex kv_transfer_params", one_of()),
     **_all("logits_processors request_id structured_outputs truncate_prompt_tokens vllm_xargs", one_of()),
 }
-"""Unsupported parameters of OpenAI, vLLM and SGLang, with predicates for their values that have no effect."""
+"""Unsupported parameters of OpenAI, vLLM and SGLang, with predicates for the values that have no effect."""
 _HARMLESS_OF_COMPLETIONS: Mapping[str, Accepts] = {
     **_HARMLESS,
     "add_special_tokens": one_of(True),
@@ -71,7 +70,7 @@ _HARMLESS_OF_CHAT: Mapping[str, Accepts] = {
     "verbosity": one_of("medium"),
 }
 _HARMLESS_WITHOUT_TOOLS: Mapping[str, Accepts] = {**_HARMLESS_OF_CHAT, **_all("functions tools", any_of(list))}
-"""Additional fields for tool_choice or function_call "none": the model calls no tools."""
+"""As _HARMLESS_OF_CHAT, but tools may be listed: tool_choice or function_call "none" disables them."""
 _HARMLESS_OF_MESSAGE: Mapping[str, Accepts] = {
     **_all("annotations refusal tool_calls", empty),
     **_all("audio function_call tool_call_id", one_of()),
@@ -80,7 +79,7 @@ _HARMLESS_OF_MESSAGE: Mapping[str, Accepts] = {
 
 
 class UsageEvents(enum.Enum):
-    """Stream events that carry token counts."""
+    """Events of a streamed answer that carry token counts: none, an extra last one, or each one."""
 
     NONE = enum.auto()
     LAST = enum.auto()
@@ -90,28 +89,28 @@ class UsageEvents(enum.Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
     model: str | None
-    """Name of the model; None: the only served one."""
+    """Name of the model; None if not stated, which is valid while one model is served."""
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     n: int = 1
     stream: bool = False
     usage_events: UsageEvents = UsageEvents.NONE
     echo: bool = False
-    """True if the text starts with the prompt."""
+    """True if the answer's text begins with the prompt."""
     prompt_alone: bool = False
-    """True if the answer shows only the prompt, since max_tokens is 0. One token is sampled nevertheless."""
+    """True if max_tokens is 0: the answer shows only the prompt. One token is still sampled, and dropped."""
     prompt_logprobs: bool = False
-    """True if each answer has a field of this name, as in vLLM."""
+    """True if the response has a field "prompt_logprobs", as in vLLM."""
     return_token_ids: bool = False
 
     @property
     def echoes_logprobs(self) -> bool:
-        """True if an answer's logprobs start with those of the prompt."""
+        """True if an answer's logprobs begin with those of the prompt (echo and logprobs)."""
         return self.echo and self.params.logprobs is not None
 
     @property
     def answers(self) -> tuple[tuple[Prompt, SamplingParams], ...]:
-        """Prompt and parameters of each answer, by index. The first answer to a prompt carries its logprobs for all."""
+        """(prompt, parameters) of each answer, n per prompt. Only a prompt's first answer requests its logprobs."""
         first = self.params
         seeds = [derived_seed(first.seed, number) for number in range(1, self.n)]
         variants = [first, *(replace(first, seed=seed, prompt_logprobs=None) for seed in seeds)]
@@ -119,11 +118,11 @@ class ParsedRequest:
 
     @property
     def copied_bytes(self) -> int:
-        """Total size of the prompts' token ids in all requests but the first per prompt."""
+        """Size of the prompts' token ids that are sent again for the answers after each prompt's first, in bytes."""
         return _TOKEN_ID_BYTES * (self.n - 1) * sum(len(prompt) for prompt in self.prompts if is_token_ids(prompt))
 
     def check_copies(self) -> None:
-        """Raise InvalidArgument if n is too large for the prompts."""
+        """Raise InvalidArgument if n copies of the prompts exceed the limit on tokens or characters."""
         if self.n == 1:
             return
         for unit, most, is_counted in (
@@ -137,7 +136,7 @@ class ParsedRequest:
 
     @property
     def report_bytes(self) -> int:
-        """Approximate memory of the logprobs of prompts (token ids). Raises InvalidArgument when it is too much."""
+        """Approximate memory of all logprobs of prompts (token ids). Raises InvalidArgument if it is too large."""
         if self.params.prompt_logprobs is None:
             return 0
         size = sum(map(len, self.prompts)) * self.n * (self.params.prompt_logprobs + 1)
@@ -168,7 +167,7 @@ def _size_of(prompt: Prompt) -> int:
 
 
 def read_completion(body: Mapping[str, Any], max_answers: int) -> ParsedRequest:
-    """Parse a request for /v1/completions. Raises InvalidArgument."""
+    """Parse the body of /v1/completions. max_answers: limit on prompts times n. Raises InvalidArgument."""
     fields = Fields(body)
     prompts = _prompts(fields.take("prompt"))
     n = _n(fields, len(prompts), max_answers)
@@ -195,7 +194,7 @@ def read_completion(body: Mapping[str, Any], max_answers: int) -> ParsedRequest:
 
 
 def read_chat(body: Mapping[str, Any], max_answers: int) -> ParsedRequest:
-    """Parse a request for /v1/chat/completions. Raises InvalidArgument."""
+    """Parse the body of /v1/chat/completions. max_answers: limit on n. Raises InvalidArgument."""
     fields = Fields(body)
     messages = read_messages(fields.take("messages"))
     n = _n(fields, 1, max_answers)
@@ -219,7 +218,7 @@ def read_chat(body: Mapping[str, Any], max_answers: int) -> ParsedRequest:
 
 
 def read_messages(value: Any) -> tuple[Message, ...]:
-    """Parse a conversation. Raises InvalidArgument."""
+    """Parse the messages of a conversation. Raises InvalidArgument."""
     items = check_items(value, "messages")
     return tuple(_message(each, f"messages[{number}]") for number, each in enumerate(items))
 
@@ -235,7 +234,7 @@ def _read_rest(
     logprobs: int | None,
     prompt_alone: bool = False,
 ) -> ParsedRequest:
-    """Parse the fields that both kinds of requests share."""
+    """Parse the fields common to completions and chat. harmless: see Fields.refuse_rest()."""
     stream = fields.flag("stream")
     temperature, top_p, top_k = (fields.take(name) for name in ("temperature", "top_p", "top_k"))
     prompt_logprobs = _prompt_logprobs(fields, stream, logprobs if echo else None)
@@ -276,7 +275,7 @@ def _read_rest(
 
 
 def _prompt_logprobs(fields: Fields, stream: bool, echoed: int | None) -> int | None:
-    """Parse vLLM's prompt_logprobs. echoed: number of top tokens, if the answer includes the prompt's logprobs."""
+    """Parse vLLM's prompt_logprobs. echoed: number of top tokens of echoed prompt logprobs, which must be equal."""
     count = fields.whole("prompt_logprobs", 0, MAX_LOGPROBS)
     if count is None:
         return None

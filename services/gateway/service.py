@@ -1,4 +1,4 @@
-"""Builds a gateway from its settings and runs it: find routers, register, serve, drain."""
+"""Builds a gateway from its settings and runs it: finds routers, registers in the cluster, serves, drains."""
 
 import asyncio
 import sys
@@ -31,7 +31,7 @@ _SWITCH_S = 0.001
 
 
 async def serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
-    """Serve until `stopping`, then drain. Returns the exit status. Raises ConfigError."""
+    """Serve until `stopping` is set, then drain. Returns the process's exit status. Raises ConfigError."""
     # Max wait of the event loop for the GIL after each turn, while a thread parses bodies.
     sys.setswitchinterval(_SWITCH_S)
     has_key = bool(config.routers and find_api_key(None))
@@ -54,7 +54,7 @@ async def serve(config: GatewayConfig, stopping: asyncio.Event) -> int:
 
 class Gateway:
     def __init__(self, config: GatewayConfig, client: AsyncClient, store: ClusterStore) -> None:
-        """Raises ConfigError for an invalid keys file or certificate."""
+        """Raises ConfigError for an invalid file of API keys or certificate."""
         self.config = config
         self.client = client
         self.store = store
@@ -65,7 +65,7 @@ class Gateway:
         self.server = HttpServer(config, _with_cors(self.app, config.cors_origin), tls)
 
     async def run(self) -> None:
-        """Follow the cluster's routers, and the keys file, until cancelled."""
+        """Watch the cluster's routers and the file of API keys for changes, until cancelled."""
         metrics.CONNECTIONS.set_function(lambda: len(self.server.state.connections))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follow_routers())
@@ -119,14 +119,13 @@ def gateway_host(gateway: Gateway) -> ServiceHost:
 
 
 def _router_targets(view: ClusterView) -> tuple[str, ...]:
-    """Return the addresses of the routers that accept requests, ordered by id; of all if all drain."""
+    """Return the addresses of the routers that accept requests, ordered by id; those of all routers if all drain."""
     routers = [one for _, one in sorted(view.instances.items()) if one.record.role is Role.ROUTER]
     ready = [router for router in routers if router.load.state is InstanceState.READY]
     return tuple(dict.fromkeys(router.record.address for router in ready or routers))
 
 
 async def _wait_for_routers(store: ClusterStore, stopping: asyncio.Event) -> tuple[str, ...]:
-    """Wait for at least one target; returns none if `stopping` was set first."""
     log_s = time.monotonic() + _LOG_EVERY_S
     while not stopping.is_set():
         targets = _router_targets(await store.wait_for_change(_POLL_S))

@@ -1,4 +1,4 @@
-"""Prepares prompts that are part of a response: their text before the answers, their token ids in separate fields."""
+"""Prepares the prompts that are part of a response: as text before the answers ("echo"), or as token ids."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,23 +9,24 @@ from kaveri.errors import InvalidArgument
 from services.gateway.parsed_request import ParsedRequest, Prompt, is_token_ids
 
 _LOOK_AHEAD_BYTES = 32
-"""Max distance of a token's text from its expected place: a tokenizer may have changed or dropped text in between."""
+"""Max distance of a token from its expected offset, in bytes: tokenizers may change or drop text between tokens."""
 
 
 class PromptOffsets:
-    """Locator of a shown prompt's tokens in its text, in order."""
+    """Finds the offset of each token of a prompt in the prompt's text. Call next() for the tokens in order."""
 
     def __init__(self, text: str) -> None:
         self._bytes = text.encode()
         self._position = 0
         self._characters = 0
-        """Number of characters that start before the position."""
+        """Number of characters that start before the current position."""
         self._look_ahead_bytes = 0
         """Search distance; 0 for the first token, because one added by the tokenizer may occur later in the text."""
 
     def next(self, text: str, raw_bytes: bytes) -> int:
-        """Return the offset, in characters, of the next token or of the character that it is part of. A token missing
-        from the text, such as one added by the tokenizer, has the offset of the next one."""
+        """Return the next token's offset in characters; inside a character, that character's offset. A token that is
+        not in the text, such as one added by the tokenizer, gets the next token's. raw_bytes: its bytes; empty: those
+        of `text`."""
         token = raw_bytes or text.encode()
         bare = token.removeprefix(b" ")
         if self._position == 0 and self._bytes.startswith(bare) and not self._bytes.startswith(token):
@@ -51,17 +52,17 @@ class PromptOffsets:
 
 @dataclass(frozen=True, slots=True)
 class ShownPrompt:
-    """Part of a response that shows one prompt."""
+    """Text and token ids of one prompt to include in the response."""
 
     text: str = ""
-    """Text before the answer; empty if not requested."""
+    """The prompt's text, put before each answer; empty if not requested."""
     token_ids: tuple[int, ...] | None = None
-    """Token ids of the prompt; None if not requested."""
+    """The prompt's token ids; None if not requested."""
 
 
 async def show_prompts(client: AsyncClient, asked: ParsedRequest) -> tuple[ParsedRequest, list[ShownPrompt]]:
-    """Tokenize prompts that are shown, reported on or answered several times, each once. Returns the request with these
-    ids, and the part of each prompt to show. Raises KaveriErrors."""
+    """Tokenize each prompt once if its ids are returned, its logprobs requested or n > 1. Returns the request with
+    token ids as prompts, and one ShownPrompt per prompt. Raises KaveriError."""
     needs_ids = asked.return_token_ids or asked.params.prompt_logprobs is not None or asked.n > 1
     if not asked.echo and not needs_ids:
         return asked, [ShownPrompt()] * len(asked.prompts)
@@ -79,7 +80,6 @@ async def show_prompts(client: AsyncClient, asked: ParsedRequest) -> tuple[Parse
 
 
 async def _text(client: AsyncClient, asked: ParsedRequest, prompt: Prompt) -> str:
-    """Return the text to show before the answers to the prompt."""
     if not asked.echo:
         return ""
     if isinstance(prompt, str):

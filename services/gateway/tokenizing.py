@@ -1,4 +1,4 @@
-"""Validates requests for /tokenize and /detokenize, and forwards them to a router."""
+"""Handles /tokenize and /detokenize: validates the JSON body, and asks a router."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from services.gateway.parsed_request import read_messages
 
 
 async def tokenize(client: AsyncClient, body: Mapping[str, Any]) -> dict[str, object]:
-    """Return the token ids of a text or a conversation. Raises KaveriErrors."""
+    """Return the JSON response to /tokenize: the token ids of a text or a conversation. Raises KaveriError."""
     fields = Fields(body)
     model, prompt, messages = fields.text("model"), fields.text("prompt"), fields.take("messages")
     fields.refuse_rest(
@@ -31,7 +31,7 @@ async def tokenize(client: AsyncClient, body: Mapping[str, Any]) -> dict[str, ob
 
 
 async def detokenize(client: AsyncClient, body: Mapping[str, Any]) -> dict[str, object]:
-    """Return the text of token ids. Raises KaveriErrors."""
+    """Return the JSON response to /detokenize: the text of token ids. Raises KaveriError."""
     fields = Fields(body)
     model, tokens = fields.text("model"), fields.take("tokens")
     fields.refuse_rest({})

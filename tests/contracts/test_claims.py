@@ -1,4 +1,4 @@
-"""docs/claims.md is what scripts/claims.py writes, and a figure whose code has changed is marked."""
+"""docs/claims.md is the output of scripts/claims.py, and marks figures whose code has changed."""
 
 import importlib.util
 import shutil

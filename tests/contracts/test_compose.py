@@ -1,4 +1,4 @@
-"""The compose file, as docker-compose itself reads it, against the services' own settings. Builds and runs no image."""
+"""The compose file, as docker-compose reads it, against the services' settings. Builds and runs no image."""
 
 import json
 import os
@@ -35,10 +35,10 @@ INSTANCES: dict[str, type[ServiceConfig]] = {
     "predictor": PredictorConfig,
 }
 COMMANDS = {"predictor": ["predictor", "serve"]}
-"""Of those whose command is not their role."""
+"""Commands of the services whose command is not their role."""
 PORT_OWNERS = {"router-0": "50051", "router-1": "50052", "balancer": "8000"}
 OBSERVERS = {"prometheus": "9090", "grafana": "3000", "jaeger": "16686"}
-"""Of the profile `observability`, with their ports."""
+"""Services of the profile `observability`, with their ports."""
 OBSERVABILITY_ENV = COMPOSE_FILE.parent / "observability.env"
 
 
@@ -76,7 +76,7 @@ def _resolved(*flags: str) -> dict[str, dict[str, Any]]:
 
 
 def _image_environment(target: str) -> dict[str, str]:
-    """The KAVERI_ variables that the Dockerfile sets in an image, those of its base stage included."""
+    """Return the KAVERI_ variables that the Dockerfile sets in an image, with those of its base stage."""
     stages: dict[str, dict[str, str]] = {}
     name = ""
     for line in DOCKERFILE.read_text().replace("\\\n", "").splitlines():

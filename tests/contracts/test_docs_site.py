@@ -1,7 +1,5 @@
-"""The documentation as a site: it builds strictly, every link in it leads somewhere, the reference has the SDK's names.
-
-Links to other sites are not followed.
-"""
+"""The documentation site builds without warnings, its links are valid, and the reference has all names of the SDK.
+Links to other sites are not followed."""
 
 import os
 import re

@@ -1,7 +1,4 @@
-"""The SDK's public face, frozen: a change here is a change for every user, and is made on purpose or not at all.
-
-public_api.txt has one line per export, method and field: what a caller may pass, read or call.
-"""
+"""The SDK's public API is frozen in public_api.txt: one line per export, method and field."""
 
 import dataclasses
 import enum

@@ -1,4 +1,4 @@
-"""The tree, and what one request passes, stay within their budgets: tests/figures/budget.toml, which may only fall."""
+"""Sizes of the source tree, and of the code that one request runs, stay within tests/figures/budget.toml."""
 
 import tomllib
 

@@ -1,7 +1,5 @@
-"""deploy/helm/kaveri as Helm's own library renders it, against Kubernetes' schemas. Nothing is installed.
-
-Of custom resources (cert-manager, Prometheus operator, KEDA) only the fields at their top are compared with a list.
-"""
+"""deploy/helm/kaveri, rendered by Helm's own library, against Kubernetes' schemas. Nothing is installed. Only the top
+fields of custom resources (cert-manager, Prometheus operator, KEDA) are checked."""
 
 import functools
 import importlib
@@ -19,7 +17,7 @@ from tests.support.prometheus import rule_groups
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERNETES_VERSIONS = ("1.30", "1.34", "1.37")
-"""The oldest that Chart.yaml allows, one between, the newest that the validator knows."""
+"""Oldest version that Chart.yaml allows, one between, and the newest that the validator knows."""
 CUSTOM_RESOURCES = {
     ("monitoring.coreos.com/v1", "PodMonitor"): ({"selector", "podMetricsEndpoints"}, set()),
     ("monitoring.coreos.com/v1", "PrometheusRule"): ({"groups"}, set()),
@@ -32,7 +30,7 @@ CUSTOM_RESOURCES = {
         {"commonName", "dnsNames", "usages", "privateKey", "duration", "renewBefore"},
     ),
 }
-"""Their needed and their other fields of `spec` that the chart may use."""
+"""(required, optional) fields of `spec` of each custom resource."""
 
 
 @pytest.fixture(params=VALUES)
@@ -42,7 +40,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def validate() -> Iterator[Callable[..., Any]]:
-    """The validator reads megabytes of definitions for each manifest; here once."""
+    """Yield the schema validator, which reads megabytes of definitions for each manifest; cached here."""
     pytest.importorskip("kubernetes_validate")
     validator = importlib.import_module("kubernetes_validate.utils")
     with pytest.MonkeyPatch.context() as patched:

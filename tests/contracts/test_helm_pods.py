@@ -1,4 +1,4 @@
-"""The pods of deploy/helm/kaveri: what the services read of what the chart passes, and what leads to them."""
+"""Pods of deploy/helm/kaveri: how the services read the chart's settings, and which network policies admit them."""
 
 import json
 import re
@@ -194,7 +194,7 @@ def test_every_role_has_a_disruption_budget_and_is_spread(name: str, instances: 
 
 
 def _admitted(name: str, source: ChartInstance, target: ChartInstance) -> set[str]:
-    """Ports of the target that pods like the source may reach. "*": all."""
+    """Return the target's ports that network policies open to pods like the source. "*": all."""
     found: set[str] = set()
     for policy in kinds(name, "NetworkPolicy"):
         if not selected(policy["spec"]["podSelector"], target.labels):

@@ -1,4 +1,4 @@
-"""The health check of the images, as a container runs it, against the server of --health-port."""
+"""The images' health check, run as a container runs it, against the server of --health-port."""
 
 import asyncio
 import os

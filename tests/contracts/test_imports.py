@@ -1,4 +1,4 @@
-"""What an import drags in, asked of a fresh interpreter."""
+"""Modules that an import loads, tested in a new interpreter."""
 
 import subprocess
 import sys

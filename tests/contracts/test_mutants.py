@@ -1,4 +1,4 @@
-"""The list of planted bugs is well-formed and applies to today's code. `make mutants` runs it."""
+"""The list of planted bugs is valid and applies to the current code. `make mutants` runs the bugs."""
 
 import importlib.util
 from collections import Counter

@@ -1,4 +1,4 @@
-"""docs/operations.md lists every metric and every log event, and no other. It does not check their values."""
+"""docs/operations.md lists exactly the metrics and log events of the code. Their values are not checked."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _ROW = re.compile(r"\| `(kaveri_\w+)` \| ([a-z, ]+) \| (\w+) \| `?([a-z, ]*)`? \| (.+) \|")
 
 Facts = tuple[str, str, tuple[str, ...]]
-"""Name as scraped, type, labels."""
+"""(name as scraped, type, labels) of a metric."""
 
 
 def _facts(registry: CollectorRegistry) -> Iterator[Facts]:
@@ -77,7 +77,7 @@ _LEVEL_OF = {"debug": "debug", "info": "info", "warning": "warning", "error": "e
 
 
 def _logged() -> Iterator[tuple[str, str | None, set[str]]]:
-    """(event, level, fields) of each logging call in the library and the services. Level None: chosen at run time."""
+    """Yield (event, level, fields) of each logging call in the product. level: None if chosen at run time."""
     paths = [path for room in ("kaveri", "services") for path in (ROOT / room).rglob("*.py")]
     for path in paths:
         if "testing" in path.parts or "v1" in path.parts:

@@ -1,4 +1,4 @@
-"""What `pip install kaveri` puts into an environment, and what it needs there."""
+"""Contents of the kaveri package, and the packages it needs."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(script: str, site_packages: Path = ROOT, status: int = 0) -> str:
-    """-S: without it the source tree would be found, where it is installed as editable."""
+    """Run a script with -S: otherwise Python would find the source tree, which is installed as editable."""
     environment = {"PYTHONPATH": f"{site_packages}:{sysconfig.get_path('purelib')}"}
     command = [sys.executable, "-S", "-P", "-c", script]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)

@@ -1,4 +1,4 @@
-"""deploy/prometheus and deploy/grafana, as promtool reads them, and what the docs say of them. Starts no Prometheus."""
+"""deploy/prometheus and deploy/grafana against promtool, the code's metrics and the docs. Starts no Prometheus."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""The protos and what was generated from them: up to date, and every name explained."""
+"""The generated code of the protos is up to date, and every name in them has a comment."""
 
 import subprocess
 import sys

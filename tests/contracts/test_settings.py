@@ -1,4 +1,4 @@
-"""Every service's settings are found by name, and the file in docs/operations.md is one that all services take."""
+"""Every service's settings are registered by name, and all services accept the file in docs/operations.md."""
 
 import re
 from collections import Counter

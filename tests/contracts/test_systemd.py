@@ -1,4 +1,4 @@
-"""deploy/systemd, and the settings of docs/many-machines.md, as systemd and the services read them. Starts no unit."""
+"""deploy/systemd, and the settings in docs/many-machines.md, as systemd and the services read them. Starts no unit."""
 
 import os
 import re

@@ -11,7 +11,7 @@ from tests.figures.passage import joined, trace_request
 
 
 def collect() -> dict[str, Any]:
-    """All figures: those of the files, and those of one traced request."""
+    """Return all figures: sizes from the files, and counts from one traced request."""
     lines = sizes.product_lines()
     attributes = sorted(sizes.attribute_counts().values())
     bodies = sorted(sizes.body_lines().values())

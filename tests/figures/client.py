@@ -1,7 +1,5 @@
-"""The client of the traced request: `python -m tests.figures.client HOST:PORT`, a process of its own.
-
-It prints "ready", sends the request when it gets a line, prints "answered", and ends with its standard input.
-"""
+"""Client process of the traced request: `python -m tests.figures.client HOST:PORT`. Prints "ready", sends the request
+when it reads a line, prints "answered", and exits at the end of its input."""
 
 import asyncio
 import sys

@@ -1,10 +1,8 @@
-"""The files, classes and functions that one streamed request passes, by process.
+"""Files, classes and functions of Kaveri that one streamed request runs, by process.
 
-A cluster of one router, one prefill and one decode instance on kaveri-tiny over tcp serves one request of 180 words and
-60 tokens to one client. Functions that the processes also call in three seconds in which only another instance's load
-changes are left out, and so are module bodies and comprehensions. The request is the first of its cluster: what opens
-connections counts.
-"""
+A cluster of one router, one prefill and one decode instance (kaveri-tiny, tcp) serves one request of 180 words and 60
+tokens. Functions that the processes also call during three seconds in which only another instance's load changes do not
+count, nor do module bodies and comprehensions. It is the cluster's first request, so opening connections counts."""
 
 import asyncio
 import os
@@ -33,18 +31,18 @@ _REQUEST = 2
 
 @dataclass(frozen=True)
 class Passage:
-    """The functions that a request passes in one process, or in several: (file, qualified name, line)."""
+    """Functions that a request runs in one process or in several, as (file, qualified name, line)."""
 
     functions: frozenset[tuple[str, str, int]]
 
     @property
     def files(self) -> frozenset[str]:
-        """Paths from the repository's root."""
+        """Return the functions' files, relative to the repository's root."""
         return frozenset(file for file, _, _ in self.functions)
 
     @property
     def classes(self) -> frozenset[tuple[str, str]]:
-        """(file, qualified name) of the classes that the functions belong to."""
+        """Return the functions' classes, as (file, qualified name)."""
         owners = ((file, name.split(".<locals>")[0].rpartition(".")[0]) for file, name, _ in self.functions)
         return frozenset((file, owner) for file, owner in owners if owner)
 
@@ -54,12 +52,12 @@ class Passage:
 
 
 def joined(passages: Iterable[Passage]) -> Passage:
-    """One passage over all processes: what several call counts once."""
+    """Return the union of the passages: functions of several processes count once."""
     return Passage(frozenset().union(*(passage.functions for passage in passages)))
 
 
 async def trace_request() -> Mapping[str, Passage]:
-    """Starts the cluster, sends the request, stops the cluster. Keys: client, router, prefill, decode."""
+    """Run a cluster for one request. Returns the Passage of each process: client, router, prefill, decode."""
     with tempfile.TemporaryDirectory(prefix="kaveri-trace-") as name:
         folder = Path(name)
         os.environ |= {"TRACE_CALLS_TO": name, "PYTHONPATH": f"{_HOOK}:{os.environ.get('PYTHONPATH', '')}"}
@@ -97,7 +95,7 @@ async def _trace_in(folder: Path) -> Mapping[str, Passage]:
 
 
 async def _end_window(folder: Path, pids: Mapping[str, int], number: int) -> dict[str, frozenset[tuple[str, str, int]]]:
-    """Ends a window of all processes and reads what they called in it."""
+    """End the recording window of all processes; return the functions that each called in it."""
     for pid in pids.values():
         os.kill(pid, signal.SIGUSR2)
     found = {}

@@ -1,4 +1,4 @@
-"""Sizes of the tree, read from its files: lines, calls between services, attributes, bodies, circles, words."""
+"""Sizes of the source tree: lines, RPCs between services, attributes, function bodies, import cycles, words."""
 
 import ast
 import graphlib
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _CLIENT_SERVICES = frozenset({"InferenceService", "ClusterService", "LengthPredictorService"})
-"""Services whose calls do not count: clients' and the predictor's contracts."""
+"""gRPC services that do not count: for clients and for the predictor."""
 _GENERATED = ("kaveri", "v1")
 
 
@@ -19,7 +19,7 @@ def product_files() -> list[Path]:
 
 
 def product_lines() -> Mapping[str, int]:
-    """Lines of the product by room, such as "kaveri/engine", the largest first."""
+    """Return the lines of kaveri/ and services/ by folder, such as "kaveri/engine", largest first."""
     return dict(Counter(_by_room(product_files())).most_common())
 
 
@@ -32,7 +32,7 @@ def file_lines() -> list[int]:
 
 
 def instance_rpcs() -> list[str]:
-    """Calls of all services that instances and routers offer one another: "PrefillService.Prefill"."""
+    """Return the RPCs between instances and routers: "PrefillService.Prefill"."""
     found = []
     for path in sorted((ROOT / "protos").rglob("*.proto")):
         service = ""
@@ -45,7 +45,7 @@ def instance_rpcs() -> list[str]:
 
 
 def attribute_counts() -> Mapping[str, int]:
-    """Class, as "file:name", to the number of attributes that its body or its methods give to each object."""
+    """Return the number of attributes of each class's objects, by "file:class"."""
     found = {}
     for path in product_files():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -55,7 +55,7 @@ def attribute_counts() -> Mapping[str, int]:
 
 
 def body_lines() -> Mapping[str, int]:
-    """Function, as "file:name", to the lines of its body without its docstring."""
+    """Return the lines of each function's body without its docstring, by "file:function"."""
     found = {}
     for path in product_files():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -66,20 +66,19 @@ def body_lines() -> Mapping[str, int]:
 
 @dataclass(frozen=True)
 class Circles:
-    """Circles of imports, one each as the names in it: of files, and of rooms."""
+    """One import cycle between files and one between folders ("rooms"), as lists of names; empty if there is none."""
 
     files: Sequence[str]
     rooms: Sequence[str]
 
     @property
     def count(self) -> int:
-        """Number of circles that were found; at most one of each kind."""
         return len(self.files) + len(self.rooms)
 
 
 def circles() -> Circles:
-    """Circles in imports, those by a module's name in a string included. Programs, which nothing imports, are left out:
-    a room's `__main__` puts the room together with others."""
+    """Find import cycles, also by a module's name in a string. `__main__` modules are left out: nothing imports
+    them."""
     modules = {_module_of(path): path for path in product_files() if path.name != "__main__.py"}
     graph = {module: set(_imports(path, modules)) - {module} for module, path in modules.items()}
     rooms: dict[str, set[str]] = {}
@@ -94,7 +93,7 @@ def words(name: str) -> int:
 
 
 def tree_figures() -> Mapping[str, int]:
-    """Figures of the tree that have a budget."""
+    """Return the sizes that tests/figures/budget.toml limits, by name."""
     attributes = sorted(attribute_counts().values())
     return {
         "product_lines": sum(product_lines().values()),
@@ -106,7 +105,7 @@ def tree_figures() -> Mapping[str, int]:
 
 
 def percentile(values: Sequence[int], share: float) -> int:
-    """The smallest of ascending values that `share` of them do not exceed."""
+    """Return the smallest of the ascending values that at least `share` of them do not exceed."""
     return values[max(0, -(-int(share * 100) * len(values) // 100) - 1)]
 
 

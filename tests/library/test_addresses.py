@@ -1,5 +1,3 @@
-"""Hosts and addresses are read and written in one way, and "::" takes both families."""
-
 import contextlib
 import errno
 import socket

@@ -1,4 +1,4 @@
-"""The tree drawn in kaveri/errors.py is the tree that the classes make, and each error keeps its data."""
+"""The tree in the docstring of kaveri/errors.py matches the classes, and each error keeps its data."""
 
 import copy
 import inspect
@@ -14,12 +14,12 @@ from kaveri.errors import InvalidArgument, KaveriError, ModelNotFound, NoCapacit
 
 
 def _drawn() -> dict[str, tuple[str, ...]]:
-    """Name -> data, as the docstring draws them."""
+    """Return the names of the attributes of each class, as the docstring lists them."""
     return {name: tuple(re.split(r",\s*", data)) if data else () for _, name, data in _rows()}
 
 
 def _drawn_bases() -> dict[str, str]:
-    """Name -> name of the class that it is drawn under."""
+    """Return the name of each class's base, as the docstring draws it."""
     bases, last = {}, "KaveriError"
     for indent, name, _ in _rows():
         bases[name] = last if indent else "KaveriError"
@@ -28,7 +28,7 @@ def _drawn_bases() -> dict[str, str]:
 
 
 def _rows() -> list[tuple[str, str, str]]:
-    """Indentation, name and data of each class in the drawing, which has two levels below its root."""
+    """Return (indentation, class, attributes) of each line of the tree, which has two levels below its root."""
     assert errors.__doc__ is not None
     drawn = r"^(│   |)[├└]── (\w+)\s+[^:\n]+(?::\s*(.*))?$"
     return re.findall(drawn, errors.__doc__, flags=re.MULTILINE)

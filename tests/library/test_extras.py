@@ -1,5 +1,3 @@
-"""The command that installs an optional part works from wherever this Kaveri came."""
-
 import importlib.metadata
 import json
 import sys

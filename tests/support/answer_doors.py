@@ -1,7 +1,5 @@
-"""Asks the same greedy prompts of every door of a cluster, whole and streamed: the answers are those that the SDK had.
-
-The doors: vllm.grpc.engine on a router, and the SDK and a gateway that read tokens at decode instances.
-"""
+"""Sends the same greedy prompts to all APIs ("doors") of a cluster, whole and streamed, and compares the answers: the
+SDK through a router, vllm.grpc.engine on a router, and the SDK and a gateway that read tokens at decode instances."""
 
 import asyncio
 import contextlib
@@ -27,14 +25,14 @@ _WORDS = ("Count", "Spell", "from", "to", "turtle", "lamp", "a", "the", "near", 
 
 
 def door_settings() -> dict[str, Any]:
-    """Of run_cluster(): the bundled model in float32 behind every door."""
+    """Return settings for run_cluster(): all APIs, on the bundled model in float32."""
     settings: dict[str, Any] = {"router_flags": ("--vllm-grpc",), "gateway_count": 1}
     settings |= {"gateway_flags": ("--direct", "on"), "metrics_port": free_port()}
     return settings | {"model": "kaveri-tiny", "dtype": "float32", "start_timeout_s": 300.0}
 
 
 def make_prompts() -> list[str | list[int]]:
-    """20 texts and 20 lists of token ids, of 1 to 600 tokens."""
+    """Return 20 texts and 20 lists of token ids, of 1 to 600 tokens."""
     rng = random.Random(7)
     texts = [" ".join(rng.choices(_WORDS, k=rng.randrange(1, 60))) for _ in range(20)]
     lengths = [1, 2, 15, 16, 17, 511, 512, 513, *(rng.randrange(1, 600) for _ in range(12))]
@@ -43,26 +41,26 @@ def make_prompts() -> list[str | list[int]]:
 
 @dataclass
 class AskedDoors:
-    """A cluster, what is asked of it, and what the SDK was answered by its router."""
+    """Cluster with prompts, and the answers to them that the SDK received from a router."""
 
     cluster: LocalCluster
     prompts: Sequence[str | list[int]]
     answers: Sequence[Completion]
     engine: Any
-    """A stub of VllmEngine at the router."""
+    """gRPC stub of VllmEngine at the router."""
 
     @property
     def expected(self) -> list[tuple[int, ...]]:
         return [answer.token_ids for answer in self.answers]
 
     async def check_router(self) -> None:
-        """VllmEngine on the router."""
+        """Assert that VllmEngine at the router gives the same answers."""
         for stream in (False, True):
             asking = (ask(self.engine, prompt, stream) for prompt in self.prompts)
             assert await asyncio.gather(*asking) == self.expected, f"stream={stream}"
 
     async def check_direct(self) -> None:
-        """What reads tokens at decode instances: the SDK, and a gateway with texts and lists in one request each."""
+        """Assert that the SDK and a gateway, reading tokens at decode instances, give the same answers."""
         expected = [(answer.text, answer.token_ids) for answer in self.answers]
         assert not await read_tokens(self.cluster), "the other doors read at routers"
         async with AsyncClient(self.cluster.target, timeout_s=WITHIN_S, direct=True) as client:

@@ -1,7 +1,5 @@
-"""One plain vLLM engine that prefills and decodes by itself: what Kaveri on vLLM must answer, token for token.
-
-It has nothing of ours but the draws. It runs in a process of its own, as vLLM's state is a process's.
-"""
+"""Answers of one vLLM engine without Kaveri (except the sampler), to be compared with Kaveri's token by token. It runs
+in its own process, because vLLM has global state."""
 
 import multiprocessing
 import os
@@ -21,10 +19,8 @@ _MOST_S = 300.0
 def bare_vllm_answers(
     model: Path | str, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **engine_args: Any
 ) -> list[tuple[int, ...]]:
-    """The answers, all prompts in flight at once. Takes seconds, most of them to start vLLM.
-
-    params: one each, with max_tokens; end-of-sequence ids are passed over. engine_args: fields of vLLM's EngineArgs.
-    """
+    """Return the answers to all prompts, run concurrently; starting vLLM takes seconds. params: one per prompt, with
+    max_tokens; end-of-sequence ids are ignored. engine_args: fields of vLLM's EngineArgs."""
     asked = {
         "model": str(model),
         "prompts": [list(prompt) for prompt in prompts],

@@ -1,4 +1,4 @@
-"""Checkpoint folders that cannot be served, each with one fault, made from a good one."""
+"""Checkpoint folders with one fault each, made from a valid one; no engine can serve them."""
 
 import json
 import shutil
@@ -18,11 +18,11 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "hqq": {"quant_method": "hqq", "quant_config": {}},
     "aqlm": {"quant_method": "aqlm"},
 }
-"""What their config.json has as quantization_config."""
+"""quantization_config in config.json, by method."""
 
 
 def edit(folder: Path, name: str, **changes: Any) -> None:
-    """Changes values of a JSON file, which is made if needed."""
+    """Set fields of a JSON file, which is created if needed."""
     file = folder / name
     content = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(content | changes))
@@ -60,11 +60,11 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "generation_config is a list": lambda folder: (folder / "generation_config.json").write_text("[1]"),
     "generation_config is cut off": lambda folder: (folder / "generation_config.json").write_text('{"a'),
 }
-"""By what is wrong. Not one is served by any engine."""
+"""Functions that break a folder, by fault. No engine serves the result."""
 
 
 def broken_copy(source: Path, target: Path, fault: str) -> Path:
-    """A copy of a good folder with a fault of BROKEN, or a method of QUANTIZED."""
+    """Copy a valid folder, with a fault of BROKEN or a method of QUANTIZED."""
     folder = Path(shutil.copytree(source, target))
     if fault in QUANTIZED:
         edit(folder, "config.json", quantization_config=QUANTIZED[fault])

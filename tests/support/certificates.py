@@ -1,4 +1,4 @@
-"""Certificates for tests of TLS, made by the openssl command."""
+"""Certificates for TLS tests, made by the openssl command."""
 
 import os
 import subprocess
@@ -10,11 +10,11 @@ from kaveri.security.tls_files import TlsFiles
 
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 FILES_VARIABLE = "KAVERI_TESTING_TLS"
-"""Names the three files, so that processes which tests start show the same certificate."""
+"""Environment variable with the paths of key, certificate and authority, for processes that tests start."""
 
 
 class Authority:
-    """A certificate authority for one test; its files are in `folder`, which must exist."""
+    """Certificate authority of one test; its files are in `folder`, which must exist."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         self._folder = folder
@@ -26,7 +26,7 @@ class Authority:
         _openssl("req", "-x509", *_NEW_KEY, *usage, "-subj", f"/CN={name}", *files)
 
     def certify(self, name: str, days: int = 1, dns: str = DEFAULT_NAME) -> TlsFiles:
-        """A key and its certificate. days: negative ones have passed when it is made. dns: the cluster's name in it."""
+        """Make a key and a certificate. days: lifetime; negative: already expired. dns: name of the cluster in it."""
         certificate, key, request = (self._folder / f"{name}.{end}" for end in ("pem", "key", "csr"))
         _openssl("req", *_NEW_KEY, "-subj", f"/CN={name}", "-keyout", key, "-out", request)
         extensions = self._folder / f"{name}.ext"
@@ -38,7 +38,7 @@ class Authority:
 
 
 def tls_transport() -> TlsTransport:
-    """With the files that FILES_VARIABLE names: for the conformance suite."""
+    """Return a TLS transport with the files that FILES_VARIABLE names, for the conformance suite."""
     return TlsTransport(TlsFiles(*os.environ[FILES_VARIABLE].split(os.pathsep)))
 
 

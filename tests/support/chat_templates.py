@@ -1,4 +1,4 @@
-"""Chat templates as those of known families, and those that lie in the virtual environments."""
+"""Chat templates of known model families, and those found in the virtual environments."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -74,12 +74,12 @@ SHAPES = {
         "{% for part in m.content %}{{ part['text'] | trim }}{% endfor %}{% endif %}{% endfor %}" + _ASSISTANT
     ),
 }
-"""Templates of many kinds. Each takes system, user and assistant messages."""
+"""Templates of many kinds, by name. Each accepts system, user and assistant messages."""
 PART_SHAPES = [name for name in SHAPES if "parts" in name]
 
 
 def stored_templates() -> Iterator[Path]:
-    """All Jinja templates of this environment and of vLLM's. Most are no chat templates."""
+    """Yield all Jinja templates in this environment and in vLLM's; most are no chat templates."""
     places = [Path(sysconfig.get_paths()["purelib"]), *VLLM_ENVIRONMENT.glob("lib/python*/site-packages")]
     for place in dict.fromkeys(each.resolve() for each in places):
         yield from sorted(place.rglob("*.jinja"))

@@ -1,4 +1,4 @@
-"""The devices on which tests of the transformers engine run: the CPU, and a GPU where there is one."""
+"""Devices for tests of the transformers engine: the CPU, and a GPU if there is one."""
 
 import torch
 

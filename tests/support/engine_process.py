@@ -1,8 +1,6 @@
-"""An engine in a process of its own, seen through the engine seam: for engines of which a process can hold only one.
-
-The process is started once and makes one engine after another, so that what takes long (loading a library, a model)
-is done once. Calls are answered in order; events come in the order in which the engine tells them.
-"""
+"""Runs an engine in another process, with the engine interface here, for engines of which a process can hold only one.
+The process loads the library and model once, and makes one engine after another. Calls are answered in order; events
+arrive in the engine's order."""
 
 import itertools
 import multiprocessing
@@ -23,19 +21,16 @@ from kaveri.kv.transfer.ticket import Ticket
 
 _ANSWER_TIMEOUT_S = 120.0
 _OPEN_TIMEOUT_S = 240.0
-"""The first engine of a process is there when the library and the model are loaded."""
+"""Long, because the first engine waits for the library and the model to load."""
 
 MakeEngine = Callable[..., Any]
-"""Makes an engine that is not started, of the arguments given to EngineProcess.open()."""
+"""Makes an engine, not started, from the arguments of EngineProcess.open()."""
 
 
 class EngineProcess:
-    """A process that holds at most one engine at a time.
-
-    prepare: a function at the top of a module, called in the process with `arguments`: loads what takes long and
-    returns what makes the engines. preload: modules that are loaded once for all such processes. has_children: its
-    engines have processes of their own; close() must be called then, or this process does not end.
-    """
+    """Process that holds at most one engine at a time. prepare: module-level function, called there once with
+    `arguments`; loads what takes long, and returns the function that makes engines. preload: modules loaded once for
+    all such processes. has_children: its engines start processes; close() is required then."""
 
     def __init__(
         self,
@@ -74,7 +69,7 @@ class EngineProcess:
         return self._reader.is_alive()
 
     def kill(self) -> None:
-        """As SIGKILL would at any moment. What its engine was asked fails with ConnectionError."""
+        """Kill the process with SIGKILL. Pending calls fail with ConnectionError."""
         self._process.kill()
         self._process.join()
         self._reader.join()
@@ -84,7 +79,7 @@ class EngineProcess:
         return self._engine is None or self._engine.closed
 
     def open(self, **arguments: object) -> "RemoteEngine":
-        """The next engine, not started. The one before must be closed. Raises what making it raises."""
+        """Make the next engine, not started; the previous one must be closed. Raises what making it raises."""
         assert self.is_free, "the engine before is not closed"
         self._engine = None
         info = self.call("open", arguments).result(_OPEN_TIMEOUT_S)
@@ -96,7 +91,7 @@ class EngineProcess:
         self._connection.close()
 
     def call(self, method: str, *arguments: object) -> "Future[Any]":
-        """For RemoteEngine: has the process call it; the future gets what comes of it."""
+        """Call a method of the engine in the process; the future receives its result or error. Used by RemoteEngine."""
         answer: Future[Any] = Future()
         with self._lock:
             number = next(self._numbers)
@@ -131,7 +126,7 @@ class EngineProcess:
 
 
 def vllm_process(model: Path, *, has_children: bool = False, **loading: Any) -> EngineProcess:
-    """A process with a small vLLM. loading: see tests.support.vllm_engines.prepare."""
+    """Start a process with a small vLLM. loading: as for tests.support.vllm_engines.prepare()."""
     # Only where vLLM is installed.
     from tests.support.vllm_engines import prepare
 
@@ -150,7 +145,7 @@ def vllm_process(model: Path, *, has_children: bool = False, **loading: Any) -> 
 
 
 class RemoteEngine:
-    """PrefillEngine and DecodeEngine, in an EngineProcess."""
+    """PrefillEngine and DecodeEngine that forwards to the engine in an EngineProcess."""
 
     def __init__(self, process: EngineProcess, info: EngineInfo) -> None:
         self.info = info
@@ -171,7 +166,7 @@ class RemoteEngine:
         self.closed = True
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        """Every other method of the engine."""
+        """Return a function that calls this method of the engine and waits for its result."""
         return partial(self._call, method)
 
     def reserve(
@@ -197,7 +192,6 @@ class RemoteEngine:
 
 
 def _serve(connection: Connection, prepare: Callable[..., MakeEngine], arguments: Sequence[object]) -> None:
-    """What the process does: answers calls until its starter is gone."""
     lock = threading.Lock()
 
     def send(number: int | None, result: object, error: BaseException | None) -> None:
@@ -234,7 +228,7 @@ def _serve(connection: Connection, prepare: Callable[..., MakeEngine], arguments
 
 
 def _unpack(kind: type[BaseException], text: str, data: dict[str, object], told: Sequence[str]) -> BaseException:
-    """The error as it was there. Ours cannot be pickled as they are: they are made of data, not of a text."""
+    """Rebuild an error of the process. Kaveri's errors take data, not a text, and so cannot be pickled as usual."""
     error = kind.__new__(kind)
     error.args = (text,)
     vars(error).update(data)

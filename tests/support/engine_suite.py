@@ -1,4 +1,4 @@
-"""The conformance suites of engines as one, and what their harnesses share."""
+"""All conformance suites of engines as one class, and common parts of their harnesses."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,11 +24,11 @@ from kaveri.testing.engine_resumption import ResumptionConformance
 class EngineSuite(
     EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
 ):
-    """All that an engine which decodes and replicates must do."""
+    """All conformance tests for an engine that decodes and replicates KV."""
 
 
 class ReplicaStores:
-    """Makes stores of replicas, and addresses in a folder."""
+    """Factory of KV replica stores, and of addresses in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -45,7 +45,7 @@ class ReplicaStores:
 
 
 class StepwiseHarness(ReplicaStores):
-    """Stepwise engines on the runners that a subclass makes, with blocks of these sizes."""
+    """Factory of stepwise engines with these block sizes; a subclass makes the runners."""
 
     def __init__(self, folder: Path, block_tokens: int, prefill_block_tokens: int | None = None) -> None:
         super().__init__(folder)
@@ -68,7 +68,7 @@ class StepwiseHarness(ReplicaStores):
 
 
 def start_adopting(engine: Any) -> EngineRecorder:
-    """Start an engine that decodes each prompt itself."""
+    """Start an engine that decodes the prompts that it prefilled itself. Returns its recorder."""
 
     def adopt(event: EngineEvent) -> None:
         if isinstance(event, FirstToken) and event.finish is None:

@@ -1,8 +1,6 @@
-"""Starts the ranks of a vLLM engine as copies, by fork, of the engine's process, which has imported vLLM.
-
-That takes a core a second instead of ten. Services start their ranks anew: vLLM's CPU backend binds OpenMP's threads,
-which do not survive a fork. A process of the tests has one thread of arithmetic.
-"""
+"""Starts vLLM's tensor-parallel ranks by forking the engine's process, which has imported vLLM: one core-second instead
+of ten. Services do not fork: threads that vLLM's CPU backend binds with OpenMP do not survive it. Test processes use
+one thread."""
 
 import os
 import stat
@@ -14,10 +12,8 @@ _READ_EVERY_S = 0.0005
 
 
 def fork_ranks() -> None:
-    """Have vLLM in this process fork its ranks, and have these leave the cores to others while they wait.
-
-    Ranks close the sockets that are open now: whoever uses this process sees by their end that it has ended.
-    """
+    """Make vLLM in this process fork its ranks, and make idle ranks sleep instead of spinning. Ranks close the sockets
+    open now, so that their peers notice when this process ends."""
     # Not at the top: an engine's process sets vLLM's environment before it imports vLLM.
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.v1.executor import multiproc_executor
@@ -38,7 +34,6 @@ def fork_ranks() -> None:
 
 
 def _open_sockets() -> list[int]:
-    """Return the process's open sockets, without the standard streams."""
     found = []
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:

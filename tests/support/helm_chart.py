@@ -18,23 +18,23 @@ CHART = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "kaveri"
 VALUES: dict[str, dict[str, Any]] = {"default": {}} | {
     path.name.removesuffix("-values.yaml"): yaml.safe_load(path.read_text()) for path in sorted(CHART.glob("ci/*.yaml"))
 }
-"""The sets of values under test: the chart's own, and those of its folder ci."""
+"""Sets of chart values under test: the chart's own, and those in its folder ci."""
 COMMANDS = {"predictor": ["predictor", "serve"]}
-"""Of roles whose command is not their name."""
+"""Commands of the roles whose command is not their name."""
 ENGINES = ("prefill", "decode", "colocated")
 
 Manifest = dict[str, Any]
 
 
 def helm() -> Any:
-    """Helm's library, which has no wheel for some machines. Without it the test is skipped, but not in CI."""
+    """Return Helm's library, which has no wheel for some machines. Skips the test without it, but fails in CI."""
     if os.environ.get("CI", "") in ("true", "1"):
         return importlib.import_module("helm_python")
     return pytest.importorskip("helm_python", reason="Helm's library is not installed")
 
 
 def render_values(values: dict[str, Any], release: str = "kaveri") -> tuple[Manifest, ...]:
-    """All manifests, of a release in the namespace `serving`. Raises HelmError."""
+    """Return all manifests of a release in the namespace `serving`. Raises HelmError."""
     with helm().Chart.load(CHART) as chart:
         rendered = chart.render(values, name=release, namespace="serving")
     texts = (text for path, text in sorted(rendered.items()) if path.endswith(".yaml"))
@@ -52,7 +52,7 @@ def kinds(name: str, kind: str) -> list[Manifest]:
 
 @dataclass(frozen=True)
 class ChartInstance:
-    """A Deployment of Kaveri, and how its service reads the settings."""
+    """Deployment of Kaveri in the chart, with its service's settings."""
 
     role: str
     pod: Manifest
@@ -66,7 +66,7 @@ class ChartInstance:
 
 
 def instances_of(name: str, secrets: Path) -> list[ChartInstance]:
-    """One for each Deployment of Kaveri. secrets: a folder for what Secrets hold."""
+    """Return a ChartInstance per Deployment of Kaveri. name: in VALUES. secrets: folder for the content of Secrets."""
     found = []
     for manifest in kinds(name, "Deployment"):
         template = manifest["spec"]["template"]
@@ -85,7 +85,7 @@ def instances_of(name: str, secrets: Path) -> list[ChartInstance]:
 
 
 def environment_of(container: Manifest, secrets: Path) -> dict[str, str]:
-    """What a process in the pod finds: values as the kubelet fills them in, and files of Secrets in a folder."""
+    """Return a container's environment as the kubelet sets it. secrets: folder for files of Secrets."""
     fields = {"metadata.name": "kaveri-pod-1", "status.podIP": "10.1.2.3", "spec.nodeName": "node-1"}
     filled = {}
     for entry in container["env"]:
@@ -99,6 +99,6 @@ def environment_of(container: Manifest, secrets: Path) -> dict[str, str]:
 
 
 def selected(selector: Manifest, labels: dict[str, str]) -> bool:
-    """Whether a label selector takes these labels. Of expressions only `In` is known."""
+    """Return True if a Kubernetes label selector matches the labels. Supports only `In` in expressions."""
     wanted = selector.get("matchLabels", {}).items() <= labels.items()
     return wanted and all(labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", []))

@@ -1,7 +1,4 @@
-"""Imports, when it is imported, all that vLLM imports for an engine of the tests' models.
-
-vLLM imports most of itself when it is first used. Processes that copy this one by fork have it then.
-"""
+"""Imports all of vLLM that the tests' models need, for processes forked from this one."""
 
 import gc
 import importlib

@@ -1,4 +1,4 @@
-"""A real cluster of real processes for tests: to be asked, watched, killed, frozen and started again."""
+"""Real cluster of processes for tests, whose processes can be killed, stopped and restarted."""
 
 import asyncio
 import contextlib
@@ -28,54 +28,53 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class LocalCluster:
-    """A LocalStack with what fault tests do to it."""
+    """LocalStack with the operations of fault tests. name: an instance id or "redis"."""
 
     def __init__(self, stack: LocalStack) -> None:
-        """Use run_cluster()."""
         self.stack = stack
         self.target = stack.target
-        """The first router, "host:port"."""
+        """Address of the first router, "host:port"."""
         self.redis_url = stack.redis_url
 
     def pids(self) -> dict[str, int]:
-        """Process ids of what runs, by instance id and "redis"."""
+        """Return the ids of running processes by instance id and "redis"."""
         return self.stack.pids()
 
     def view(self) -> ClusterView:
         return self.stack.view()
 
     def log_text(self, name: str) -> str:
-        """Everything that an instance, or "redis", has printed over all its lives."""
+        """Return all output of a process since the cluster started, over its restarts."""
         return self.stack.process(name).log_path.read_text(errors="replace")
 
     async def kill(self, name: str) -> None:
-        """SIGKILL. It stays dead until restart()."""
+        """Send SIGKILL. The process is not restarted before restart()."""
         await self.stack.process(name).kill()
 
     def freeze(self, name: str) -> None:
-        """SIGSTOP, to the process of its engine too: it stands still, and its peers' connections stay open."""
+        """Send SIGSTOP, also to the process of its engine; connections stay open."""
         os.killpg(self.stack.process(name).pid, signal.SIGSTOP)
 
     def thaw(self, name: str) -> None:
         os.killpg(self.stack.process(name).pid, signal.SIGCONT)
 
     async def stop(self, name: str, grace_s: float = 10.0) -> int:
-        """SIGTERM: it drains. Returns its exit status. It stays stopped until restart()."""
+        """Send SIGTERM, which drains the instance; return its exit status. It is not restarted before restart()."""
         return await self.stack.process(name).stop(grace_s)
 
     async def restart(self, name: str, within_s: float = 120.0) -> None:
-        """Restarts a dead one and waits until the whole cluster accepts requests."""
+        """Restart a dead process and wait until the whole cluster accepts requests."""
         await self.stack.restart(name)
         await self.stack.wait_until_ready(within_s)
 
     async def command(self, *arguments: str) -> tuple[int, str, str]:
-        """Runs `kaveri ARGUMENTS --target` with these routers. Returns its exit status, and what it printed on stdout
-        and stderr."""
+        """Run `kaveri ARGUMENTS --target` with this cluster's routers; return exit status, stdout and stderr."""
         ended = await asyncio.to_thread(run_kaveri, *arguments, "--target", ",".join(self.stack.targets))
         return ended.returncode, ended.stdout, ended.stderr
 
     async def wait_for_view(self, condition: Callable[[ClusterView], bool], within_s: float = 60.0) -> ClusterView:
-        """The first view that meets the condition. AssertionError, with the last view, after `within_s` seconds."""
+        """Return the first view that meets the condition. Raises AssertionError, with the last view, after `within_s`
+        s."""
         give_up_at_s = time.monotonic() + within_s
         while not condition(view := self.view()):
             assert time.monotonic() < give_up_at_s, f"after {within_s} s the view is still {view}"
@@ -83,7 +82,7 @@ class LocalCluster:
         return view
 
     def show_logs(self) -> None:
-        """Prints the last lines of every child, so that a failing test shows them."""
+        """Print the last log lines of every process, for a failing test."""
         for name in ("redis", *self.stack.instance_ids):
             for line in self.stack.process(name).last_lines(_SHOWN_LINES):
                 print(f"{name}: {line}", file=sys.stderr)
@@ -91,9 +90,8 @@ class LocalCluster:
 
 @contextlib.asynccontextmanager
 async def run_cluster(**settings: Any) -> AsyncIterator[LocalCluster]:
-    """Runs a cluster while the context lasts: of one router, prefill and decode instance on the fake engine, where
-    `settings` (StackConfig's fields) do not say otherwise. Prints the logs when the body raises; checks at the end that
-    no process is left."""
+    """Run a cluster: one router, prefill and decode instance on the fake engine, unless `settings` (StackConfig's
+    fields) differ. Prints the logs on an error; asserts at the end that no process is left."""
     stack = LocalStack(StackConfig.of(**_DEFAULTS | settings), report=_report)
     pids: set[int] = set()
     async with stack:
@@ -110,7 +108,7 @@ async def run_cluster(**settings: Any) -> AsyncIterator[LocalCluster]:
 
 
 def run_vllm_cluster(model: Path, **settings: Any) -> contextlib.AbstractAsyncContextManager[LocalCluster]:
-    """A cluster on vLLM in float32."""
+    """Run a cluster on vLLM in float32."""
     given = {"model": str(model), "engine": "vllm", "dtype": "float32", "start_timeout_s": 600.0}
     return run_cluster(**given | settings)
 

@@ -1,4 +1,4 @@
-"""Reads the pages of processes' metrics ports, over mutual TLS where the tests run with --tls."""
+"""Reads pages from the metrics ports of processes, with mutual TLS if the tests run with --tls."""
 
 import ssl
 import urllib.request
@@ -8,8 +8,7 @@ from tests.support.scripted_ports import inherited_tls
 
 
 def read_page(address: str, path: str = "metrics", timeout_s: float = 30.0, files: TlsFiles | None = None) -> str:
-    """The page of the process whose metrics port is at "host:port". files: to show; None: as the tests run. Raises
-    OSError."""
+    """Read a page at the metrics port "host:port". files: client certificate; None: the tests' own. Raises OSError."""
     files, scheme, context = files or inherited_tls(), "http", None
     if files is not None:
         scheme, context = "https", ssl.create_default_context(cafile=files.authority)
@@ -22,6 +21,6 @@ def read_page(address: str, path: str = "metrics", timeout_s: float = 30.0, file
 
 
 def sum_of(name: str, page: str) -> float:
-    """The sum of a metric over all its labels; 0 where it has no series."""
+    """Return the sum of a metric over all labels in a scraped page; 0 if it has no series."""
     starts = (f"{name} ", f"{name}{{")
     return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(starts))

@@ -1,4 +1,4 @@
-"""What a checkpoint answers without any engine of ours: what greedy answers are compared with."""
+"""Greedy answers of a checkpoint by transformers alone, to compare with Kaveri's engines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +9,7 @@ from transformers import AutoModelForCausalLM
 
 
 class PlainTransformers:
-    """A checkpoint's `generate`, in float32.
-
-    ignore_eos: go on past the model's end-of-sequence ids. loading: further arguments of from_pretrained().
-    """
+    """`generate` of a checkpoint, in float32. ignore_eos: past end-of-sequence ids. loading: for from_pretrained()."""
 
     def __init__(self, folder: Path | str, *, ignore_eos: bool = False, device: str = "cpu", **loading: Any) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **loading).to(device)
@@ -20,7 +17,7 @@ class PlainTransformers:
             self._model.generation_config.eos_token_id = None
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
-        """The likeliest tokens behind a prompt; fewer where the model ends its answer."""
+        """Return the greedy answer to a prompt; shorter if the model ends it."""
         prompt = torch.tensor([list(token_ids)], device=self._model.device)
         output = self._model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=token_count, do_sample=False, pad_token_id=0
@@ -30,6 +27,6 @@ class PlainTransformers:
 
     @torch.inference_mode()
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[tokens, vocabulary], float32, on the CPU: what comes behind each token."""
+        """Return the log-probabilities after each token: [tokens, vocabulary], float32, on the CPU."""
         logits = self._model(torch.tensor([list(token_ids)], device=self._model.device)).logits
         return torch.log_softmax(logits[0].float(), -1).cpu()

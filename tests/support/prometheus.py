@@ -1,4 +1,4 @@
-"""A real Prometheus for tests, of Debian's package `prometheus`, with the rules and the scrape job of deploy/."""
+"""Real Prometheus for tests (Debian's package), with the rules and the scrape job of deploy/."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ _FOR = "2s"
 
 
 def prometheus_program(name: str) -> str:
-    """Where `prometheus` or `promtool` is. Skips the test without it; in continuous integration it fails."""
+    """Return the path of `prometheus` or `promtool`. Skips the test without it, but fails in continuous integration."""
     path = shutil.which(name)
     if path is None:
         reason = f"{name} is not installed (Debian: apt-get install prometheus)"
@@ -43,7 +43,7 @@ def rule_groups() -> list[dict[str, Any]]:
 
 
 def _prompt_rule_groups() -> list[dict[str, Any]]:
-    """The same, with alerts that fire after _FOR. tests/contracts/test_prometheus.py verifies the deployed times."""
+    """Return the deployed alert rules, but firing after _FOR. test_prometheus.py checks the deployed times."""
     groups = rule_groups()
     for rule in (rule for group in groups for rule in group["rules"]):
         if "for" in rule:
@@ -53,11 +53,10 @@ def _prompt_rule_groups() -> list[dict[str, Any]]:
 
 class PrometheusApi:
     def __init__(self, url: str) -> None:
-        """Use run_prometheus()."""
         self._url = url
 
     async def get(self, path: str, **parameters: str) -> Any:
-        """The `data` of an answer of its HTTP API. AssertionError with Prometheus' own words when it refuses."""
+        """Return `data` of a response of the HTTP API. Raises AssertionError with Prometheus' message on an error."""
 
         def read() -> Any:
             url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
@@ -70,24 +69,23 @@ class PrometheusApi:
         return await asyncio.to_thread(read)
 
     async def values(self, expr: str) -> list[float]:
-        """The newest value of each series of an expression; those that are no number are left out."""
+        """Return the newest value of each series of an expression, without NaN."""
         found = await self.get("query", query=expr)
         assert found["resultType"] == "vector", f"{expr} is a {found['resultType']}"
         values = [float(series["value"][1]) for series in found["result"]]
         return [value for value in values if math.isfinite(value)]
 
     async def alerts(self) -> dict[str, str]:
-        """The state of each alert: inactive, pending or firing."""
+        """Return the state of each alert: inactive, pending or firing."""
         rules = [rule for group in (await self.get("rules"))["groups"] for rule in group["rules"]]
         return {rule["name"]: rule["state"] for rule in rules if rule["type"] == "alerting"}
 
 
 @contextlib.asynccontextmanager
 async def run_prometheus(folder: Path, routers: Sequence[str]) -> AsyncIterator[PrometheusApi]:
-    """Runs Prometheus with the deployed configuration while the context lasts; only the addresses of /sd are others, it
-    scrapes every second, and alerts fire after seconds instead of minutes. folder: for its configuration, data and log.
-    routers: "host:port" of their metrics. With --tls it shows a certificate, as the comment in that configuration says.
-    """
+    """Run Prometheus with the deployed configuration, except for its targets, a scrape interval of a second and alerts
+    that fire after seconds. folder: for configuration, data and log. routers: "host:port" of their metrics. With --tls
+    it uses a client certificate."""
     program = prometheus_program("prometheus")
     config = yaml.safe_load((DEPLOYED / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}

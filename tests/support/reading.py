@@ -1,4 +1,4 @@
-"""An answer that is read as it comes, and compared with that of an undisturbed run."""
+"""Reads a streamed answer, and compares it with that of an undisturbed run."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ class Reading:
     def __init__(self, stream: AsyncStream) -> None:
         self.chunks: list[Chunk] = []
         self.times_s: list[float] = []
-        """When each chunk came."""
+        """Arrival time of each chunk."""
         self._grown = asyncio.Condition()
         self.task = asyncio.create_task(self._read(stream))
 
@@ -41,8 +41,7 @@ class Reading:
                     self._grown.notify_all()
 
     def check(self, expected: Completion, logprob_tolerance: float = 0.0) -> None:
-        """Assert that it is the same answer, to the last character. logprob_tolerance: for log-probabilities of tokens
-        that were computed again in larger steps."""
+        """Assert that the answer equals `expected`. logprob_tolerance: for tokens recomputed in larger steps."""
         token_ids = tuple(token_id for chunk in self.chunks for token_id in chunk.token_ids)
         assert token_ids == expected.token_ids, f"they differ from token {_first_difference(token_ids, expected)} on"
         assert "".join(chunk.text for chunk in self.chunks) == expected.text

@@ -1,4 +1,4 @@
-"""A real Redis server for tests: on a loopback port, in a temporary directory, to be killed and started again."""
+"""Real Redis server for tests, on a loopback port in a temporary directory, which can be killed and restarted."""
 
 import contextlib
 import random
@@ -15,32 +15,30 @@ from kaveri.local.redis_server import RedisServer
 
 
 class TestRedis:
-    """A Redis server that tests may kill."""
+    """Redis server that tests can kill and restart."""
 
     __test__ = False  # pytest would collect it for its name.
 
     def __init__(self, server: RedisServer, process: ChildProcess) -> None:
-        """Use run_redis()."""
         self._server = server
         self.process = process
-        """The server's process now."""
+        """The running server process."""
         self.url = server.url
-        """Stays the same over restarts."""
+        """The same after restarts."""
 
     async def kill(self) -> None:
-        """SIGKILL: all state is lost."""
+        """Kill the server with SIGKILL; its state is lost."""
         await self.process.kill()
 
     async def restart(self) -> None:
-        """Starts it again under the same URL, empty. It must have been killed."""
+        """Start a killed server again, empty, at the same URL."""
         assert self.process.exit_status is not None, "still running"
         self.process = await self._server.start()
 
 
 @contextlib.asynccontextmanager
 async def run_redis(binary: str | None = None, *, unix_socket: bool = False) -> AsyncIterator[TestRedis]:
-    """Runs a server while the context lasts. binary: None finds one; when there is none, ConfigError says what to
-    install: without Redis a test fails, it is not skipped."""
+    """Run a Redis server. binary: path; None: any found; raises ConfigError if there is none (tests must not skip)."""
     directory = Path(tempfile.mkdtemp(prefix="kaveri-redis-"))
     try:
         server = RedisServer(directory, None if unix_socket else free_port(), binary)
@@ -54,14 +52,14 @@ async def run_redis(binary: str | None = None, *, unix_socket: bool = False) -> 
 
 
 async def allow(redis: TestRedis, rules: Sequence[str], user: str = "limited") -> str:
-    """Make a user who has these permissions and no others. Returns the URL."""
+    """Create a Redis user with only these ACL rules. Returns the URL to connect as this user."""
     async with Redis.from_url(redis.url) as client:
         await client.execute_command("ACL", "SETUSER", user, "reset", "resetchannels", "on", ">word", *rules)
     return redis.url.replace("redis://", f"redis://{user}:word@")
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that was free a moment ago, below those that outgoing connections get."""
+    """Return a free port of 127.0.0.1, below those that outgoing connections use."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Ports of gRPC servers and channels that tests make by hand, with mutual TLS where the tests run with --tls."""
+"""Ports and channels for gRPC servers and clients of tests, with mutual TLS if the tests run with --tls."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from kaveri.security.tls_files import TlsFiles
 
 
 def add_port(server: aio.Server, address: str = "127.0.0.1:0") -> int:
-    """Listens at "host:port", and returns the port."""
+    """Make the server listen at "host:port"; return the port."""
     tls = process_tls()
     if tls is None:
         return server.add_insecure_port(address)
@@ -20,7 +20,7 @@ def add_port(server: aio.Server, address: str = "127.0.0.1:0") -> int:
 
 
 def plain_channel(address: str, options: ChannelOptions = ()) -> aio.Channel:
-    """A channel without Kaveri's own options."""
+    """Open a channel without Kaveri's own options."""
     tls = process_tls()
     if tls is None:
         return aio.insecure_channel(address, options=options)
@@ -28,7 +28,7 @@ def plain_channel(address: str, options: ChannelOptions = ()) -> aio.Channel:
 
 
 def blocking_channel(address: str, options: ChannelOptions = ()) -> grpc.Channel:
-    """The same for threads."""
+    """Open a channel for blocking calls, without Kaveri's own options."""
     files = inherited_tls()
     if files is None:
         return grpc.insecure_channel(address, options)
@@ -38,13 +38,13 @@ def blocking_channel(address: str, options: ChannelOptions = ()) -> grpc.Channel
 
 
 def inherited_tls() -> TlsFiles | None:
-    """The files that processes show which tests start: with --tls the environment names them. None: no TLS."""
+    """Return the certificate files for processes that tests start, from the environment (--tls). None: no TLS."""
     paths = [os.environ.get(f"KAVERI_TLS_{name}", "") for name in ("CERT", "KEY", "CA")]
     return TlsFiles(*paths, DEFAULT_NAME) if all(paths) else None
 
 
 def use_inherited_tls() -> None:
-    """For processes of tests that are clients: they show what services show."""
+    """Use the certificate of inherited_tls() in this process, a client started by a test."""
     files = inherited_tls()
     if files is not None:
         use_tls(RpcTls(files))

@@ -1,7 +1,5 @@
-"""The engines under the service tests: fake ones in the test's process, or vLLM's, each in a process of its own.
-
-A test asks for any of them in the fake engine's terms: bytes of its pool, seconds of a step.
-"""
+"""Engines for service tests: fake ones in the test process, or vLLM's in processes of their own. Both are configured in
+the fake engine's terms: bytes of its KV pool, seconds per step."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from tests.support.engine_process import EngineProcess
 from tests.support.tiny_models import make_tiny_model
 
 _FAKE_TOKEN_BYTES = 256
-"""Of the fake engine's pool, over all layers."""
+"""KV bytes per token of the fake engine, over all layers."""
 _VLLM_BLOCKS = 401
 _VLLM_LOADING = {
     "dtype": "float32",
@@ -31,23 +29,22 @@ _VLLM_LOADING = {
 
 
 class Engines(Protocol):
-    """Makes engines for the services, and knows what they must answer."""
+    """Factory of engines for service tests, with their expected answers."""
 
     block_tokens: int
-    """What a block of theirs holds where nothing else is asked for."""
+    """Tokens per KV block unless a test sets it."""
     free_within_s: float
-    """When blocks that are no longer needed must be free."""
+    """Time within which blocks that are no longer needed must be free, in seconds."""
 
     def make(self, settings: EngineSettings) -> BuiltEngine:
-        """Not started."""
+        """Make an engine, not started."""
 
     def answer(self, token_ids: Sequence[int], token_count: int, generated_count: int = 0) -> list[int]:
-        """The tokens that follow, drawn with seed 0 and temperature 1, past any end-of-sequence id."""
+        """Return the next tokens, sampled with seed 0 and temperature 1, past end-of-sequence ids. generated_count: how
+        many of token_ids belong to the answer already."""
 
 
 class FakeEngines:
-    """Of kaveri.engine.stepwise.fake; see Engines."""
-
     block_tokens = 16
     free_within_s = 1.0
 
@@ -59,7 +56,7 @@ class FakeEngines:
 
 
 class VllmEngines:
-    """Of kaveri.engine.vllm; see Engines. Processes are started as they are needed, and lent one test after another."""
+    """Factory of vLLM engines. Processes start when needed, and are reused by later tests."""
 
     block_tokens = 32
     # Two processes and a pipe between the test and its blocks.
@@ -91,7 +88,7 @@ class VllmEngines:
         return cast(BuiltEngine, engine)
 
     def answer(self, token_ids: Sequence[int], token_count: int, generated_count: int = 0) -> list[int]:
-        """By transformers' model and sampler."""
+        """Compute the answer with transformers' model and Kaveri's sampler for it."""
         # A later attempt's answer goes on where the earlier one's stopped.
         prompt = tuple(token_ids[: len(token_ids) - generated_count])
         known = self._answers.get(prompt, [])
@@ -127,7 +124,6 @@ class VllmEngines:
         return drawn
 
     def _lend(self) -> EngineProcess:
-        """A process whose last engine is closed."""
         for process in self._processes:
             if process.is_alive and process.is_free:
                 return process

@@ -1,5 +1,3 @@
-"""Parses settings of services in tests."""
-
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -11,5 +9,5 @@ ConfigT = TypeVar("ConfigT")
 def parse_config(
     config_type: type[ConfigT], program: str, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> ConfigT:
-    """Return the config of read_settings()."""
+    """Parse a service's settings from arguments and environment, as read_settings() does."""
     return read_settings(config_type, program, arguments, environment).config

@@ -1,7 +1,5 @@
-"""Requirements on every ClusterStore. Subclass StoreConformance in a test module and provide the `cluster` fixture.
-
-It does not verify throughput, nor watchers that disagree about which of two stores is the cluster's.
-"""
+"""Conformance tests for every ClusterStore. Subclass StoreConformance in a test module and provide a `cluster` fixture.
+Not verified: throughput, and processes that use two different stores."""
 
 import asyncio
 import contextlib
@@ -33,7 +31,7 @@ from kaveri.timeouts import BROADCAST_LOST_AFTER_S
 
 _LEASE_TTL_S = 0.5
 _SOON_S = 5.0
-"""Long enough for a busy machine; the tested events take a small part of it."""
+"""Timeout of waits, far above what a busy machine needs."""
 
 DECODE = InstanceRecord(
     instance_id="decode-0",
@@ -66,19 +64,19 @@ REQUEST = RequestClaim("request-1", "router-0", ROUTER.incarnation)
 
 
 class ClusterUnderTest(Protocol):
-    """One shared cluster state, and stores on it."""
+    """Cluster state under test, with several stores on it."""
 
     def open_store(self, follow: ViewSource = ViewSource.HEARTBEATS) -> ClusterStore:
-        """Open a store that was not entered yet."""
+        """Make a store that was not entered yet."""
 
     async def take_away(self) -> None:
         """Make the state unreachable."""
 
     async def bring_back_empty(self) -> None:
-        """Make it reachable again, with nothing in it."""
+        """Make the state reachable again, without its content."""
 
     async def refuse_heartbeats(self) -> None:
-        """Make it refuse heartbeats, while all other changes are still received."""
+        """Make the state refuse heartbeats, but not other changes."""
 
     async def take_heartbeats(self) -> None:
         """End refuse_heartbeats()."""
@@ -87,7 +85,7 @@ class ClusterUnderTest(Protocol):
 async def view_that(
     store: ClusterStore, condition: Callable[[ClusterView], bool], within_s: float = _SOON_S
 ) -> ClusterView:
-    """Return the first view that meets the condition. Raises AssertionError, with the last one, after `within_s`."""
+    """Return the first view that meets the condition. Raises AssertionError, with the last view, after `within_s` s."""
     give_up_at_s = time.monotonic() + within_s
     view = store.view()
     while not condition(view):
@@ -98,7 +96,7 @@ async def view_that(
 
 
 def has(*instance_ids: str) -> Callable[[ClusterView], bool]:
-    """Return a condition: the view holds exactly these instances."""
+    """Build a condition for view_that(): the view has exactly these instances."""
     return lambda view: set(view.instances) == set(instance_ids)
 
 
@@ -107,7 +105,7 @@ def named(record: InstanceRecord, sequence_number: int) -> InstanceStatus:
 
 
 def shows(instance_id: str, sequence_number: int) -> Callable[[ClusterView], bool]:
-    """Return a condition: the view holds this instance with at least this heartbeat."""
+    """Build a condition for view_that(): the view has this instance with at least this heartbeat number."""
     return lambda view: (
         instance_id in view.instances and view.instances[instance_id].load.sequence_number >= sequence_number
     )
@@ -128,8 +126,7 @@ def changing_load() -> Callable[[], InstanceLoad]:
 
 @contextlib.asynccontextmanager
 async def beating(store: ClusterStore, record: InstanceRecord) -> AsyncIterator[None]:
-    """Send heartbeats of an instance whose load changes each time, while the context is open. Its lease is left to
-    expire."""
+    """Send heartbeats of an instance with changing load until the context ends; then its lease expires by itself."""
     running = asyncio.create_task(Heartbeat(store, record, changing_load(), interval_s=0.05).run())
     try:
         yield
@@ -139,21 +136,21 @@ async def beating(store: ClusterStore, record: InstanceRecord) -> AsyncIterator[
 
 
 async def _lose(cluster: ClusterUnderTest, *stores: ClusterStore) -> None:
-    """Make the state unreachable, and wait until these stores know."""
+    """Make the state unreachable, and wait until these stores notice."""
     await cluster.take_away()
     for store in stores:
         await view_that(store, lambda view: not view.store_connected)
 
 
 async def _regain_empty(cluster: ClusterUnderTest, *stores: ClusterStore) -> None:
-    """Make the state reachable again and empty, and wait until these stores know."""
+    """Make the state reachable again and empty, and wait until these stores notice."""
     await cluster.bring_back_empty()
     for store in stores:
         await view_that(store, lambda view: view.store_connected)
 
 
 async def _views_during(store: ClusterStore, duration_s: float) -> list[ClusterView]:
-    """Return the views of this long, at least 20 a second."""
+    """Return the views during `duration_s` seconds, at least 20 per second."""
     until_s, seen = time.monotonic() + duration_s, []
     while time.monotonic() < until_s:
         seen.append(await store.wait_for_change(0.05))
@@ -167,8 +164,6 @@ async def _no_requests_in(store: ClusterStore) -> None:
 
 
 class StoreConformance:
-    """The suite. Every test opens stores of its own on the `cluster` fixture."""
-
     async def test_registered_instance_is_seen_by_others_as_it_described_itself(
         self, cluster: ClusterUnderTest
     ) -> None:

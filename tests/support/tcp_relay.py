@@ -1,7 +1,4 @@
-"""A relay of TCP connections, so that a test can stop or break them. For one event loop.
-
-A stopped connection passes nothing: no byte, and not its end either.
-"""
+"""TCP relay with which a test can stop or break connections. A stopped one passes neither bytes nor its end."""
 
 import asyncio
 import contextlib
@@ -23,7 +20,7 @@ class RelayedConnection:
         self._closed = False
 
     def stand_still(self, still: bool) -> None:
-        """Pass nothing while `still`. Bytes held back are passed afterwards, in order."""
+        """Stop passing bytes, or pass those held back, in order, and continue."""
         if still and not self._closed:
             self._flows.clear()
         else:
@@ -61,10 +58,7 @@ class RelayedConnection:
 
 
 class TcpRelay:
-    """Relays every connection to `address` to `target`. Listens while its context lasts.
-
-    address, target: (host, port). Port 0 of the address: a free one, which `address` names then.
-    """
+    """Context manager that relays connections from `address` to `target`. Port 0: free, known from `address` later."""
 
     def __init__(self, address: tuple[str, int], target: tuple[str, int]) -> None:
         self.address = address
@@ -87,15 +81,15 @@ class TcpRelay:
         await asyncio.gather(*(task for task in self._connections.values() if task is not None))
 
     def cut(self) -> None:
-        """Pass nothing from now on, over new connections either."""
+        """Stop passing bytes on all connections, new ones included."""
         self._stand_still(True)
 
     def mend(self) -> None:
-        """Pass the bytes held back."""
+        """Pass the bytes held back, and continue."""
         self._stand_still(False)
 
     def reset(self) -> None:
-        """Break every connection; new ones are accepted."""
+        """Reset every connection; new ones are accepted."""
         for connection in self._connections:
             connection.close()
 

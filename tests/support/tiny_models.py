@@ -1,10 +1,10 @@
-"""Makes tiny random checkpoints for tests: real architectures of transformers, seconds to make, milliseconds to run."""
+"""Random checkpoints of real transformers architectures for tests: seconds to make, milliseconds to run."""
 
 from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "opt", "gpt2")
-"""Those that every engine test runs on. Also made: phi3, and gemma2 (capped scores, windows in every other layer)."""
+"""Tested with every engine. Others: phi3, gemma2 (soft-capped scores, sliding windows in every other layer)."""
 
 _ROTARY = {
     "hidden_size": 64,
@@ -46,15 +46,10 @@ def make_tiny_model(
     tokenizer: bool = False,
     **overrides: Any,
 ) -> Path:
-    """Writes a random float32 checkpoint into `folder` (made if needed) and returns the folder.
-
-    architecture: one of ARCHITECTURES, gemma2 or phi3. eos_token_id: None for a model that never stops by itself.
-    tokenizer: also a byte-level one, whose ids [0, 256) are bytes. overrides: fields of the architecture's
-    configuration.
-
-    Weights are drawn wide (standard deviation 0.12) and embeddings untied: with the usual 0.02 a random model repeats
-    one token forever, and a test of exactness proves little.
-    """
+    """Write a random float32 checkpoint into `folder` (created if needed); return the folder. architecture: of
+    ARCHITECTURES, or gemma2 or phi3. eos_token_id: None: the model never ends an answer. tokenizer: add a byte-level
+    one, whose ids [0, 256) are bytes. overrides: fields of the configuration. Weights have a standard deviation of 0.12
+    and embeddings are untied: with the usual 0.02 a random model repeats one token, which proves little."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,7 +84,7 @@ def make_tiny_model(
 
 
 def make_byte_tokenizer(folder: Path, vocab_size: int, eos_token_id: int | None) -> None:
-    """Writes a byte-level tokenizer whose ids [0, 256) are bytes, and whose others are written as numbers."""
+    """Write a byte-level tokenizer: ids [0, 256) are bytes, other ids have their numbers as text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Small tokenizers, each built as those of a known family are, with the family's chat template."""
+"""Small tokenizers built like those of known model families, with the family's chat template."""
 
 import json
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def _byte_level(special: list[AddedToken], template: str, bos: str, eos: str) ->
 def _metaspace(
     special: list[AddedToken], template: str, *, prefix: bool, split: str = "legacy"
 ) -> PreTrainedTokenizerFast:
-    """Bytes for what is not in the vocabulary. prefix: a space before the text, which its decoding leaves out."""
+    """Build a SentencePiece-like tokenizer with byte fallback. prefix: put a space before text; decoding drops it."""
     alphabet = sorted(set("".join(_CORPUS).replace(" ", "▁")))
     backend = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if prefix else "never")
@@ -112,7 +112,7 @@ def llama3() -> PreTrainedTokenizerFast:
 
 
 def deepseek() -> PreTrainedTokenizerFast:
-    """Its turns are marked by tokens that are not special."""
+    """Build a tokenizer whose turns are marked by tokens that are not special, as DeepSeek's."""
     added = _special("<|begin|>", "<|end|>")
     names = ("<|User|>", "<|Assistant|>", "<think>", "</think>")
     added += [AddedToken(text, special=False, normalized=True) for text in names]
@@ -145,7 +145,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
 
 
 def unigram() -> Tokenizer:
-    """As T5's and XLM-R's."""
+    """Build a tokenizer like T5's and XLM-R's."""
     backend = Tokenizer(models.Unigram())
     backend.normalizer = normalizers.NFKC()
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -157,7 +157,7 @@ def unigram() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """As BERT's, without its cleaning of spaces before punctuation."""
+    """Build a tokenizer like BERT's, without its cleaning of spaces before punctuation."""
     backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=False)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -173,4 +173,4 @@ BACKENDS: dict[str, Callable[[], Tokenizer]] = {
     "unigram": unigram,
     "word piece": word_piece,
 }
-"""The tokenizers alone, and those of families without chats."""
+"""All tokenizers by name, including those of families without a chat template."""

@@ -1,4 +1,4 @@
-"""Engines on the transformers runner for the conformance suites, and what they must answer."""
+"""Harness of the engine conformance suites for the transformers runner, with expected answers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ BLOCK_TOKENS = 8
 
 
 class TransformersHarness(StepwiseHarness):
-    """Of one checkpoint on one device, with blocks of these sizes."""
+    """Factory of engines on one checkpoint and device, with these block sizes."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class TransformersHarness(StepwiseHarness):
 
 
 class CopiedMemoryHarness(TransformersHarness):
-    """Engines that compute on a copy of the pool, as on a GPU."""
+    """Factory of engines that compute on a copy of the KV pool, as on a GPU."""
 
     def _runner(self, max_model_len: int, block_tokens: int) -> TransformersRunner:
         runner = super()._runner(max_model_len, block_tokens)

@@ -1,4 +1,4 @@
-"""vLLM engines for tests: one model, loaded once by a process, that serves as many small engines one after another."""
+"""vLLM engines for tests: a process loads one model once, and makes many small engines on it, one after another."""
 
 import os
 import threading
@@ -22,10 +22,8 @@ _VACATE_STEPS = 100
 
 
 def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
-    """For EngineProcess: loads the model and returns what makes engines of it.
-
-    loading: of EngineSettings, and "mirrored": True for a mirror of the KV cache, as on a device.
-    """
+    """Load the model; return the function that makes engines on it, for EngineProcess. loading: fields of
+    EngineSettings, and "mirrored": True to mirror the KV cache in host memory, as with a GPU."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     fork_ranks()
     if loading.pop("mirrored", False):
@@ -54,7 +52,7 @@ def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
 
 
 def _in_forward_pass(core: VllmCore, deadly_token: int) -> AbstractContextManager[object]:
-    """The model raises in every step with a request whose prompt begins with this token."""
+    """Patch the model to raise in every step with a request whose prompt begins with this token."""
     executor = core._llm.engine_core.engine_core.model_executor
     execute, deadly = executor.execute_model, set[str]()
 
@@ -68,7 +66,7 @@ def _in_forward_pass(core: VllmCore, deadly_token: int) -> AbstractContextManage
 
 
 def _in_draw(deadly_seed: int) -> AbstractContextManager[object]:
-    """The third draw of a request with this seed raises."""
+    """Patch the sampler to raise at the third token of a request with this seed."""
     stream_state = sampler.stream_state
 
     def raises(seed: int, index: int) -> int:
@@ -80,10 +78,8 @@ def _in_draw(deadly_seed: int) -> AbstractContextManager[object]:
 
 
 class LentCore(VllmCore):
-    """A loaded vLLM that outlives its engine, and of whose blocks the engine has only so many.
-
-    pause_s: before each step, so that what is so between two steps can be seen.
-    """
+    """Loaded vLLM that outlives the engines made on it. total_blocks: KV blocks that the engine may use. pause_s:
+    seconds before each step, so that tests can observe the state between steps."""
 
     def __init__(
         self,
@@ -112,13 +108,13 @@ class LentCore(VllmCore):
         self._planted.enter_context(fault)
 
     def shutdown(self) -> None:
-        """Gives the model back for the next engine."""
+        """Clean up the loaded model for the next engine."""
         self._planted.close()
         self._vacate()
         self._blocks.free_blocks(self._withheld)
 
     def _vacate(self) -> None:
-        """Ends every request and takes all blocks back. No transfer is open any more."""
+        """End every request and free its blocks. No transfer may be open."""
         for vllm_id in tuple(self._scheduler.requests):
             self.abort(vllm_id)
             if self.holds(vllm_id):

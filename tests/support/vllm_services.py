@@ -1,4 +1,4 @@
-"""vLLM engines for the tests of the services: of whatever size and slowness a test gives to the fake engine."""
+"""vLLM engines for service tests, with the sizes and step times that tests set for the fake engine."""
 
 import os
 import threading
@@ -16,7 +16,7 @@ from tests.support.vllm_engines import LentCore
 
 
 def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
-    """For EngineProcess: loads the model, with these settings, and returns what makes engines of it."""
+    """Load the model with these EngineSettings; return the function that makes engines on it, for EngineProcess."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     core = load_core(EngineSettings(model=model, **loading))
 
@@ -38,10 +38,7 @@ def prepare(model: str, loading: dict[str, Any]) -> Callable[..., VllmEngine]:
 
 
 class ShapedCore(LentCore):
-    """A lent vLLM with shorter requests, smaller steps and slower ones than it was loaded for.
-
-    step_tokens: most tokens of a step. step_s: what a step that computes takes beside computing.
-    """
+    """LentCore with smaller limits. step_tokens: max tokens per step. step_s: added to each step that computes."""
 
     def __init__(self, core: VllmCore, total_blocks: int, max_model_len: int, step_tokens: int, step_s: float) -> None:
         super().__init__(core, total_blocks)

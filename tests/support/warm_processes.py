@@ -1,7 +1,7 @@
-"""Service processes that start without importing anything: copies, by fork, of one process that has imported it all.
+"""Starts service processes without import time, by forking a process that has imported everything.
 
-A copy is in all else the process that LocalStack starts: a pid that can be signalled and stopped, a log file, and an
-end when the test's process ends. It is a child of the process it was copied from, which tells how it ended.
+A copy is otherwise as LocalStack starts it: with a pid, a log file, and killed when the test process ends. Its parent
+is the forked process, which reports its exit status.
 
     with warm_processes() as start, mock.patch.object(ChildProcess, "start", staticmethod(start)):
         async with run_cluster(): ...
@@ -30,21 +30,21 @@ from kaveri.local.process import ChildProcess
 from tests.support.forked_ranks import fork_ranks
 
 _DOORS = ("-torch", "services.router.service", "services.gateway.service")
-"""Routers hide torch before they import anything."""
+"""Routers hide torch ("-torch") before they import anything."""
 _INSTANCES = ("services.instance.service", "kaveri.engine.transformers.loading")
 _VLLM = ("tests.support.imported_vllm", "services.instance.service")
 _PREDICTORS = ("services.predictor.service", "transformers.models.llama.modeling_llama")
 _WARM_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""A process with threads cannot be copied by fork."""
+"""One thread each: a process with threads cannot be forked safely."""
 _RUN = "kaveri.config.run_service"
-"""Runs the module that the next argument names, with the arguments behind it."""
+"""Module that runs the service named by the next argument."""
 _START_TIMEOUT_S = 120.0
 
 
 @contextlib.contextmanager
 def warm_processes() -> Iterator[Callable[..., ChildProcess]]:
-    """Yields what starts a service in place of ChildProcess.start: as a copy of a process that has imported what it
-    needs. There is one for routers and gateways, one for instances, one for instances on vLLM, one for predictors."""
+    """Yield a replacement for ChildProcess.start that forks a warm process: one each for routers and gateways,
+    instances, vLLM instances, and predictors."""
     started: dict[tuple[str, ...], _WarmProcess] = {}
     start_cold = ChildProcess.start
 
@@ -66,7 +66,7 @@ def warm_processes() -> Iterator[Callable[..., ChildProcess]]:
 
 
 def _modules_of(command: Sequence[str]) -> tuple[str, ...]:
-    """What to import before the copy; nothing where a process is no service or rarely started."""
+    """Return the modules to import before the fork; empty if the command is no service, or rarely started."""
     service = command[command.index(_RUN) + 1] if _RUN in command else ""
     if service == "services.instance":
         return _VLLM if ("--engine", "vllm") in itertools.pairwise(command) else _INSTANCES
@@ -76,7 +76,7 @@ def _modules_of(command: Sequence[str]) -> tuple[str, ...]:
 
 
 class _WarmProcess:
-    """The process that was imported into, seen from the tests' process. It dies with that one."""
+    """Handle of a process that has imported `modules`, to fork copies from. It dies with the test process."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid())]
@@ -89,7 +89,7 @@ class _WarmProcess:
         self._statuses: dict[int, int] = {}
 
     def copy(self, command: Sequence[str], log_path: Path, environment: Mapping[str, str] | None) -> "_WarmCopy":
-        """Starts a copy that runs `command`, and waits until it has a pid."""
+        """Fork a copy that runs `command`, and wait for its pid."""
         module, *arguments = command[command.index(_RUN) + 1 :]
         order = {
             "module": module,
@@ -105,7 +105,7 @@ class _WarmProcess:
         return _WarmCopy(self, self._pids.pop())
 
     def status_of(self, pid: int) -> int | None:
-        """How the copy ended; None while it runs."""
+        """Return the exit status of a copy; None while it runs."""
         while pid not in self._statuses and self._read(0.0):
             pass
         return self._statuses.get(pid)
@@ -115,7 +115,7 @@ class _WarmProcess:
         self._process.communicate()
 
     def _read(self, timeout_s: float) -> bool:
-        """Takes in what it has said. Returns False when that is nothing."""
+        """Process messages from the warm process. Returns False if there are none within `timeout_s` seconds."""
         assert self._process.stdout is not None
         readable, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         if not readable:
@@ -134,7 +134,7 @@ class _WarmProcess:
 
 
 class _WarmCopy:
-    """What ChildProcess uses of subprocess.Popen."""
+    """Replacement for the subprocess.Popen of a ChildProcess."""
 
     def __init__(self, source: _WarmProcess, pid: int) -> None:
         self._source = source
@@ -154,7 +154,7 @@ class _WarmCopy:
 
 
 def _serve() -> None:
-    """The warm process: one thread, which reads orders, copies itself, and says when copies end."""
+    """Run the warm process: one thread that reads orders, forks copies, and reports their ends."""
 
     for module in sys.argv[1:]:
         if module == "-torch":
@@ -228,7 +228,7 @@ def _start_copy(order: dict[str, Any]) -> int:
 
 
 def _fork_engine() -> None:
-    """Has the service take a copy of this process for that of its engine: it need not import vLLM again."""
+    """Make the service fork this process for its engine, instead of starting one that imports vLLM again."""
     ours, theirs = socket.socketpair()
     parent_pid = os.getpid()
     pid = os.fork()
@@ -246,7 +246,7 @@ def _fork_engine() -> None:
 
 
 class _EngineCopy:
-    """An own_process.StartedProcess."""
+    """Handle of a forked engine process, as own_process.StartedProcess."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

@@ -1,9 +1,8 @@
-"""Records which functions of Kaveri a process calls. Python loads it at start when its folder is on PYTHONPATH.
+"""Records which functions of Kaveri a process calls. Python loads this at start when its folder is on PYTHONPATH.
 
-TRACE_CALLS_TO: each SIGUSR2 ends a window: the calls of the window are written to FOLDER/PID.NUMBER as lines
-`file:line qualified name`, and the next window begins. In the first window, from the start of the process on, only
-threads other than the main one are recorded: recording slows down imports.
-"""
+Each SIGUSR2 ends a window: the functions called in it are written to $TRACE_CALLS_TO/PID.NUMBER as lines `file:line
+qualified name`. In the first window, which begins with the process, only threads other than the main one are recorded,
+because recording slows down imports."""
 
 import os
 import signal
@@ -18,7 +17,7 @@ _ROOMS = (_ROOT + "kaveri" + os.sep, _ROOT + "services" + os.sep)
 
 
 class CallRecorder:
-    """The functions called since the last window's end."""
+    """Records the functions of Kaveri that are called, until SIGUSR2 writes them to a file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -26,7 +25,7 @@ class CallRecorder:
         self._window = 0
 
     def start(self) -> None:
-        """Records the threads that start from now on, and the main thread after the first window."""
+        """Start recording: threads that start from now on, and after the first SIGUSR2 the main thread too."""
         signal.signal(signal.SIGUSR2, self._end_window)
         threading.setprofile(self._on_event)
 

@@ -1,4 +1,4 @@
-"""A TCP proxy that takes its time: every byte arrives half a round trip later, on either way. Connecting is at once."""
+"""TCP proxy that delays every byte by half a round trip in each direction. Connecting is not delayed."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 @contextlib.asynccontextmanager
 async def slow_proxy(port: int, round_trip_s: float) -> AsyncIterator[int]:
-    """The port of 127.0.0.1 behind which `port` seems to be far away, while the context lasts."""
+    """Yield a port of 127.0.0.1 that forwards to `port` with this round trip time."""
     running: set[asyncio.Task[None]] = set()
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

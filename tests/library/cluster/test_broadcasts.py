@@ -1,5 +1,3 @@
-"""What the monitor's leader broadcasts, and what it broadcasts at once."""
-
 from dataclasses import replace
 
 from kaveri.cluster.broadcasts import broadcast_statuses, has_new_loads, is_news, told_by

@@ -1,5 +1,3 @@
-"""Heartbeats keep their pace while a load changes, come at once when asked to, and deregister when told to stop."""
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable

@@ -1,5 +1,3 @@
-"""Leases run on time in which the store was heard, and on no other."""
-
 import asyncio
 from dataclasses import replace
 

@@ -1,5 +1,3 @@
-"""The in-memory store does what every store must."""
-
 import pytest
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore

@@ -1,5 +1,3 @@
-"""A follower believes the newest leader, loses no instance without a leader, and counts heartbeats as they arrive."""
-
 from dataclasses import replace
 
 from kaveri.cluster.membership import MAX_TICK_S

@@ -1,4 +1,4 @@
-"""Redis at its limits: it refuses writes, is far away, is full of foreign keys, or its clock goes back."""
+"""A Redis that refuses writes, is far away, is full of foreign keys, or whose clock goes back."""
 
 import asyncio
 import contextlib
@@ -204,8 +204,6 @@ async def test_order_of_lives_and_leaders_does_not_come_from_redis_clock() -> No
 
 
 def test_a_connection_that_was_closed_a_moment_ago_is_a_lost_redis_and_no_unexpected_error() -> None:
-    """uvloop raises RuntimeError for a write to it; the kill matrix found it."""
-
     async def write_to_a_closed_connection() -> None:
         async with run_redis() as redis, Redis.from_url(redis.url) as client:
             batches = CommandBatches(client.connection_pool, 5.0)

@@ -1,5 +1,3 @@
-"""A Redis that does not permit what services need is named at start, with what is missing; so is cluster mode."""
-
 import asyncio
 import contextlib
 import re
@@ -107,7 +105,7 @@ async def test_api_keys_are_counted_with_the_listed_permissions_alone() -> None:
 
 @contextlib.asynccontextmanager
 async def _redis_with(folder: Path, *options: str) -> AsyncIterator[None]:
-    """A redis-server with these options beside the common ones, which is not asked anything."""
+    """Run a redis-server with these options in addition to the usual ones."""
     log = folder / "redis.log"
     command = [find_redis_server(), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), *options]
     process = ChildProcess.start("redis", command, log)

@@ -1,4 +1,4 @@
-"""The Redis store on every Redis found here, with the listed permissions alone; and what only Redis can get wrong."""
+"""The Redis store on every Redis of this machine, as a user with only the listed permissions."""
 
 import asyncio
 import math
@@ -37,7 +37,7 @@ from tests.support.store_conformance import (
 
 
 def _binaries() -> list[str]:
-    """Every Redis of this machine; find_redis_server fails, and says what to install, when there is none."""
+    """Return every redis-server of this machine; fails with a hint on what to install if there is none."""
     return [path for path in (shutil.which("redis-server"), bundled_server()) if path] or [find_redis_server()]
 
 
@@ -48,11 +48,11 @@ _LOADS = f"{_NAMES}:loads"
 
 
 _RULES = store_needs(_NAMES).rules()
-"""What docs/operations.md lists."""
+"""ACL rules listed in docs/operations.md."""
 
 
 class _RedisStores:
-    """Stores whose Redis user has the listed permissions alone."""
+    """Factory of stores whose Redis user has only the permissions in docs/operations.md."""
 
     def __init__(self, redis: TestRedis, url: str) -> None:
         self._redis = redis
@@ -132,7 +132,7 @@ async def test_lease_or_age_that_is_no_time_is_ignored(seconds: float) -> None:
 
 
 class _SlowlyLoadingStore(RedisStore):
-    """An instance registers just when all others have been loaded."""
+    """Store during whose load another instance registers."""
 
     def __init__(self, url: str, other: RedisStore) -> None:
         super().__init__(url)
@@ -153,7 +153,7 @@ async def test_instance_that_registers_while_others_are_loaded_is_seen() -> None
 
 
 class _CountingStore(RedisStore):
-    """Counts the messages that Redis pushes to it."""
+    """Store that counts the messages that Redis pushes to it."""
 
     message_count = 0
 
@@ -355,7 +355,7 @@ async def test_leaving_the_store_at_any_moment_ends_its_watch() -> None:
 async def test_a_later_session_takes_a_claim_whose_hint_changes_while_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As when the router of the earlier session stood still, and enters what it had noted when it goes on."""
+    """As if the router of the earlier session had been stopped and stored its hint when it continued."""
     first = replace(REQUEST, session=0, secret_hash="5ec2e7")
     later = replace(first, router_id="router-9", router_incarnation=9, session=3)
     async with run_redis() as redis, RedisStore(redis.url) as former, RedisStore(redis.url) as store:
@@ -379,7 +379,6 @@ async def test_a_later_session_takes_a_claim_whose_hint_changes_while_it_is_read
 async def test_a_heartbeat_over_a_connection_that_was_closed_a_moment_ago_is_lost_and_raises_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """uvloop raises RuntimeError for a write to such a connection."""
     async with run_redis(unix_socket=True) as redis, RedisStore(redis.url) as store:
 
         async def closed(*_: object, **__: object) -> None:

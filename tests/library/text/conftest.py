@@ -1,5 +1,3 @@
-"""The tokenizer of the bundled model."""
-
 from collections.abc import Iterator
 
 import pytest

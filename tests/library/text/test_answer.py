@@ -1,5 +1,3 @@
-"""What of an answer goes into one response."""
-
 from typing import Any
 
 import pytest
@@ -9,7 +7,7 @@ from kaveri.text.answer import Answer
 
 
 class Spelled:
-    """A detokenizer whose tokens have the given texts."""
+    """Detokenizer whose tokens have the given texts."""
 
     stop_text = None
     decided_characters = 0

@@ -1,5 +1,3 @@
-"""Every text of a conversation is in its prompt, or the conversation is refused by the message that would be lost."""
-
 import re
 import time
 from collections.abc import Sequence
@@ -72,7 +70,7 @@ def by_transformers(plain: PreTrainedTokenizerFast, turns: Turns, content_format
 
 
 def lines(texts: Sequence[str]) -> list[str]:
-    """What the prompt must have of a message, whatever a template does to white space and switches."""
+    """Return a message's text as the prompt must contain it, whatever a template does to white space and switches."""
     pieces = [piece for text in texts for piece in re.split(r"\n|/no_think|/think", text)]
     return [piece.strip() for piece in pieces if piece.strip()]
 
@@ -92,7 +90,7 @@ def test_a_template_of_each_shape_writes_ordinary_conversations_as_transformers_
 
 
 def test_a_stored_template_writes_every_text_or_the_conversation_is_refused() -> None:
-    """Over all Jinja templates of both environments; the few that are chat templates take ordinary conversations."""
+    """Renders all Jinja templates of both environments; the few that are chat templates accept conversations."""
     taken, paths = set(), list(stored_templates())
     for path in paths:
         plain = plain_tokenizer(path.read_text())
@@ -201,7 +199,6 @@ def test_a_template_that_loops_is_refused_after_a_set_time(monkeypatch: pytest.M
 
 
 def test_the_messages_of_a_long_conversation_are_looked_for_in_one_pass() -> None:
-    """Also where system messages are moved to the front, and reasoning is left out."""
     turns: list[tuple[str, Sequence[str]]] = []
     for number in range(3_000):
         turns += [
@@ -214,7 +211,7 @@ def test_the_messages_of_a_long_conversation_are_looked_for_in_one_pass() -> Non
     found: list[int] = []
 
     class SearchedText(str):
-        """Counts the characters that each search skips."""
+        """String that counts the characters skipped by each find()."""
 
         def find(self, text: str, start: int = 0) -> int:  # type: ignore[override]
             place = super().find(text, start)

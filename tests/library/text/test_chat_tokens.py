@@ -1,5 +1,3 @@
-"""Conversations become the token ids that transformers gives them, and no message can write another role's turn."""
-
 import random
 import time
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ def bundled() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module", params=["bundled", *FAMILIES])
 def family(request: pytest.FixtureRequest) -> Iterator[tuple[PreTrainedTokenizerFast, ModelTokenizer]]:
-    """Plain transformers, and the router's tokenizer over a second copy."""
+    """Yield the plain transformers tokenizer of a family, and a ModelTokenizer on a second copy."""
     make = FAMILIES.get(request.param, bundled)
     tokenizer = ModelTokenizer(make(), 2000)
     yield make(), tokenizer
@@ -43,7 +41,7 @@ def by_transformers(plain: PreTrainedTokenizerFast, turns: list[tuple[str, str]]
 
 
 def special_ids(plain: PreTrainedTokenizerFast) -> set[int]:
-    """All ids that mark turns, or are special."""
+    """Return the ids of special tokens and of tokens that mark turns."""
     added = plain.backend_tokenizer.get_added_tokens_decoder()
     return {
         number for number, token in added.items() if token.special or token.content in ("<|User|>", "<|Assistant|>")

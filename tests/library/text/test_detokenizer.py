@@ -1,5 +1,3 @@
-"""Incremental text equals the whole; stop texts are found wherever token boundaries fall."""
-
 import random
 import re
 from collections.abc import Iterable, Iterator
@@ -14,7 +12,7 @@ from tests.support.tiny_tokenizers import FAMILIES
 
 
 def read(detokenizer: Detokenizer, token_ids: Iterable[int]) -> str:
-    """The text of these tokens, up to the first stop text."""
+    """Return the text of these tokens, up to the first stop text."""
     text = ""
     for token_id in token_ids:
         text += detokenizer.push(token_id)
@@ -171,7 +169,7 @@ def test_a_character_that_later_bytes_would_undo_stays_and_the_text_goes_on(llam
 
 
 class Counting:
-    """A tokenizer that counts the tokens it decodes."""
+    """Tokenizer that counts the tokens it decodes."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
@@ -211,7 +209,6 @@ def test_the_work_per_token_is_bounded_whatever_is_repeated(family: ModelTokeniz
 
 
 def test_an_unfinished_character_is_held_back_and_then_let_go(family: ModelTokenizer) -> None:
-    """Within a few tokens, not at the end of the answer."""
     backend = family.backend
     broken = next(number for name in ("<0xFF>", "ÿ") if (number := backend.token_to_id(name)) is not None)
     detokenizer = family.detokenizer([], ())

@@ -1,5 +1,3 @@
-"""What a model's generation_config says, and that ids which no token has do no harm."""
-
 import json
 import os
 import shutil
@@ -31,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def ends(folder: Path, **changes: Any) -> frozenset[int]:
-    """Of a generation_config with these values, read as an engine reads it."""
+    """Return the end-of-sequence ids that an engine reads from a generation_config with these values."""
     (folder / "generation_config.json").write_text(json.dumps(changes))
     config = AutoConfig.from_pretrained(folder)
     return end_token_ids(read_generation_config(folder, config), config, VOCAB_SIZE)
@@ -82,7 +80,7 @@ def test_facts_for_other_gateways_hold_ids_of_tokens_only(folder: Path) -> None:
 
 
 def read_defaults(folder: Path, given: str = "auto", **values: Any) -> SamplingDefaults:
-    """What a router reads of a generation_config with these values."""
+    """Return the sampling defaults that a router reads from a generation_config with these values."""
     (folder / "generation_config.json").write_text(json.dumps(values))
     return read_sampling_defaults(given, str(folder))
 

@@ -1,5 +1,3 @@
-"""Stop texts are found as if the text were searched whole, and what may begin one is held back, no more and no less."""
-
 import asyncio
 import random
 

@@ -1,5 +1,3 @@
-"""Reports on tokens: their own bytes, and where each begins in the text that is sent."""
-
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -15,7 +13,7 @@ from services.gateway.shown_prompts import PromptOffsets
 from tests.support.tiny_tokenizers import BACKENDS
 
 BYTES = [name for name in BACKENDS if name not in ("unigram", "word piece")]
-"""Families that have a token for every byte."""
+"""Tokenizer families with a token for every byte."""
 WORDS = ["hello", " there", " a", " b", "ab", "\n", "  ", "     ", "你好", "🙂", "é", " naïve", "x<3", " 😀", "\n\n\n"]
 PLAIN_WORDS = ["hello", " there", " fox", " jumps", " dog", "the", " lazy", " abba", " quick", " France"]
 
@@ -35,7 +33,7 @@ def special_ids(backend: Tokenizer) -> list[int]:
 
 
 def drawn(family: str, rng: random.Random) -> tuple[list[int], list[int]]:
-    """Prompt and answer of random ordinary text, cut between two characters."""
+    """Return a random prompt and answer of ordinary text, split between two characters."""
     backend = backend_of(family)
     words = WORDS if family in BYTES else PLAIN_WORDS
     text = "a" + "".join(rng.choice(words) for _ in range(rng.randrange(2, 30)))
@@ -53,7 +51,7 @@ def token_bytes(texts: TokenTexts, token_id: int) -> bytes:
 def answered(
     backend: Tokenizer, prompt: Sequence[int], ids: Sequence[int], rng: random.Random, stop: Sequence[str] = ()
 ) -> tuple[str, list[int]]:
-    """Text and offsets of an answer whose tokens come and are taken by random numbers."""
+    """Return the text and token offsets of an answer that is appended and taken in random pieces."""
     answer = Answer(Detokenizer(backend, stop, prompt_token_ids=prompt, skipped_ids=frozenset(special_ids(backend))))
     text, offsets, place = "", [], 0
     while place < len(ids):
@@ -84,7 +82,6 @@ def test_the_bytes_of_tokens_together_are_the_text(family: str, seed: int) -> No
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("stop", [(), ("hello there a", "zzz", " a\n\n\nb")])
 def test_a_tokens_text_stands_at_its_offset(family: str, seed: int, stop: tuple[str, ...]) -> None:
-    """Also between special tokens, which have no text here."""
     rng, backend = random.Random(seed), backend_of(family)
     prompt, ordinary = drawn(family, rng)
     special = special_ids(backend)

@@ -1,4 +1,4 @@
-"""Text whose tokens the model does not have: refused where it enters, in the words of what was sent."""
+"""Text with tokens beyond the model's vocabulary is refused."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelTokeniz
 
 
 def texts(tokenizer: ModelTokenizer) -> tuple[str, str]:
-    """A text of known tokens, and one with an unknown token."""
+    """Return a text of known tokens, and one with an unknown token."""
     unknown = next(token for token, token_id in tokenizer.unknown_tokens.items() if token.isascii() and token.isalpha())
     return "hi", f"{unknown} {unknown}"
 

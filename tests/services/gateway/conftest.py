@@ -1,4 +1,4 @@
-"""A gateway in this process, on real sockets, in front of a real router and scripted instances."""
+"""A gateway in the test process, on real sockets, in front of a real router and scripted instances."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ class HttpAnswer:
 
     @property
     def events(self) -> list[Any]:
-        """The events of a stream, without the last one, which says that it is done."""
+        """Return the JSON events of a stream, without the last one, "[DONE]"."""
         parts = self.body.decode().split("\n\n")
         assert parts.pop() == ""
         assert parts.pop() == "data: [DONE]"
@@ -67,7 +67,7 @@ class GatewayUnderTest:
     async def ask(
         self, path: str, body: Any = None, *, method: str = "", headers: dict[str, str] | None = None
     ) -> HttpAnswer:
-        """One request on a connection of its own. body: JSON, or bytes as they are."""
+        """Send one request on a new connection. body: sent as JSON, or as it is if bytes."""
         reader, writer = await self.connect()
         try:
             data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
@@ -78,13 +78,12 @@ class GatewayUnderTest:
             writer.close()
 
     async def complete(self, **fields: Any) -> HttpAnswer:
-        """/v1/completions; greedy, 5 tokens, unless the fields say otherwise."""
+        """POST /v1/completions. Without other fields: greedy, 5 tokens."""
         return await self.ask(
             "/v1/completions", {"prompt": [300, 301, 302], "max_tokens": 5, "temperature": 0, **fields}
         )
 
     async def chat(self, **fields: Any) -> HttpAnswer:
-        """/v1/chat/completions, as complete()."""
         messages = [{"role": "user", "content": "hello"}]
         return await self.ask(
             "/v1/chat/completions", {"messages": messages, "max_tokens": 5, "temperature": 0, **fields}
@@ -92,7 +91,7 @@ class GatewayUnderTest:
 
 
 def request_bytes(method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> bytes:
-    """A request that ends its connection."""
+    """Encode a request with "Connection: close"."""
     lines = [f"{method} {path} HTTP/1.1", "host: test", "connection: close", f"content-length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     return "\r\n".join([*lines, "", ""]).encode() + body
@@ -129,7 +128,7 @@ async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
 async def run_gateway(
     cluster: ScriptedCluster, router_max_requests: int = 1024, generation_config: str = "auto", **settings: Any
 ) -> AsyncIterator[GatewayUnderTest]:
-    """A gateway of this cluster, with one router; checks that nothing leaked."""
+    """Run a gateway with one router for this cluster; assert at the end that nothing leaked."""
     async with (
         cluster.router(max_requests=router_max_requests, generation_config=generation_config) as router,
         MemoryStore(cluster.cluster) as store,

@@ -1,6 +1,4 @@
-"""Requests as real clients sent them, recorded by a socket that wrote down what came. The port is written as 8000.
-
-Java 17.0.15's HttpClient with its default settings, and curl 7.88.1."""
+"""Requests recorded from Java 17.0.15's HttpClient with its default settings and from curl 7.88.1, to port 8000."""
 
 _BODY = b'{"prompt": [300, 301, 302], "max_tokens": 5, "temperature": 0}'
 _CHUNKS = b"3e\r\n" + _BODY + b"\r\n0\r\n\r\n"
@@ -30,10 +28,10 @@ OFFERS: dict[str, bytes] = {
     "curl, websocket": _CURL_UPGRADE + b"websocket\r\n" + _LENGTH + b"\r\n" + _BODY,
     "curl, TLS": _CURL_UPGRADE + b"TLS/1.2, HTTP/1.1\r\n" + _LENGTH + b"\r\n" + _BODY,
 }
-"""With offers to upgrade."""
+"""Requests that offer an upgrade of the protocol, by client."""
 PLAIN: dict[str, bytes] = {
     "curl": _POST + _CURL + _JSON + _LENGTH + b"\r\n" + _BODY,
     "curl --http1.0": _POST.replace(b"1.1", b"1.0") + _CURL + _JSON + _LENGTH + b"\r\n" + _BODY,
     "curl, Expect": _POST + _CURL + _JSON + b"Expect: 100-continue\r\n" + _LENGTH + b"\r\n" + _BODY,
 }
-"""Without."""
+"""Requests that offer no upgrade, by client."""

@@ -1,5 +1,3 @@
-"""Answers over HTTP are those of the SDK, in OpenAI's forms."""
-
 import asyncio
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""A gateway with a keys file: who gets in, and how much each key may ask for."""
-
 import asyncio
 import contextlib
 import json
@@ -19,7 +17,7 @@ from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import MODEL
 
 _NO_REDIS = "redis://127.0.0.1:1/0"
-"""So that each test counts for itself."""
+"""Without Redis, so that each test has its own counts per key."""
 _ASKED = {"prompt": [300, 301, 302], "max_tokens": 5, "temperature": 0}
 
 

@@ -1,4 +1,4 @@
-"""Clients that vanish, do not read, send slowly or too much: each costs its limit, and nothing after it."""
+"""Clients that disconnect, do not read, send slowly or too much."""
 
 import asyncio
 import socket
@@ -24,7 +24,6 @@ WHOLE = b'{"prompt": [300, 301], "max_tokens": 8000, "ignore_eos": true}'
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
-    """What is left of a connection that the gateway closes."""
     try:
         async with asyncio.timeout(WITHIN_S):
             return await reader.read()

@@ -1,5 +1,3 @@
-"""Web pages of named origins may ask a gateway; others may not."""
-
 from pathlib import Path
 
 import pytest

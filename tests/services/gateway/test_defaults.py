@@ -1,5 +1,3 @@
-"""Sampling defaults over HTTP: shown with the models, used for what a body leaves out or gives as null."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Reports on tokens, prompts beside answers, usage with each event, and what tokenizing alone gives."""
+"""Logprobs, echoed prompts, usage in each event, /tokenize and /detokenize."""
 
 from typing import Any
 

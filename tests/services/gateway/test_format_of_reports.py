@@ -1,5 +1,3 @@
-"""How reports on tokens look in OpenAI's form."""
-
 import json
 from typing import Any
 

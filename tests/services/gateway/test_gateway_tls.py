@@ -1,5 +1,3 @@
-"""A gateway that speaks HTTPS: clients need no certificate, and its own is taken up when it is renewed."""
-
 import asyncio
 import json
 import os

@@ -1,5 +1,3 @@
-"""HTTP as its RFCs have it: offers to upgrade, HTTP/1.0, half-closed connections, requests one after the other."""
-
 import asyncio
 import gzip
 import json
@@ -222,7 +220,7 @@ async def test_a_body_that_goes_wrong_after_its_answer_ends_the_connection(gatew
 
 
 async def test_a_body_of_tiny_chunks_is_parsed_in_turns(gateway: GatewayUnderTest) -> None:
-    """A megabyte of them may come at once, and takes the parser a second."""
+    """A megabyte of tiny chunks may arrive at once, and takes the parser a second."""
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in b" " * 40_000 + _BODY) + b"0\r\n\r\n"
     reader, writer = await gateway.connect()
     writer.write(_POST + b"Transfer-Encoding: chunked\r\n\r\n")

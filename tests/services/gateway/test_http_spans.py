@@ -1,5 +1,3 @@
-"""Traces of requests over HTTP: which are traced, and what their spans say."""
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

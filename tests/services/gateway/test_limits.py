@@ -1,4 +1,4 @@
-"""What a request costs is bounded where two limits meet: a long prompt and n, a large body and its values."""
+"""Limits that only apply in combination: a long prompt with a large n, a large body with many values."""
 
 import asyncio
 import json
@@ -76,7 +76,6 @@ async def test_n_is_refused_where_the_prompt_would_be_copied_too_often(gateway: 
 
 
 async def test_a_prompt_alone_is_as_long_as_the_model_allows(gateway: GatewayUnderTest) -> None:
-    """Not as short as the limit on copies."""
     got = await gateway.complete(prompt=[300] * (MAX_COPIED_TOKENS // 2 - 10))
     assert got.error["code"] == "context_length_exceeded"
 
@@ -128,7 +127,7 @@ async def test_a_large_body_is_read_on_a_thread(gateway: GatewayUnderTest, monke
 async def test_long_prompts_of_many_connections_are_packed_in_slices_one_prompt_after_another(
     gateway: GatewayUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else one turn of the event loop packs the prompts of all of them."""
+    """Otherwise one turn of the event loop would encode the prompts of all connections."""
     slices: list[tuple[int, int]] = []
     original = answers.add_token_ids
 
@@ -166,7 +165,7 @@ class ReadyStream:
 
 
 async def test_one_turn_of_the_event_loop_takes_some_of_the_chunks_that_are_there() -> None:
-    """Else a gateway that has fallen behind takes one of each of its answers, however many there are."""
+    """Otherwise a slow gateway would take one chunk of each answer per turn, however many wait."""
     asked = ParsedRequest(model="m", prompts=((1,),), params=SamplingParams(), n=128, stream=True)
     merged = answers.Answers(cast(AsyncClient, None), asked, "id", asyncio.Lock())
     merged.streams = cast(list[AsyncStream], [ReadyStream() for _ in range(128)])

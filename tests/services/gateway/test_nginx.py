@@ -1,4 +1,4 @@
-"""A real nginx in front of a gateway, with the settings that it has where none are given: HTTP/1.0 to its backend."""
+"""A real nginx with default settings in front of a gateway: it sends HTTP/1.0."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ _STREAM = _BODY.replace(b"}", b', "stream": true}')
 
 
 def nginx_program() -> str:
-    """Skips the test without it; in continuous integration it fails."""
+    """Return the path of nginx. Skips the test without it, but fails in continuous integration."""
     # Debian's is in a folder that only root's PATH has.
     path = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin")
     if path is None:

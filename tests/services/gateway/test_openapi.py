@@ -1,5 +1,3 @@
-"""The OpenAPI document says what the gateway takes, and neither less nor more."""
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

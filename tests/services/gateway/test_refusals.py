@@ -1,5 +1,3 @@
-"""What is not built is refused by name, what changes nothing is taken, and errors look like OpenAI's."""
-
 import asyncio
 import json
 from typing import Any
@@ -88,7 +86,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("chat/completions", {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ("chat/completions", {"top_logprobs": 3}, "top_logprobs"),
 )
-"""Path, fields, and the one of them that is refused."""
+"""(path, fields, name of the field that must be refused)."""
 
 
 async def test_a_wrong_or_unsupported_parameter_is_refused_by_its_name(gateway: GatewayUnderTest) -> None:
@@ -151,7 +149,6 @@ async def test_an_assistants_content_may_be_null_and_no_others(gateway: GatewayU
 
 
 async def test_what_vllms_router_adds_to_a_request_is_taken(gateway: GatewayUnderTest) -> None:
-    """As vllm-router 0.1.17 sends it on."""
     added = {"echo": False, "no_stop_trim": False, "skip_special_tokens": True, "return_hidden_states": False}
     assert (await gateway.complete(**added)).json["choices"] == (await gateway.complete()).json["choices"]
     del added["echo"]
@@ -173,8 +170,7 @@ async def test_a_prompt_or_an_answer_that_is_too_long_is_refused_with_both_numbe
 
 @pytest.mark.parametrize("model", [None, "kaveri-tiny"])
 async def test_stock_clients_recognise_a_prompt_that_is_too_long(gateway: GatewayUnderTest, model: str | None) -> None:
-    """LiteLLM looks for the sentence in lower case; langchain-openai 1.7.4 for the code in the text of the exception,
-    into which openai 3 puts the message alone."""
+    """LiteLLM matches the message in lower case, langchain-openai 1.7.4 the code in openai's exception text."""
     long = [{"role": "user", "content": "word " * MAX_MODEL_LEN}]
     answers = [
         await gateway.chat(messages=long, model=model),
@@ -312,7 +308,6 @@ _BODIES = st.dictionaries(st.one_of(st.sampled_from(_NAMES), st.text(max_size=8)
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 async def test_no_generated_body_is_answered_by_500(gateway: GatewayUnderTest, path: str) -> None:
-    """Each body goes through the real port; those that ask for much are cut to a few tokens by their names."""
     bodies: list[dict[str, Any]] = []
 
     @settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))

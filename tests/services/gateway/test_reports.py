@@ -1,4 +1,4 @@
-"""Reports on prompts: scoring without an answer, one report for all answers, and what they take in memory."""
+"""Logprobs of prompts: without an answer, once for all answers, and their memory."""
 
 import asyncio
 from typing import Any
