@@ -1,6 +1,5 @@
-"""Trained length predictor in its folder. Needs torch, imported when one is loaded. The folder holds a Hugging Face
-sequence classifier (config.json, model.safetensors) and the manifest; subfolders hold the tokenizers of classifier and
-served model if the classifier has its own."""
+"""Trained length predictor in a folder: a Hugging Face sequence classifier, the manifest, and, if the classifier has
+its own tokenizer, subfolders with its and the served model's. Imports torch only when one is loaded."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ SERVED_TOKENIZER = "served_tokenizer"
 
 
 class LengthPredictor:
-    """Predicts the probability of each range of answer lengths. predict() may be called by one thread at a time."""
+    """Predicts the length range of answers from prompts. predict() may be called by one thread at a time."""
 
     def __init__(self, manifest: Manifest, classifier: Any, retokenizer: "Retokenizer | None") -> None:
         self.model = manifest.model
@@ -44,10 +43,11 @@ class LengthPredictor:
 
     @classmethod
     def load(cls, path: str, *, device: str = "cpu") -> "LengthPredictor":
-        """Load a predictor from a folder, or a bundled model's, and check every file's digest. Blocks for seconds.
+        """Load a predictor from a folder, or a bundled model's by name, and check the files' digests. Blocks for
+        seconds.
 
-        device: torch's name of the device that computes; always in float32. Raises ConfigError("predictor") for
-        missing, corrupt or changed files, and when torch is not installed.
+        device: torch's name for it; weights are in float32. Raises ConfigError("predictor") for missing, corrupt or
+        changed files, and when torch is not installed.
         """
         folder = Path(bundled_predictor(path) or path)
         manifest = read_manifest(folder)
@@ -78,11 +78,11 @@ class LengthPredictor:
         return cls(manifest, classifier.eval(), retokenizer)
 
     def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the probability of each bucket for each prompt; each row sums to 1. Blocks.
+        """Return the probability of each bucket of answer lengths for each prompt; each row sums to 1. Blocks.
 
-        prompts: token ids of the served model; the caller limits their number. Prompts with lengths between the same
-        powers of two form one batch, so padding at most doubles the work. Raises InvalidArgument for a prompt that is
-        empty or has ids outside the vocabulary.
+        prompts: token ids of the served model. Prompts with lengths between the same powers of two form one batch, so
+        padding at most doubles the work. Raises InvalidArgument for a prompt that is empty or has ids outside the
+        vocabulary.
         """
         if not prompts:
             return []
@@ -119,7 +119,7 @@ class LengthPredictor:
 
 
 class Retokenizer:
-    """Converts token ids of the served model to the classifier's, through text."""
+    """Converts token ids of the served model to those of the classifier, by way of text."""
 
     def __init__(self, served: Any, own: Any, max_tokens: int) -> None:
         """served, own: fast tokenizers. max_tokens: the classifier's limit."""
@@ -138,7 +138,7 @@ class Retokenizer:
         return cls(served, own, max_input_tokens(config, own))
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Tokenize for the classifier, truncated to its limit; at least one token per prompt."""
+        """Convert prompts, truncated to the classifier's limit; each has at least one token."""
         # Special tokens are dropped: the classifier does not know the roles of the served model's chats.
         texts = self._served.decode_batch([list(prompt) for prompt in prompts], skip_special_tokens=True)
         encoded = self._own(texts, verbose=False)["input_ids"]
@@ -146,11 +146,9 @@ class Retokenizer:
 
 
 def cut_prompt(token_ids: Sequence[int], limit: int) -> Sequence[int]:
-    """Truncate a prompt to `limit` tokens: half of them from its beginning, half from its end.
-
-    The instruction, which decides the answer's length, usually comes first or last (Sun et al., arXiv 1905.05583,
-    section 5.3.1, found the same for classifying long documents).
-    """
+    """Truncate a prompt to `limit` tokens, half from its beginning and half from its end. Instructions, which decide
+    the answer's length, stand first or last (Sun et al., arXiv 1905.05583, section 5.3.1, for classifying
+    documents)."""
     if len(token_ids) <= limit:
         return token_ids
     head = limit // 2
@@ -165,8 +163,7 @@ def max_input_tokens(config: Any, tokenizer: Any) -> int:
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad_token_id: int) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Pad rows of token ids on the right; return ids and attention mask. Both [len(rows), longest row], int64, on the
-    CPU. Every row has at least one token."""
+    """Pad token ids on the right. Returns ids and attention mask: [len(rows), longest row], int64, on the CPU."""
     import torch
 
     width = max(len(row) for row in rows)
