@@ -24,8 +24,7 @@ class ListedCommand(TyperCommand):
     """Command known by name and summary; its module is imported when it is called, not when it is listed in help."""
 
     def __init__(self, name: str, summary: str, target: str, *, tls: bool = False, **settings: Any) -> None:
-        """target: MODULE:NAME within kaveri.cli, a function or a Typer. tls: add TLS flags. settings: of
-        app.command."""
+        """target: MODULE:NAME within kaveri.cli, a function or a Typer. tls: add TLS flags. settings: of command()."""
         super().__init__(name, help=summary)
         self._target, self._tls, self._settings = target, tls, settings
 

@@ -8,8 +8,8 @@ UP_SECTION = "up"
 
 
 class ServiceKind(enum.StrEnum):
-    """Kind of a service: the name of its command, its settings section and its local instances. In the order in which a
-    local stack stops them: senders of work before receivers."""
+    """Kind of a service: also the name of its command, settings section and local instances. Members are in the order
+    in which a local cluster stops: senders of work before receivers."""
 
     GATEWAY = "gateway"
     ROUTER = "router"

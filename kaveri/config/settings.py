@@ -84,8 +84,7 @@ def present(text: str) -> str:
 
 
 def name_text(text: str) -> str:
-    """Validate a name given as a setting: empty, or up to MAX_NAME_LENGTH letters, digits and `. _ -`. Raises
-    ValueError."""
+    """Validate a name: empty, or up to MAX_NAME_LENGTH letters, digits and `. _ -`. Raises ValueError."""
     if not re.fullmatch(rf"[A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH}}}", text):
         raise ValueError(f"is {text!r:.140}; write up to {MAX_NAME_LENGTH} letters, digits, '.', '_' and '-'")
     return text

@@ -198,7 +198,7 @@ def _as_text(value: Any, place: str) -> str:
 
 
 def find_given(name: str, sources: Sequence[Mapping[str, Given]], is_secret: bool) -> Given | None:
-    """Return a setting from the first source that has it. A secret may be in a file named there. Raises ConfigError."""
+    """Return a setting from the first source that has it; a secret may be read from a file. Raises ConfigError."""
     for source in sources:
         given = source.get(name)
         by_file = source.get(name + FILE_SUFFIX) if is_secret else None

@@ -69,7 +69,7 @@ class LoadRun:
 
 
 class LoadTarget(ABC):
-    """Target of a load other than Kaveri's gRPC API."""
+    """Interface of a server that the load generator drives by another API than Kaveri's gRPC."""
 
     @abstractmethod
     async def send(

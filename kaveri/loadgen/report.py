@@ -32,7 +32,7 @@ def summarize(run: LoadRun, slo: Slo, phases: Mapping[str, Phases] | None = None
 
 
 def columns_of(run: LoadRun) -> RunColumns:
-    """Convert a run's records to columns."""
+    """Convert the request records of a run to arrays."""
     records = run.records
     servers = [record.server for record in records]
     prefill_ids = [server.prefill_instance_id if server is not None else "" for server in servers]

@@ -31,7 +31,7 @@ _COUNTS: Mapping[ServiceKind, int] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ListeningPorts:
-    """Listening host and ports of a local stack. Instances take consecutive ports from a first one; 0: free ports."""
+    """Listening host and ports of a local cluster. Instances take consecutive ports from a first one; 0: free ports."""
 
     host: str = LOOPBACK
     """Listening host of the routers and gateways; everything else stays on loopback."""
@@ -46,7 +46,7 @@ class ListeningPorts:
 
 @dataclass(frozen=True, kw_only=True)
 class Supervision:
-    """Logs, timeouts and restarts of a stack's processes."""
+    """Logs, timeouts and restarts of a local cluster's processes."""
 
     log_dir: Path | None = None
     """Folder of the <instance id>.log files; None: a temporary folder removed with the stack."""
@@ -97,7 +97,7 @@ class StackConfig:
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """Create a config from fields of any part, ROLE_count, ROLE_flags, and service settings (empty or 0: the
+        """Create a config from fields of it or its parts, ROLE_count, ROLE_flags, and service settings (empty or 0:
         default): `StackConfig.of(prefill_count=1, decode_flags=("--max-batch", "8"), engine="fake")`."""
         counts = {role: given.pop(f"{role}_count") for role in ROLES if f"{role}_count" in given}
         flags = {role: given.pop(f"{role}_flags") for role in ROLES if f"{role}_flags" in given}
@@ -141,7 +141,7 @@ class StackConfig:
 
 
 def service_command(config: StackConfig, role: ServiceKind, instance_id: str, port: int) -> list[str]:
-    """Build the command that starts a service. port: 0: a free one. Every local user can read it: it has no secrets."""
+    """Build the command line that starts a service, without secrets: local users can read it. port: 0: a free one."""
     is_public = role in PUBLIC_ROLES
     settings: dict[str, object] = {
         "instance_id": instance_id,

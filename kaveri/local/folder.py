@@ -1,4 +1,4 @@
-"""Temporary folder of one local stack, removed with it; if the stack was killed, by the next stack."""
+"""Temporary folder of a local cluster, removed with it; if its owner was killed, by the next one."""
 
 import contextlib
 import fcntl
@@ -13,7 +13,7 @@ _LOCK = "in-use.lock"
 
 @contextlib.contextmanager
 def stack_folder() -> Iterator[Path]:
-    """Create a temporary folder for the duration of the context. Also removes folders of stacks that were killed."""
+    """Create a temporary folder for the duration of the context. Also removes folders whose owners were killed."""
     _remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     try:

@@ -1,4 +1,4 @@
-"""Private Redis server of a local stack. Stores nothing on disk: a cluster's state in Redis can be rebuilt."""
+"""Private Redis server of a local cluster. Stores nothing on disk: the cluster's state in Redis can be rebuilt."""
 
 import asyncio
 import importlib

@@ -1,4 +1,4 @@
-"""Decides which services of a local stack receive a flag or setting."""
+"""Decides which services of a local cluster receive a flag or setting."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ def names_of_role(role: ServiceKind) -> SettingNames:
 @cache
 def roles_of(name: str) -> tuple[ServiceKind, ...]:
     """Return the kinds of services that receive a setting given without a role: all that have it, if it means the same
-    in each; else those with engines, since the predictor's --device and --max-queue are its own."""
+    in each; else only those with engines, since the predictor's --device and --max-queue differ."""
     having = tuple(role for role in ROLES if name in names_of_role(role).own)
     if name in names_of(ServiceConfig).own or name in ("model", "served_model_name"):
         return having

@@ -125,7 +125,7 @@ class LocalStack:
                     group.create_task(self._supervisors[name].stop(grace_s))
 
     async def restart(self, name: str) -> None:
-        """Restart a child that was killed, for config.restart=False. Waits for Redis only; see wait_until_ready()."""
+        """Restart a killed child process when automatic restarts are off. Waits only for Redis, until it answers."""
         life = self.view().instances.get(name)
         if life is not None:
             self._former_lives[name] = life.record.incarnation
@@ -231,7 +231,7 @@ class LocalStack:
         self._watch(name, launch, first)
 
     async def _wait_for_first_readiness(self) -> None:
-        """Wait until ready; fail as soon as any child ends."""
+        """Wait until the stack is ready; raise ConfigError as soon as any child ends."""
         readiness: asyncio.Future[Any] = asyncio.create_task(
             self.wait_until_ready(self.config.supervision.start_timeout_s)
         )

@@ -14,7 +14,7 @@ _STEADY_AFTER_S = 30.0
 
 
 class Supervisor:
-    """Keeps one child process running. Not thread-safe."""
+    """Keeps one child process running, restarting it with back-off. Not thread-safe."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Supervisor:
         await self.process.kill()
 
     async def restart(self) -> None:
-        """Restart a child that was killed and is not restarted automatically."""
+        """Restart a killed child when automatic restarts are off."""
         assert not self._restarts, f"{self.name} is restarted by itself"
         await self.process.wait()
         self.process = self._launch()

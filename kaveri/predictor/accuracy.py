@@ -42,9 +42,8 @@ class Accuracy:
 def measure_accuracy(
     probabilities: Sequence[Sequence[float]], output_tokens: Sequence[int], granularity: int, factor: int = 1
 ) -> Accuracy:
-    """Compare predicted with real answer lengths. probabilities: a row per answer, one entry per bucket of
-    `granularity` tokens. output_tokens: real lengths. factor: merge so many neighbouring buckets first. Raises
-    ValueError if empty."""
+    """Compare predicted with real answer lengths. probabilities: per answer, of each bucket of `granularity` tokens.
+    output_tokens: real lengths. factor: merge so many neighbouring buckets first. Raises ValueError if empty."""
     if not probabilities:
         raise ValueError("no predictions to measure")
     bucket_count = len(probabilities[0])

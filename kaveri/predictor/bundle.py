@@ -22,7 +22,7 @@ SERVED_TOKENIZER = "served_tokenizer"
 
 
 class LengthPredictor:
-    """Predicts the length range of answers from prompts. predict() may be called by one thread at a time."""
+    """Trained classifier of prompts by the length range of their answers. predict() is for one thread at a time."""
 
     def __init__(self, manifest: Manifest, classifier: Any, retokenizer: "Retokenizer | None") -> None:
         self.model = manifest.model
@@ -43,12 +43,9 @@ class LengthPredictor:
 
     @classmethod
     def load(cls, path: str, *, device: str = "cpu") -> "LengthPredictor":
-        """Load a predictor from a folder, or a bundled model's by name, and check the files' digests. Blocks for
-        seconds.
-
-        device: torch's name for it; weights are in float32. Raises ConfigError("predictor") for missing, corrupt or
-        changed files, and when torch is not installed.
-        """
+        """Load a predictor from a folder, or a bundled model's by name, verifying digests. Blocks for seconds. device:
+        as torch names it; weights are float32. Raises ConfigError("predictor") without torch, or for missing or invalid
+        files."""
         folder = Path(bundled_predictor(path) or path)
         manifest = read_manifest(folder)
         try:
@@ -81,8 +78,7 @@ class LengthPredictor:
         """Return the probability of each bucket of answer lengths for each prompt; each row sums to 1. Blocks.
 
         prompts: token ids of the served model. Prompts with lengths between the same powers of two form one batch, so
-        padding at most doubles the work. Raises InvalidArgument for a prompt that is empty or has ids outside the
-        vocabulary.
+        padding at most doubles the work. Raises InvalidArgument for an empty prompt or unknown ids.
         """
         if not prompts:
             return []
@@ -146,9 +142,8 @@ class Retokenizer:
 
 
 def cut_prompt(token_ids: Sequence[int], limit: int) -> Sequence[int]:
-    """Truncate a prompt to `limit` tokens, half from its beginning and half from its end. Instructions, which decide
-    the answer's length, stand first or last (Sun et al., arXiv 1905.05583, section 5.3.1, for classifying
-    documents)."""
+    """Truncate a prompt to `limit` tokens, half from its beginning and half from its end: instructions, which decide
+    the answer's length, stand first or last (Sun et al., arXiv 1905.05583, section 5.3.1, for documents)."""
     if len(token_ids) <= limit:
         return token_ids
     head = limit // 2

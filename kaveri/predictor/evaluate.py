@@ -56,9 +56,9 @@ def evaluate(
 ) -> Evaluation:
     """Predict the answer lengths of labelled prompts, and measure accuracy, calibration and latency.
 
-    tokenizer: the served model, for its tokenizer; empty: the labels' model. repeats: batches timed per batch size; 0:
-    no latency. advance: called with the number of prompts predicted so far and the total. Raises ConfigError: no
-    labels, labels of another model, or a tokenizer that does not match.
+    tokenizer: path or hub id of the served model's; empty: the labels' model name. repeats: batches timed per batch
+    size; 0: no latency. advance: called with the number of prompts predicted so far and the total. Raises ConfigError:
+    no labels, labels of another model, or a tokenizer that does not match.
     """
     if not labels:
         raise ConfigError("--labels", "there is none to evaluate on")

@@ -21,7 +21,7 @@ _RETRY_AT_MOST_AFTER_S = 10.0
 
 @dataclass(frozen=True)
 class LabelOutcome:
-    """Number of prompts labelled by a run, and the prompts left out."""
+    """Result of a labelling run: prompts labelled, skipped and refused."""
 
     labelled: int
     resumed: int
@@ -41,7 +41,8 @@ async def label_prompts(
     timeout_s: float,
     advance: Callable[[int], None],
 ) -> LabelOutcome:
-    """Record the answer lengths of all prompts that `out` does not hold yet, decoded greedily.
+    """Run prompts through a served model, greedily, and append their answer lengths to the file `out`; skips those in
+    it.
 
     prompts: each with its line number. concurrency: prompts in flight. max_tokens: limit of an answer; None: no limit.
     timeout_s: for one prompt, including waits for a busy cluster. advance: called with the number of prompts done.

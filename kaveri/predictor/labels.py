@@ -81,7 +81,7 @@ def parse_label(line: str) -> Label:
 
 
 def read_labels(path: Path, flag: str = "--labels") -> list[Label]:
-    """Read all labels of a file, which must be of one model. Raises ConfigError, naming `flag`, line and reason."""
+    """Read all labels of a file, all for one served model. Raises ConfigError, naming `flag`, line and reason."""
     labels: list[Label] = []
     for number, line in read_lines(path, flag):
         try:

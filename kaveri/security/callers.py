@@ -90,7 +90,8 @@ class Callers:
 
 
 def make_callers(keys_file: str, redis_url: str, cluster_name: str) -> Callers | None:
-    """Create the check of API keys; None without a keys file. redis_url: counts usage; empty: count in this process."""
+    """Create a Callers, or None without a keys file. redis_url: for usage of the whole cluster; empty: of this process
+    only. Raises ConfigError."""
     if not keys_file:
         return None
     try:

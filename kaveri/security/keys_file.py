@@ -48,7 +48,7 @@ class KeysFile:
             await self.look()
 
     async def look(self) -> None:
-        """Read the file once; apply its content if the read before found the same."""
+        """Read the file once; apply its content if the previous read found the same."""
         # On a thread, since the disk may be slow.
         found = await asyncio.to_thread(_try_read, self._path)
         is_same, self._seen = found == self._seen, found

@@ -22,7 +22,7 @@ def read_regular(path: str) -> bytes:
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[bytes]:
-    """Lock a file (created for its owner only) against other replacers, and yield its content. Raises OSError."""
+    """Lock a file against other replacers and yield its content. If missing, creates it owner-only. Raises OSError."""
     while True:
         with contextlib.suppress(FileNotFoundError):
             _check_regular(os.stat(path), path)

@@ -100,7 +100,7 @@ class Schedule:
 def draw_lengths(
     workload: WorkloadClass, count: int, rng: random.Random, most_prompt_tokens: int, most_output_tokens: int
 ) -> list[RequestLengths]:
-    """`count` requests of a class, lengths uniform over the class's ranges.
+    """Draw the lengths of `count` requests of a class, uniform over its ranges.
 
     # prompts: light [16, 512]   heavy [513, most_prompt_tokens]
     # answers: light [8, 128]    heavy [129, most_output_tokens]

@@ -16,7 +16,7 @@ PREFILL, DECODE = "prefill", "decode"
 
 @dataclass(frozen=True, slots=True)
 class ResourceTime:
-    """Time in one run for which all instances that serve the same phases were busy, and were held."""
+    """Time in one run for which all instances that serve the same phases were busy, and were kept (busy or idle)."""
 
     instances: int
     """Number of instances, including idle ones."""

@@ -18,7 +18,7 @@ SERVER_LOSSES = ("resumes", "held_tokens", "recomputed_tokens", "stall_s")
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Tokens of each request."""
+    """Token counts of a run: arrays with one entry per request."""
 
     prompt: Whole
     planned: Whole
@@ -28,7 +28,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """Instances that served each request, as indices into `instance_ids`; -1: unknown."""
+    """Instances that served each request of a run, as indices into `instance_ids`; -1: unknown."""
 
     prefill: Whole
     decode: Whole

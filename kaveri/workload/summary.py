@@ -30,7 +30,7 @@ class Slo:
         return self.ttft_s is not None or self.tpot_s is not None
 
     def met(self, run: RunColumns) -> npt.NDArray[np.bool_]:
-        """Mask of the requests that met all limits: never failed ones. Without a second token the TPOT limit is met."""
+        """Mask of the answered requests that met all limits. Without a second token the TPOT limit counts as met."""
         met = run.answered
         if self.ttft_s is not None:
             met &= run.ttft_s() <= self.ttft_s

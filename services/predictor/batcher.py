@@ -57,7 +57,7 @@ class PredictionBatcher:
         max_queue: int,
         metrics: PredictorMetrics,
     ) -> None:
-        """batch_prompts: largest batch. long_prompt_tokens: prompts above run alone. max_queue: max waiting prompts."""
+        """batch_prompts: max batch. long_prompt_tokens: longer prompts run alone. max_queue: max waiting prompts."""
         self._model = model
         self._worker = worker
         self._batch_prompts = batch_prompts
@@ -78,9 +78,8 @@ class PredictionBatcher:
         return len(self._waiting)
 
     async def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the probability of each bucket of answer lengths for each prompt, in order. If cancelled, prompts that
-        still wait are dropped. Raises NoCapacity when not all prompts fit the queue, Unavailable when the predictor
-        failed."""
+        """Return the probability of each answer-length bucket for each prompt, in order. Cancellation drops prompts
+        that still wait. Raises NoCapacity when not all prompts fit the queue, Unavailable when the predictor failed."""
         if len(self._waiting) + len(prompts) > self._max_queue:
             self._metrics.prompts.labels("refused").inc(len(prompts))
             raise NoCapacity("predictor", _RETRY_AFTER_S, f"at most {self._max_queue} prompts wait")

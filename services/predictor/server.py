@@ -23,7 +23,7 @@ _LONGEST_CALL_S = 30.0
 
 
 class PredictorServer(LengthPredictorServiceServicer):
-    """Validates calls and passes prompts to a batcher. Also implements HostedService: load, drain and shutdown."""
+    """Validates calls and passes prompts to a batcher. Also reports load to, and is drained by, the service host."""
 
     def __init__(
         self,

@@ -12,9 +12,8 @@ ResultT = TypeVar("ResultT")
 
 
 class WorkerThread:
-    """Thread that runs calls one at a time, in order. Used from one event loop. A daemon, so that a hanging call does
-    not keep the process alive. One for all calls, because torch creates a thread pool for every thread that calls
-    it."""
+    """Thread that runs calls one at a time, in order. Used from one event loop. A daemon: a hanging call does not keep
+    the process alive. One for all calls, because torch creates a thread pool for every calling thread."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
