@@ -1,4 +1,4 @@
-"""The driver through the SDK against a real gRPC server, and the command around it."""
+"""Load driver against a real gRPC server, and `kaveri bench` around it."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ COMMAND = [sys.executable, "-c", "from kaveri.cli.main import main; main()", "be
 
 
 class GatedService(InferenceDouble):
-    """Answers when `gate` is open; counts how many requests are here at once, up to `full`."""
+    """Service that answers once `full` requests have been in flight together."""
 
     def __init__(self, full: int) -> None:
         super().__init__()
@@ -100,7 +100,6 @@ async def test_with_as_many_in_flight_as_allowed_the_next_is_sent_late() -> None
 async def test_a_request_that_is_sent_late_counts_its_times_from_when_it_was_due() -> None:
     service = GatedService(full=2)
     async with serving(service) as target, AsyncClient(target) as client:
-        # The first one keeps the only seat for a while, in which the second is due and not sent.
         asyncio.get_running_loop().call_later(0.3, service.gate.set)
         run = await run_open(client, planned(0.0, 0.0), SETTINGS, 1, nothing)
     first, second = run.records
@@ -242,7 +241,6 @@ def test_requests_that_are_too_long_do_not_lower_the_rate_that_was_asked_for(sea
     assert 10 < report["too_long"] < 70
     due_s = [entry["due_s"] for entry in run["rows"]]
     assert len(due_s) == 80 - report["too_long"]
-    # As planned, gap by gap, and not with gaps where the others would have been.
     assert due_s == gamma_arrivals(len(due_s), 200.0, 1.0, random.Random(0))
     sent_s = [entry["sent_s"] for entry in run["rows"]]
     assert run["offered_per_s"] == pytest.approx((len(sent_s) - 1) / (max(sent_s) - min(sent_s)))
@@ -288,7 +286,7 @@ def test_people_see_the_latencies_of_all_runs_and_that_the_cluster_could_tell_th
 
 
 class StuckService(InferenceDouble):
-    """Answers so many requests, and none after those; `stuck` says that one waits."""
+    """Service that answers so many requests; at the next it sets `stuck` and hangs."""
 
     def __init__(self, answers: int) -> None:
         super().__init__()
@@ -367,7 +365,6 @@ def test_ctrl_c_reports_the_runs_that_are_complete(flags: list[str], complete_ru
 def test_flags_that_make_no_load_are_refused_in_one_line(
     flags: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # In this process, since nothing has been started by then.
     monkeypatch.setattr(sys, "argv", ["kaveri", "bench", *flags])
     with pytest.raises(SystemExit) as ended:
         main()
