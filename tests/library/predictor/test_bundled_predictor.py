@@ -40,10 +40,6 @@ def test_a_model_without_a_predictor_has_none() -> None:
     assert bundled_predictor("facebook/opt-125m") is None
 
 
-def test_it_is_for_kaveri_tiny(predictor: LengthPredictor) -> None:
-    assert (predictor.model, predictor.vocab_size, predictor.granularity) == (KAVERI_TINY, 1536, 100)
-
-
 @pytest.mark.parametrize("chat", [False, True])
 def test_it_tells_short_answers_from_long_ones(predictor: LengthPredictor, chat: bool) -> None:
     assert likeliest_range(predictor, "Spell river.", chat) == (0, 100)
