@@ -262,7 +262,7 @@ def _workload(
 
 
 async def _run(settings: _BenchSettings) -> bool:
-    """Run and report the benchmark. When cancelled, reports the complete runs. Returns True for exit status 0."""
+    """Run and report the benchmark. If cancelled, reports complete runs. Returns False if too many requests failed."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -296,7 +296,7 @@ async def _run(settings: _BenchSettings) -> bool:
 
 
 def _report(bench: "_BenchRuns", phases: "Mapping[str, Phases]", *, interrupted: bool) -> bool:
-    """Print and draw at least one complete run. Returns False if too many requests failed for exit status 0."""
+    """Print and draw at least one complete run. Returns False if too many requests failed."""
     from rich.console import Console
 
     from kaveri.loadgen.provenance import provenance
@@ -366,7 +366,7 @@ class _BenchRuns:
         self._progress = progress
 
     async def warm_up(self) -> None:
-        """Open connections and let every process serve its first requests, which do not count."""
+        """Send requests that do not count, so that connections are open and every process has served some."""
         from kaveri.loadgen.driver import run_closed
 
         schedule = self.settings.load.schedule

@@ -15,7 +15,7 @@ from kaveri.errors import ConfigError
 
 
 def option(help: str, *flags: str, **settings: Any) -> Any:
-    """Declare a command-line option. flags: its spelling, if not the parameter's name. settings: of typer.Option."""
+    """Declare a command-line option. flags: its spelling, if not the parameter's name. settings: for typer.Option."""
     return typer.Option(*flags, help=help, **settings)
 
 

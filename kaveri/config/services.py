@@ -35,7 +35,7 @@ def find_services() -> None:
 
 
 def program_of(role: ServiceKind) -> tuple[str, ...]:
-    """Return the interpreter arguments that start a role's service; its flags follow."""
+    """Return the arguments for the Python interpreter that start a kind of service; its flags follow."""
     module = ("services.instance", role) if role in INSTANCES else (f"services.{role}",)
     # -P: ignore a folder named "services" in the working directory.
     return ("-P", "-m", "kaveri.config.run_service", *module)

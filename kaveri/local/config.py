@@ -60,7 +60,7 @@ class Supervision:
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig:
-    """Settings of a local stack: a cluster on this machine. Services read all others from variables and defaults."""
+    """Settings of a local stack: a cluster on this machine. Services take all others from variables and defaults."""
 
     model: str = KAVERI_TINY
     """Path, hub id or bundled name of the served model."""

@@ -65,7 +65,7 @@ def read_service_flags(words: Sequence[str], roles: Iterable[ServiceKind], own_f
 
 
 def _roles_taking(flag: str, running: Sequence[ServiceKind], own_flags: Collection[str]) -> Sequence[ServiceKind]:
-    """Return the running roles that accept this flag. Raises ConfigError if there is none."""
+    """Return the kinds of running services that accept this flag. Raises ConfigError if there is none."""
     role, dot, name = flag.removeprefix("--").rpartition(".")
     setting = name.replace("-", "_")
     if dot and role not in ROLES:

@@ -188,7 +188,7 @@ class LocalStack:
         self._started = True
 
     def _check_at_once(self) -> None:
-        """Raise ConfigError for errors that services would report only after some seconds."""
+        """Raise ConfigError for a missing model or an unusable port, which services would report only after seconds."""
         model = self.config.model
         if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
             raise ConfigError("--model", f"there is no {model}")

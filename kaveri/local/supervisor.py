@@ -82,7 +82,7 @@ class Supervisor:
 
 
 def describe_exit(status: int) -> str:
-    """Describe a process's exit status in words."""
+    """Describe how a process ended: "exited with status 2", or "was ended by SIGKILL" for a negative status."""
     if status >= 0:
         return f"exited with status {status}"
     return f"was ended by {signal.Signals(-status).name}"

@@ -24,5 +24,5 @@ def range_of(bucket: int, granularity: int, count: int, longest_answer_tokens: i
 
 
 def merge_buckets(probabilities: Sequence[float], factor: int) -> list[float]:
-    """Sum the probabilities of each `factor` neighbouring buckets."""
+    """Return the probabilities of buckets `factor` times as wide: each is the sum over `factor` neighbours."""
     return [sum(probabilities[start : start + factor]) for start in range(0, len(probabilities), factor)]

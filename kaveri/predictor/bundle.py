@@ -22,7 +22,7 @@ SERVED_TOKENIZER = "served_tokenizer"
 
 
 class LengthPredictor:
-    """Trained classifier of prompts by the length range of their answers. predict() is for one thread at a time."""
+    """Trained classifier that predicts the length range of answers. predict() is for one thread at a time."""
 
     def __init__(self, manifest: Manifest, classifier: Any, retokenizer: "Retokenizer | None") -> None:
         self.model = manifest.model
@@ -44,7 +44,7 @@ class LengthPredictor:
     @classmethod
     def load(cls, path: str, *, device: str = "cpu") -> "LengthPredictor":
         """Load a predictor from a folder, or a bundled model's by name, verifying digests. Blocks for seconds. device:
-        as torch names it; weights are float32. Raises ConfigError("predictor") without torch, or for missing or invalid
+        a torch device; weights are float32. Raises ConfigError("predictor") without torch, or for missing or invalid
         files."""
         folder = Path(bundled_predictor(path) or path)
         manifest = read_manifest(folder)
@@ -118,7 +118,7 @@ class Retokenizer:
     """Converts token ids of the served model to those of the classifier, by way of text."""
 
     def __init__(self, served: Any, own: Any, max_tokens: int) -> None:
-        """served, own: fast tokenizers. max_tokens: the classifier's limit."""
+        """served, own: fast tokenizers of the served model and the classifier. max_tokens: the classifier's limit."""
         self._served = served.backend_tokenizer
         self._own = own
         self._max_tokens = max_tokens

@@ -38,7 +38,7 @@ class Manifest:
 
     @property
     def version(self) -> str:
-        """Short digest that changes with weights, tokenizers and buckets."""
+        """Short digest of a predictor, which changes with weights, tokenizers and buckets."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:_VERSION_DIGITS]
 

@@ -114,14 +114,14 @@ def parse_keys(text: str, path: str) -> tuple[ApiKey, ...]:
 
 
 def check_name(name: str, place: str) -> str:
-    """Validate a key's name and return it. Raises ConfigError, naming `place`."""
+    """Validate an API key's name and return it. Raises ConfigError for the field `place`."""
     if not _NAME.fullmatch(name):
         raise ConfigError(place, f"is {name!r:.80}; write up to 64 letters, digits, '_' and '-'")
     return name
 
 
 def check_limit(value: object, place: str) -> int:
-    """Validate a key's limit and return it. Raises ConfigError, naming `place`."""
+    """Validate an API key's limit and return it. Raises ConfigError for the field `place`."""
     if type(value) is not int or not 0 <= value <= MAX_LIMIT:
         raise ConfigError(place, f"is {value!r:.80}; write a whole number from 0 (no limit) to {MAX_LIMIT}")
     return value

@@ -26,7 +26,7 @@ class RequestPrompt:
     """A text, a list of {"role", "content"}, or a list of ids."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the prompt as an object of a .jsonl file, which is also the client's keyword argument."""
+        """Return the prompt under one key, as in a line of a .jsonl file and in keyword arguments of the client."""
         return {self.kind: self.content}
 
     @property

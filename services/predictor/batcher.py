@@ -32,7 +32,8 @@ class LengthModel(Protocol):
     max_prompt_tokens: int
 
     def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return each bucket's probability for each prompt (served model's token ids). Blocks. Called by one thread."""
+        """Return the probability of each bucket of answer lengths, a row per prompt (token ids). Blocks; for one
+        thread."""
 
     def range_of(self, bucket: int) -> TokenRange:
         """Return the answer lengths, in tokens, that a bucket holds."""
@@ -57,7 +58,8 @@ class PredictionBatcher:
         max_queue: int,
         metrics: PredictorMetrics,
     ) -> None:
-        """batch_prompts: max batch. long_prompt_tokens: longer prompts run alone. max_queue: max waiting prompts."""
+        """batch_prompts: batch limit. long_prompt_tokens: longer prompts run alone. max_queue: queue limit, in
+        prompts."""
         self._model = model
         self._worker = worker
         self._batch_prompts = batch_prompts
