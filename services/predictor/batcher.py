@@ -32,8 +32,7 @@ class LengthModel(Protocol):
     max_prompt_tokens: int
 
     def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the probability of each bucket of answer lengths, a row per prompt (token ids). Blocks; for one
-        thread."""
+        """Return a row per prompt (token ids): the probability of each answer-length bucket. Blocks, on one thread."""
 
     def range_of(self, bucket: int) -> TokenRange:
         """Return the answer lengths, in tokens, that a bucket holds."""
@@ -58,8 +57,7 @@ class PredictionBatcher:
         max_queue: int,
         metrics: PredictorMetrics,
     ) -> None:
-        """batch_prompts: batch limit. long_prompt_tokens: longer prompts run alone. max_queue: queue limit, in
-        prompts."""
+        """batch_prompts: batch limit. long_prompt_tokens: longer prompts run alone. max_queue: max waiting."""
         self._model = model
         self._worker = worker
         self._batch_prompts = batch_prompts
