@@ -37,7 +37,7 @@ _MAX_OUTPUT = 512
 _ATTAINMENT = 0.9
 _MAX_RUNS = 12
 _GOODPUT_RESOLUTION = 0.05
-"""Relative precision of the search: it ends when a rate at most this much above the goodput is known to fail."""
+"""Relative precision of --find-goodput: it ends once a rate at most this share above the best one misses the SLOs."""
 
 
 def bench(
@@ -158,11 +158,11 @@ def bench(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Load:
-    """Requests of a run, and how they are sent."""
+    """Requests of each benchmark run, and the schedule on which they are sent."""
 
     workload: Workload
     lengths_flag: str
-    """Name of the flag that determines the lengths, or at least their maximum."""
+    """Flag that determines the lengths, or at least their maximum; for errors."""
     schedule: Schedule
     max_in_flight: int
     natural_length: bool
@@ -180,7 +180,7 @@ class _Output:
 class _BenchSettings:
     target: str
     http: str | None
-    """Endpoint to drive instead of the target's routers."""
+    """URL of an OpenAI endpoint to benchmark instead of the routers at `target`."""
     model: str | None
     load: _Load
     warm_up: int
@@ -193,7 +193,7 @@ class _BenchSettings:
 
     @property
     def place(self) -> str:
-        """Target of the load, as text for people."""
+        """Address of the benchmarked cluster or endpoint, for messages."""
         return self.http or self.target
 
 
@@ -239,7 +239,6 @@ def _workload(
     max_output: int | None,
     seed: int,
 ) -> tuple[Workload, str]:
-    """Build the workload; return it with the flag that determines its lengths."""
     if prompts is None and trace is None:
         longest = max_prompt or _MAX_PROMPT, max_output or _MAX_OUTPUT
         lengths = draw_lengths(kind or WorkloadClass.MIXED, count, random.Random(seed), *longest)
@@ -263,7 +262,7 @@ def _workload(
 
 
 async def _run(settings: _BenchSettings) -> bool:
-    """Run the benchmark. Returns True if enough requests were answered. Reports the complete runs when cancelled."""
+    """Run and report the benchmark. If cancelled, reports complete runs. Returns False if too many requests failed."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -297,7 +296,7 @@ async def _run(settings: _BenchSettings) -> bool:
 
 
 def _report(bench: "_BenchRuns", phases: "Mapping[str, Phases]", *, interrupted: bool) -> bool:
-    """Print and draw the complete runs, at least one. Returns True if enough requests were answered."""
+    """Print and draw at least one complete run. Returns False if too many requests failed."""
     from rich.console import Console
 
     from kaveri.loadgen.provenance import provenance
@@ -348,7 +347,7 @@ def _report(bench: "_BenchRuns", phases: "Mapping[str, Phases]", *, interrupted:
 
 
 class _BenchRuns:
-    """Runs against one cluster, one after the other. `runs` holds the counted ones, each with its rate."""
+    """Runs against one cluster, one after the other. `runs` holds request rate and results, without the warm-up."""
 
     def __init__(
         self, client: "AsyncClient | LoadTarget", info: "ModelInfo", settings: _BenchSettings, progress: "Progress"
@@ -367,7 +366,7 @@ class _BenchRuns:
         self._progress = progress
 
     async def warm_up(self) -> None:
-        """Open connections and let every process serve its first requests, which do not count."""
+        """Send requests that do not count, so that connections are open and every process has served some."""
         from kaveri.loadgen.driver import run_closed
 
         schedule = self.settings.load.schedule
@@ -396,7 +395,7 @@ class _BenchRuns:
         return run
 
     async def search_goodput(self) -> None:
-        """Run at one rate after another; `goodput_search` holds the results so far."""
+        """Find the highest rate that meets the SLOs, by one run per rate; `goodput_search` holds the results so far."""
         from kaveri.loadgen.report import columns_of
         from kaveri.workload.goodput import GoodputSearch, Probe
 
@@ -428,7 +427,7 @@ class _BenchRuns:
 def _goodput(
     search: "GoodputSearch", settings: _BenchSettings, instances: int, runs: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the result of the search. Rates are the offered ones, which match the requested ones only on average."""
+    """Return the found goodput as JSON values. Its rates are measured, and may differ from the requested ones."""
     held, failed = search.held, search.failed
     offered_per_s: dict[float, float] = {run["rate_per_s"]: run["offered_per_s"] for run in runs}
     rate_per_s = offered_per_s[held.rate_per_s] if held is not None else None

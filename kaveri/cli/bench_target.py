@@ -26,7 +26,8 @@ _TIMEOUT_S = 5.0
 async def reach_routers(
     target: str, model: str | None, timeout_s: float, resources: contextlib.AsyncExitStack
 ) -> "tuple[AsyncClient | LoadTarget, ModelInfo, dict[str, Phases]]":
-    """Return a client of the routers, their model, and the phases of its instances. Raises ConfigError."""
+    """Connect to routers. Returns a client (closed by `resources`), the served model called `model` (None: the first),
+    and engine_phases() of it. Raises ConfigError if it is not served."""
     client = await resources.enter_async_context(AsyncClient(targets_of(target), timeout_s=timeout_s))
     for info in await client.list_models():
         if model in (None, info.name):
@@ -35,8 +36,8 @@ async def reach_routers(
 
 
 async def engine_phases(target: str, model: str) -> "dict[str, Phases]":
-    """Return the phases of a model's engine instances, by instance id; empty if the router shows them to admins only.
-    Raises InvalidArgument for a malformed key."""
+    """Return the phases (prefill, decode) that each engine instance of a model serves, by instance id. Empty if the
+    router shows them to admins only. Raises InvalidArgument for a malformed API key."""
     async with open_channel(target) as channel:
         try:
             view = await cluster_view(channel, _TIMEOUT_S)
@@ -50,7 +51,8 @@ async def engine_phases(target: str, model: str) -> "dict[str, Phases]":
 async def reach_endpoint(
     url: str, model: str | None, resources: contextlib.AsyncExitStack
 ) -> "tuple[AsyncClient | LoadTarget, ModelInfo, dict[str, Phases]]":
-    """Return a client of the endpoint, and the first model that it serves. Raises ConfigError."""
+    """Connect to an OpenAI endpoint. Returns a client (closed by `resources`), the served model called `model` (None:
+    the first), and no phases. Raises ConfigError if it is not served."""
     require_modules("--http", "gateway", "httpx2")
     from kaveri.loadgen.http_endpoint import HttpEndpoint
 

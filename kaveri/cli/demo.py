@@ -1,5 +1,4 @@
-"""python -m kaveri.cli.demo: a local stack on the bundled model answers a few prompts at once, shows where their time
-went, and what a kill -9 during answers costs."""
+"""python -m kaveri.cli.demo: answers prompts on a local cluster, shows where their time went, and survives kill -9."""
 
 import asyncio
 import json
@@ -30,7 +29,7 @@ from kaveri.models import KAVERI_TINY, resolve_model
 _PROMPT_COUNT = 8
 _KILLED_COUNT = 4
 _KILL_BEHIND = 60
-"""Number of tokens that every answer has when the process is killed."""
+"""Tokens that every answer must have before a process is killed."""
 _WAIT_S = 30.0
 _TIMEOUT_S = 120.0
 _FRAMES_PER_S = 10
@@ -39,7 +38,7 @@ _PLAIN_WIDTH = 120
 
 @dataclass
 class _Ask:
-    """Prompt of the demo, and the answer read so far."""
+    """Prompt of the demo, its expected answer, and the answer received so far."""
 
     prompt: str
     expected: str
@@ -51,7 +50,7 @@ class _Ask:
     error: KaveriError | None = None
 
     async def read(self, client: AsyncClient, on_chunk: Callable[[], object] = lambda: None) -> None:
-        """Read the answer to its end. Raises KaveriError."""
+        """Stream the answer to its end, calling on_chunk after each chunk. Raises KaveriError."""
         async with client.stream(self.prompt, params=SamplingParams(temperature=0)) as stream:
             async for chunk in stream:
                 now_s = time.monotonic()
@@ -70,7 +69,7 @@ class _Ask:
 
     @property
     def recovery(self) -> str:
-        """Describe the answer's recovery, once the answer has ended."""
+        """How the cluster recovered the answer after a kill, in words; only once the answer has ended."""
         assert self.last is not None
         assert self.last.timing is not None
         timing = self.last.timing.server
@@ -82,7 +81,7 @@ class _Ask:
 
     @property
     def mark(self) -> str:
-        """State of the answer, as rich markup."""
+        """Rich markup that shows whether the answer failed, is running, or ended as expected."""
         if self.error is not None:
             return "[red]✗ failed[/]"
         if self.last is None:
@@ -158,7 +157,6 @@ async def _ask(client: AsyncClient, ask: _Ask) -> None:
 
 
 def _frame(asks: list[_Ask], width: int) -> Group:
-    """Render two lines per request: its prompt, and the end of the answer so far."""
     lines: list[Text] = []
     for ask in asks:
         lines.append(Text.from_markup(f"{ask.mark} [bold]{escape(ask.prompt)}[/]", overflow="ellipsis"))
@@ -201,8 +199,7 @@ def _ms(seconds: float | None) -> str:
 
 
 async def _show_kills(stack: LocalStack, expected: Mapping[str, str], console: Console) -> bool:
-    """Kill a decode process, and then a router, during answers. Returns True if all answers are correct. expected:
-    prompts and their answers, each of more than 60 tokens."""
+    """Kill a decode process, then a router, during answers. expected: by prompt. Returns True if all answers match."""
     async with AsyncClient(list(stack.targets), timeout_s=_TIMEOUT_S) as client:
         right = True
         for choose in (_busiest_decode, lambda view: _router_at(view, client.target)):
@@ -218,7 +215,7 @@ async def _show_kills(stack: LocalStack, expected: Mapping[str, str], console: C
 async def _read_all(
     client: AsyncClient, expected: Mapping[str, str], disturb: Callable[[], Awaitable[None]]
 ) -> list[_Ask]:
-    """Read an answer to each prompt, all at once. disturb: awaited when every answer has some tokens."""
+    """Stream answers to all prompts at once. disturb: awaited once every answer has _KILL_BEHIND tokens."""
     readings = [_Ask(prompt, answer) for prompt, answer in expected.items()]
     have_some = asyncio.Event()
 
@@ -246,7 +243,7 @@ async def _kill(stack: LocalStack, choose: Callable[[ClusterView], str], console
 
 
 def _busiest_decode(view: ClusterView) -> str:
-    """Return the decode instance with the most requests; empty while none has any."""
+    """Return the id of the decode instance with the most running requests; empty while none has any."""
     running = {name: each.load.running_requests for name, each in view.instances.items() if name.startswith("decode-")}
     busiest = max(running, key=lambda name: running[name], default="")
     return busiest if running.get(busiest) else ""

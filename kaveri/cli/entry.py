@@ -1,4 +1,4 @@
-"""Entry point of the console script `kaveri`. The SDK's package alone lacks the command's packages."""
+"""Entry point of the console script `kaveri`: says what to install if only the SDK is installed."""
 
 import sys
 from typing import NoReturn

@@ -17,15 +17,14 @@ _UP_EPILOG = (
     "--prefill.chunk-tokens 512 to those of one role."
 )
 _OF_SERVICE: dict[str, Any] = {"cls": ServiceCommand, "context_settings": PASS_ON, "add_help_option": False}
-"""Typer settings of commands whose flags, --help included, are parsed by another process."""
+"""Typer settings of commands whose flags, even --help, another process parses."""
 
 
 class ListedCommand(TyperCommand):
-    """Name and summary of a command. Its module is imported when the command is called, not when it is listed."""
+    """Command known by name and summary; its module is imported when it is called, not when it is listed in help."""
 
     def __init__(self, name: str, summary: str, target: str, *, tls: bool = False, **settings: Any) -> None:
-        """target: MODULE:NAME within kaveri.cli, of a function or of a Typer with commands of its own. tls: add the
-        flags of TLS. settings: of Typer's `command`."""
+        """target: MODULE:NAME within kaveri.cli, a function or a Typer. tls: add TLS flags. settings: of command()."""
         super().__init__(name, help=summary)
         self._target, self._tls, self._settings = target, tls, settings
 
@@ -45,7 +44,7 @@ class ListedCommand(TyperCommand):
 
 
 class _ServiceEntry(ListedCommand):
-    """Command that is replaced by a service's process."""
+    """Command such as `kaveri router`, which replaces this process with that of a service."""
 
     def __init__(self, role: ServiceKind, noun: str) -> None:
         super().__init__(role, f"Run one {noun}.", "", **_OF_SERVICE)

@@ -1,4 +1,4 @@
-"""Observes a cluster's recent workload and present instances through its routers: for `kaveri plan --from-cluster`."""
+"""Queries a cluster's routers for its instances and recent requests, for `kaveri plan --from-cluster`."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedCluster:
-    """Observed part of a cluster that serves one model."""
+    """Instances that serve one model, and the recent requests that each router reports."""
 
     model: str
     view: ClusterView
@@ -27,8 +27,8 @@ class ObservedCluster:
 
 
 async def observe_cluster(target: str) -> ObservedCluster:
-    """Query a cluster. target: routers, HOST:PORT with commas between them. The first that answers provides the view;
-    then all routers of its model are queried. Raises KaveriError if one does not answer: arrivals would be missing."""
+    """Query all routers of a model. target: HOST:PORT, comma-separated; the first router that answers lists the others.
+    Raises KaveriError if one does not answer, because its requests would be missing."""
     async with open_channels(target) as channels:
         view, router, first = await first_answer(channels, _look)
     samples = [first]
@@ -44,7 +44,7 @@ async def observe_cluster(target: str) -> ObservedCluster:
 
 
 async def _look(target: str, channel: aio.Channel) -> tuple[ClusterView, InstanceRecord, GetWorkloadResponse]:
-    """Query a router for its view, its own record and its workload."""
+    """Query a router for its view of the cluster, its own entry in that view, and its recent requests."""
     view, workload = await cluster_view(channel, _TIMEOUT_S), await _workload(channel)
     router = view.instances.get(workload.router_instance_id)
     if router is None:

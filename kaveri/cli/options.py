@@ -15,7 +15,7 @@ from kaveri.errors import ConfigError
 
 
 def option(help: str, *flags: str, **settings: Any) -> Any:
-    """Declare an option of a command. flags: its spelling, if not the parameter's name. settings: of typer.Option."""
+    """Declare a command-line option. flags: its spelling, if not the parameter's name. settings: for typer.Option."""
     return typer.Option(*flags, help=help, **settings)
 
 
@@ -47,21 +47,21 @@ TimeoutS = Annotated[float, option("Seconds until the request is given up.")]
 
 
 def check_positive(**given: float | None) -> None:
-    """Raise ConfigError for a flag that is given and is not a finite number above 0."""
+    """Raise ConfigError for the first flag that is set (not None) and is not a finite number above 0."""
     for name, value in given.items():
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(flag_of(name), f"is {value:g}; it must be more than 0")
 
 
 def refuse_given(reason: str, **given: object) -> None:
-    """Raise ConfigError for the first flag that has a value."""
+    """Raise ConfigError, with this reason, for the first flag that is set (not None)."""
     for name, value in given.items():
         if value is not None:
             raise ConfigError(flag_of(name), reason)
 
 
 def targets_of(text: str) -> tuple[str, ...]:
-    """Split --target into routers. The client refuses invalid addresses."""
+    """Split the text of --target at commas into router addresses. Does not validate them."""
     return tuple(part.strip() for part in text.split(","))
 
 
@@ -74,7 +74,7 @@ _TLS = {
 
 
 def speaks_tls(command: Callable[..., None]) -> Callable[..., None]:
-    """Add --tls-cert, --tls-key, --tls-ca and --tls-name for all connections of the command."""
+    """Decorate a command: add --tls-cert, --tls-key, --tls-ca and --tls-name, for all its connections."""
 
     @functools.wraps(command)
     def run(*args: Any, **given: Any) -> None:

@@ -31,7 +31,7 @@ _DEFAULT_LAST_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class ObservedNow:
-    """Result of `--from-cluster`."""
+    """Recent workload and running instances that `kaveri plan --from-cluster` has observed."""
 
     workload: "ObservedWorkload"
     cluster: "RunningCluster"
@@ -166,7 +166,7 @@ def plan(
 
 
 def _compare(question: "PlanQuestion", now: ObservedNow) -> "Replan":
-    """Compare the plan with the running cluster. Raises ConfigError, after printing observations, without an answer."""
+    """Compare the running cluster with the best plan. Without a plan, prints observations and raises ConfigError."""
     from kaveri.planner.plan import plan as find_plan
     from kaveri.planner.replan import Replan, observed_lines, verdict
     from kaveri.planner.running_cluster import running_attainment
@@ -202,7 +202,7 @@ def _observe(
 
 
 def _report(found: "ClusterPlan", out: Path | None, as_json: bool, too_long: int, both: "Replan | None" = None) -> None:
-    """Print and write the plan. both: comparison with the running cluster, with --from-cluster."""
+    """Print the plan, and write it to `out`. both: comparison with the running cluster, for --from-cluster."""
     from kaveri.planner.plan_file import to_json
     from kaveri.planner.replan import replan_json
 

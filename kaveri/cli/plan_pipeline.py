@@ -114,7 +114,7 @@ def _machines(scheme: "Scheme") -> str:
 
 
 def read_lengths(trace: Path | None, lengths: str, longest: int) -> tuple[list[RequestLengths], int]:
-    """Read the lengths that fit, and the number left out because they are too long."""
+    """Read lengths from a trace, or parse `lengths`. Also returns how many of the trace exceed `longest` tokens."""
     from kaveri.planner.expected_load import parse_lengths
 
     if (trace is None) == (not lengths):
@@ -126,7 +126,7 @@ def read_lengths(trace: Path | None, lengths: str, longest: int) -> tuple[list[R
 
 
 def read_fitting(trace: Path, longest: int) -> tuple[Workload, int]:
-    """Read the requests of a trace that fit, with their times, in the order of arrival, and the number left out."""
+    """Read a trace's requests of at most `longest` tokens, in order of arrival; also returns the number left out."""
     from kaveri.workload.traces import read_trace
 
     load = read_trace(trace, _ALL)

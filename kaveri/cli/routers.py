@@ -1,4 +1,4 @@
-"""Calls to a cluster's routers, with the key in KAVERI_API_KEY. Imported by commands when they run."""
+"""Calls to a cluster's routers, with the API key in KAVERI_API_KEY. Imported by commands when they run."""
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -20,13 +20,13 @@ AnswerT = TypeVar("AnswerT")
 
 
 def call_options(timeout_s: float) -> dict[str, Any]:
-    """Build the keyword arguments of a call. Raises InvalidArgument for a malformed key."""
+    """Build a gRPC call's keyword arguments: timeout and API key. Raises InvalidArgument for a malformed key."""
     return {"timeout": timeout_s, "metadata": key_metadata(find_api_key(None))}
 
 
 @contextlib.asynccontextmanager
 async def open_channels(target: str) -> AsyncIterator[dict[str, aio.Channel]]:
-    """Open a channel to each router in --target. Raises InvalidArgument."""
+    """Open a gRPC channel to each router in --target, by address. Raises InvalidArgument for an invalid address."""
     async with contextlib.AsyncExitStack() as stack:
         yield {one: await stack.enter_async_context(open_channel(one)) for one in check_targets(targets_of(target))}
 
@@ -34,8 +34,8 @@ async def open_channels(target: str) -> AsyncIterator[dict[str, aio.Channel]]:
 async def first_answer(
     channels: Mapping[str, aio.Channel], ask: Callable[[str, aio.Channel], Awaitable[AnswerT]]
 ) -> AnswerT:
-    """Ask one router after another until one answers, with a result or an error. ask: raises ConfigError for a router
-    that cannot answer. Raises the first router's error when no router answers."""
+    """Call `ask` with each router's address and channel until one responds; return its result or raise its error. Skips
+    routers that are unreachable or for which `ask` raises ConfigError. If all are, raises the first such error."""
     failure: KaveriError | None = None
     for target, channel in channels.items():
         try:

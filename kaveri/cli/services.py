@@ -1,4 +1,4 @@
-"""Commands that are replaced by a service's process, such as kaveri router. The process parses the flags."""
+"""Commands that are replaced by a service's process, such as `kaveri router`. The service parses their flags."""
 
 import os
 import sys
@@ -16,12 +16,11 @@ from kaveri.config.sources import CONFIG_FLAG, flag_of
 from kaveri.programs import settings_types
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Context settings that collect all flags, known or not, in `context.args`."""
+"""Typer context settings that collect all flags, known or not, in `context.args`."""
 
 
 def launcher(arguments: Sequence[str], help_text: str) -> Callable[[typer.Context], NoReturn]:
-    """Create a command that replaces this process with another Python program and passes all its flags on. arguments:
-    of the interpreter, such as program_of(role)."""
+    """Create a command that replaces this process with `python ARGUMENTS FLAGS`; FLAGS are all flags it is given."""
 
     def launch(context: typer.Context) -> NoReturn:
         os.execv(sys.executable, [sys.executable, *arguments, *context.args])
@@ -32,7 +31,7 @@ def launcher(arguments: Sequence[str], help_text: str) -> Callable[[typer.Contex
 
 @dataclass(frozen=True, slots=True)
 class ServiceFlag:
-    """Shell completion of a flag, in the form of typer's own completions."""
+    """Completion that a shell offers for a flag, with the attributes that typer expects."""
 
     value: str
     type: str = "plain"
@@ -40,10 +39,10 @@ class ServiceFlag:
 
 
 class ServiceCommand(TyperCommand):
-    """Command of a service. Shells complete its flags, although they are no options of the command itself."""
+    """Command that starts a service. Shells complete the service's flags, although typer does not know them."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """Return the service's flags that begin with the typed text. Imports settings, which takes time."""
+        """Return the service's flags that begin with `incomplete`. Slow: imports all settings."""
         settings = settings_types().get("predictor" if self.name == "serve" else self.name or "")
         if settings is None or not incomplete.startswith("-"):
             return []

@@ -130,7 +130,7 @@ def _plan(
     max_output: int,
     longest: int,
 ) -> tuple[list[PlannedRequest], int]:
-    """Build the requests; return them with the number left out because they are too long."""
+    """Plan the requests. Also returns the number left out because they have more than `longest` tokens."""
     if trace is not None:
         from kaveri.workload.traces import read_trace
 

@@ -20,7 +20,7 @@ _WIDTH = 40
 
 @dataclass(frozen=True, slots=True)
 class TimedPart:
-    """Part of a request's time, in seconds after its arrival at the router."""
+    """Part of a request's time, such as its prefill on one instance, in seconds after its arrival at the router."""
 
     where: str
     what: str
@@ -48,8 +48,8 @@ def trace(
 
 
 def time_line(account: "cluster_pb2.GetRequestAccountResponse") -> list[TimedPart]:
-    """Return the known parts of the request's time, ordered by start. For several attempts, shows the last one that
-    included prefill. A push overlaps the computation of the prompt."""
+    """Divide a request's time into parts, ordered by start. If it was placed on instances several times, shows the last
+    time that included prefill. A KV push overlaps prefill."""
     timing, parts = account.timing, list[TimedPart]()
     sent = [step.at_s for step in account.steps if step.event.startswith("attempt ") and " to " in step.event]
     sent_s = max(sent, default=timing.router_s)
@@ -106,7 +106,7 @@ def render(request_id: str, account: "cluster_pb2.GetRequestAccountResponse") ->
 
 
 async def _find(request_id: str, target: str) -> "cluster_pb2.GetRequestAccountResponse":
-    """Return the account of the latest session. Raises KaveriError when no router that answers knows the request."""
+    """Ask all routers for their record of a request; return the client's latest connection's. Raises KaveriError."""
     from grpc import aio
 
     from kaveri.cli.routers import call_options

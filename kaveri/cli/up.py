@@ -45,7 +45,7 @@ _FILE_KEY = "kaveri.config"
 
 
 def _read_config(context: typer.Context, path: str) -> str:
-    """Use a file's options of this command as defaults. Raises ConfigError."""
+    """Callback of --config: use section [up] of the file at `path` as defaults of the options. Raises ConfigError."""
     if path:
         from kaveri.programs import setting_sections
 
@@ -178,7 +178,7 @@ def up(
 
 
 def _gateway_count(asked: int | None) -> int:
-    """Choose the number of gateways. Raises ConfigError if some are requested and cannot run here."""
+    """Return the number of HTTP gateways (None: one if possible). Raises ConfigError if their packages are missing."""
     missing = missing_modules(*_GATEWAY_PACKAGES)
     if not missing:
         return 1 if asked is None else asked
@@ -191,7 +191,7 @@ def _gateway_count(asked: int | None) -> int:
 
 
 def _redis_url(context: typer.Context, url: str, file: str) -> str:
-    """Return the URL from flags, else variables, else the settings file; empty: a private Redis."""
+    """Return the Redis URL from flags, else variables, else the settings file; empty: start a private Redis."""
     in_file: dict[str, Given] = context.meta.get(_FILE_KEY, {})
     flags = {"redis_url": url, "redis_url_file": file}
     sources = [
@@ -206,7 +206,7 @@ def _redis_url(context: typer.Context, url: str, file: str) -> str:
 def _with_preset(
     flags: "ServiceFlags", running: Sequence[ServiceKind], config_file: str, wanted: PresetSettings
 ) -> "ServiceFlags":
-    """Add a preset's settings that no flag, variable or file gives. Raises ConfigError."""
+    """Add the settings of a preset where no flag, variable or file gives them. Raises ConfigError."""
     of_role = dict(flags.of_role)
     for role in running:
         given = _read_settings(role, flags, config_file).given
@@ -219,8 +219,7 @@ def _with_preset(
 def _check_settings(
     flags: "ServiceFlags", running: Sequence[ServiceKind], config_file: str
 ) -> "tuple[str, TlsFiles | None]":
-    """Return the engine of the instances, and the certificates that services show. Raises ConfigError for settings that
-    a service would refuse at its start."""
+    """Raise ConfigError for settings that a service would refuse. Returns the instances' engine, and TLS files."""
     engine, tls = "", None
     for role in running:
         read = _read_settings(role, flags, config_file)
@@ -230,7 +229,7 @@ def _check_settings(
 
 
 def _read_settings(role: ServiceKind, flags: "ServiceFlags", config_file: str) -> ReadSettings[Any]:
-    """Read a role's settings as its service will. Raises ConfigError."""
+    """Read a service's settings as the service itself will. Raises ConfigError."""
     from kaveri.local.service_flags import roles_of
     from kaveri.programs import setting_sections, settings_types
 
@@ -246,7 +245,7 @@ def _read_settings(role: ServiceKind, flags: "ServiceFlags", config_file: str) -
 
 
 def _predictor_of(asked: str, model: str, engine: str) -> str:
-    """Return the length predictor to run; empty: none. auto: the model's bundled one, unless tokens are made up."""
+    """Return the length predictor to run; empty: none. auto: the model's bundled one, unless the engine is a fake."""
     if asked == "auto":
         return (bundled_predictor(model) or "") if engine in ("transformers", "vllm") else ""
     return "" if asked == "none" else asked

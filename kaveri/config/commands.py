@@ -23,8 +23,8 @@ def command_group(help: str, **settings: Any) -> typer.Typer:
 
 
 def run_commands(app: typer.Typer, program: str) -> NoReturn:
-    """Run the command line and exit: 0, 1 for a KaveriError, 2 for wrong flags or settings, 130 for Ctrl-C. 141 when
-    the reader of stdout has exited; see quiet_output."""
+    """Run a typer app, then exit: 0; 1 for a KaveriError; 2 for wrong flags or settings; 130 after Ctrl-C; 141 when the
+    reader of stdout has exited."""
     try:
         with quiet_output():
             status = app(prog_name=program, standalone_mode=False)

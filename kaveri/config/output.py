@@ -13,10 +13,8 @@ BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 
 @contextlib.contextmanager
 def quiet_output() -> Iterator[None]:
-    r"""Exit with status 141, without a message, once the reader of stdout has exited, as `head -1` does.
-
-    A character that stdout's encoding lacks, such as é in ASCII, is written as \xe9. stderr does so by itself.
-    """
+    """Exit with status 141, silently, once the reader of stdout has exited, as with `| head -1`. Writes characters that
+    stdout's encoding lacks, such as é in ASCII, as \\xe9."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -1,5 +1,4 @@
-"""Settings that reproduce the systems of papers. Each function names its sources. Presets have the lowest priority:
-flags, KAVERI_* variables and files override them."""
+"""Settings that reproduce the systems of papers. Flags, KAVERI_* variables and files override them."""
 
 import enum
 from collections.abc import Callable, Collection, Mapping
@@ -12,7 +11,7 @@ SettingValue = str | int | float
 
 
 class Preset(enum.StrEnum):
-    """System of a paper whose settings are reproduced."""
+    """System from a paper, reproduced by a preset: a set of default settings."""
 
     TETRIINFER = "tetriinfer"
     DISTSERVE = "distserve"
@@ -22,10 +21,10 @@ class Preset(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresetSettings:
-    """Settings of a preset, and the parts of its paper that it omits."""
+    """Settings that reproduce a paper's system, and the parts of it that are left out."""
 
     sections: Mapping[str, Mapping[str, SettingValue]]
-    """Settings by section, as in a settings file. Section [up] has the instances, and whether predictors run."""
+    """Settings by section of a settings file. Section [up] has the number of instances by role."""
     left_out: tuple[str, ...]
     """Parts of the paper's system that no setting provides."""
 
@@ -33,7 +32,7 @@ class PresetSettings:
         return self.sections.get(section, {})
 
     def require_roles(self, preset: Preset, given: Collection[str]) -> None:
-        """Raise ConfigError for a role that the preset does not have. given: roles with a count from the user."""
+        """Raise ConfigError if `given`, the roles whose count the user set, has one that the preset does not use."""
         own = tuple(name for name in ("prefill", "decode", "colocated") if name in self.of(UP_SECTION))
         for name in given:
             if name not in own:
@@ -42,12 +41,12 @@ class PresetSettings:
 
 
 def tetriinfer() -> PresetSettings:
-    """TetriInfer (arXiv 2401.11181).
+    """Return settings that reproduce TetriInfer (arXiv 2401.11181).
 
-    Prompts go to the least loaded prefill instance (section 3.2), shortest first among 16 (3.3.1, 5.1), in chunks of
-    512 tokens (3.3.3), with the predictor next to them (3.3.2). Of two decode instances with room for the predicted
-    answer, the one with fewer heavy requests per light one is chosen (3.3.4); more than 128 answer or 512 prompt tokens
-    are heavy (5.1). Reserve-dynamic, by the low end of predicted ranges (3.4, 5.1). Loads every 100 ms (3.2).
+    Prefill: the least loaded instance (section 3.2), shortest prompt first among 16 (3.3.1, 5.1), chunks of 512 tokens
+    (3.3.3), answer lengths predicted in parallel (3.3.2). Decode: of two instances with room for the predicted answer,
+    that with fewer heavy requests (over 512 prompt or 128 answer tokens, 5.1) per light one (3.3.4); admission reserves
+    memory for the low end of the predicted length range (3.4, 5.1). Load reports: every 100 ms (3.2).
     """
     heavy: dict[str, SettingValue] = {"heavy_output_tokens": 128, "heavy_prompt_tokens": 512}
     return PresetSettings(
@@ -69,12 +68,9 @@ def tetriinfer() -> PresetSettings:
 
 
 def distserve() -> PresetSettings:
-    """DistServe (arXiv 2401.09670), section 4.3.
-
-    First come, first served. Prompts go to the prefill instance with the shortest queue, requests to the least loaded
-    decode instance. KV stays at prefill until decode has room, as always in these services. Nothing is predicted.
-    `chunk_tokens` is the paper's L_m, the prompt tokens that saturate the GPU: `kaveri profile` measures it.
-    """
+    """Return settings that reproduce DistServe (arXiv 2401.09670), section 4.3: first come, first served, to the
+    prefill instance with the shortest queue, then to the least loaded decode instance. KV waits at prefill until decode
+    has room. chunk_tokens is the paper's L_m, the prompt tokens that saturate a GPU: `kaveri profile` measures it."""
     return PresetSettings(
         sections={
             UP_SECTION: {"prefill": 2, "decode": 2, "predictor": "none"},
@@ -90,11 +86,8 @@ def distserve() -> PresetSettings:
 
 
 def dejavu() -> PresetSettings:
-    """DéjàVu (arXiv 2403.01876).
-
-    Prompts and tokens are computed on separate instances (section 4.2.1). Each decode instance's KV is copied to the
-    next one (4.2.3), for every request. First come, first served, and nothing is predicted.
-    """
+    """Return settings that reproduce DéjàVu (arXiv 2403.01876): prefill and decode on separate instances (section
+    4.2.1); each decode instance copies every request's KV to the next one (4.2.3). First come, first served."""
     return PresetSettings(
         sections={
             UP_SECTION: {"prefill": 2, "decode": 2, "predictor": "none"},
@@ -110,8 +103,8 @@ def dejavu() -> PresetSettings:
 
 
 def accellm() -> PresetSettings:
-    """AcceLLM (arXiv 2411.05555). Pairs of instances of both phases (section 4.1.1) hold copies of each other's
-    requests (4.1.2), of every request. A request goes to the least loaded instance."""
+    """Return settings that reproduce AcceLLM (arXiv 2411.05555): paired instances serve both phases (section 4.1.1) and
+    hold copies of each other's KV (4.1.2). Requests go to the least loaded instance."""
     return PresetSettings(
         sections={
             UP_SECTION: {"colocated": 2, "predictor": "none"},

@@ -1,4 +1,4 @@
-"""Parses what redis-py does not read from a Redis URL: the database number, and a printable form."""
+"""Parses Redis URLs: the database number, and a form without passwords for display."""
 
 import re
 from urllib.parse import parse_qs, urlsplit
@@ -8,13 +8,13 @@ _SCHEMES = {"valkey": "redis", "valkeys": "rediss"}
 
 
 def client_url(url: str) -> str:
-    """Convert a URL to redis-py's schemes."""
+    """Replace a URL's scheme valkey:// or valkeys:// with the equivalent that redis-py accepts."""
     scheme, separator, rest = url.partition("://")
     return f"{_SCHEMES.get(scheme, scheme)}{separator}{rest}"
 
 
 def database_of(url: str) -> int:
-    """Return the database number of a URL; 0 if missing. Raises ValueError for an invalid number."""
+    """Return the database number of a Redis URL; 0 if it has none. Raises ValueError for an invalid number."""
     parts = urlsplit(client_url(url))
     named = parse_qs(parts.query).get("db", [""])[0]
     if not named and parts.scheme in ("redis", "rediss"):
@@ -25,7 +25,7 @@ def database_of(url: str) -> int:
 
 
 def shown(url: str) -> str:
-    """Return the printable form of a URL: without user, password and options."""
+    """Return a Redis URL without user, password and options, for display."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return "***" if "@" in url else url

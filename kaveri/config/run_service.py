@@ -7,7 +7,7 @@ from kaveri.config.services import find_services
 
 
 def main() -> None:
-    """Run the module named by the first argument, with the remaining arguments."""
+    """Run the service module named by the first command-line argument, with the remaining arguments."""
     find_services()
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 

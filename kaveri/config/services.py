@@ -8,8 +8,8 @@ UP_SECTION = "up"
 
 
 class ServiceKind(enum.StrEnum):
-    """Kind of a process: the name of its command, of its section, and of its instances in a local stack. Ordered as a
-    stack stops them: senders of work before receivers."""
+    """Kind of a service: also the name of its command, settings section and local instances. Members are in the order
+    in which a local cluster stops: senders of work before receivers."""
 
     GATEWAY = "gateway"
     ROUTER = "router"
@@ -21,12 +21,11 @@ class ServiceKind(enum.StrEnum):
 
 
 INSTANCES = (ServiceKind.PREFILL, ServiceKind.DECODE, ServiceKind.COLOCATED)
-"""Kinds with an engine: one service, whose role sets its initial phases."""
+"""Kinds of instances with an engine: one program, whose role sets the phases that it serves at first."""
 
 
 _INSTALLED = Path(__file__).resolve().parents[1] / "installed"
-"""Location of the package `services` in a wheel: in site-packages its name could clash with an application's. In a
-source tree it lies next to `kaveri` instead."""
+"""Folder of the package `services` in a wheel: directly in site-packages its name could clash with another package."""
 
 
 def find_services() -> None:
@@ -36,7 +35,7 @@ def find_services() -> None:
 
 
 def program_of(role: ServiceKind) -> tuple[str, ...]:
-    """Return the interpreter arguments that start a role's service; its flags follow."""
+    """Return the arguments for the Python interpreter that start a kind of service; its flags follow."""
     module = ("services.instance", role) if role in INSTANCES else (f"services.{role}",)
     # -P: ignore a folder named "services" in the working directory.
     return ("-P", "-m", "kaveri.config.run_service", *module)

@@ -72,26 +72,26 @@ def setting(
 
 
 def hidden(text: str) -> str:
-    """Mask for `setting` that shows nothing."""
+    """Mask the whole value of a secret setting, for display."""
     return "***"
 
 
 def present(text: str) -> str:
-    """Parser for `setting` that rejects an empty text. Raises ValueError."""
+    """Validate the text of a setting that must not be empty. Raises ValueError."""
     if not text.strip():
         raise ValueError("is empty")
     return text
 
 
 def name_text(text: str) -> str:
-    """Parser for `setting`: empty, or up to MAX_NAME_LENGTH letters, digits and `. _ -`. Raises ValueError."""
+    """Validate a name: empty, or up to MAX_NAME_LENGTH letters, digits and `. _ -`. Raises ValueError."""
     if not re.fullmatch(rf"[A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH}}}", text):
         raise ValueError(f"is {text!r:.140}; write up to {MAX_NAME_LENGTH} letters, digits, '.', '_' and '-'")
     return text
 
 
 def size_bytes(text: str) -> int:
-    """Parse "512MiB", "2GB", "64k" or a plain number of bytes. Raises ValueError."""
+    """Parse a size such as "512MiB", "2GB", "64k" or a plain number into bytes. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
     if match is None:
         raise ValueError(f"{text!r} is no size; write 512MiB, 2GB or a number of bytes")
@@ -110,7 +110,7 @@ class ReadSettings(Generic[ConfigT]):
     """Ignored KAVERI_* variables that Kubernetes created for a Service."""
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return name, value and origin of every setting, for display. Secrets are masked."""
+        """Return name, value and origin (flag, variable or file) of every setting, for display. Secrets are masked."""
         rows = []
         for entry in _declared(type(self.config)):
             given, mask = self.given.get(entry.name), entry.metadata["mask"]
@@ -132,8 +132,9 @@ def read_settings(
 ) -> ReadSettings[ConfigT]:
     """Build a `config_type` from flags, then variables, then the file that --config names, then defaults.
 
-    program: "kaveri decode"; its last word is its section of the file. find_sections: see Names. Prints help and exits
-    0 on --help. Raises ConfigError, naming the flag, the variable or the place in the file, for invalid input.
+    program: "kaveri decode"; the last word is its section of the file. find_sections: returns the setting names of all
+    programs by section; called only for an unknown name. Prints help and exits 0 on --help. Raises ConfigError, naming
+    the flag, the variable or the place in the file, for invalid input.
     """
     if "--help" in arguments or "-h" in arguments:
         _print_help(config_type, program)
@@ -159,8 +160,7 @@ def read_settings(
 
 
 def names_of(config_type: type[Any]) -> SettingNames:
-    """Return the names of the settings that a program accepts. Other fields of the dataclass, and those in its class
-    attribute NOT_TAKEN, are set by its code."""
+    """Return the names of a program's settings: fields made by setting(), without those in its attribute NOT_TAKEN."""
     hints, declared = typing.get_type_hints(config_type), _declared(config_type)
     return SettingNames(
         own=frozenset(entry.name for entry in declared),
@@ -203,8 +203,7 @@ def _group_title(config_type: type[Any]) -> str:
 
 
 def _help_text(program: str, doc: str, groups: Mapping[str, Sequence[tuple[str, str]]]) -> str:
-    """Format the help of a program, in the style of the command line's other commands. groups: heading to its flags,
-    each with its text; first those under OPTIONS."""
+    """Format a program's help. groups: by heading, each flag with its text; --help is added under OPTIONS."""
     width = min(_HELP_WIDTH, shutil.get_terminal_size().columns - 2)
     lines = [f"Usage: {program} [OPTIONS]"]
     for paragraph in inspect.cleandoc(doc).split("\n\n"):

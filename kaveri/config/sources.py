@@ -25,11 +25,11 @@ from kaveri.errors import ConfigError
 CONFIG_FLAG = "--config"
 CONFIG_VARIABLE = "KAVERI_CONFIG"
 FILE_SUFFIX = "_file"
-"""Suffix of the setting that names a secret's file."""
+"""Suffix of a setting that names a file which holds a secret, as in redis_url_file."""
 SERVICE_LINKS_ADVICE = "set `enableServiceLinks: false` in the pod's spec"
 _PREFIX = "KAVERI_"
 _OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "KAVERI_TARGET", "KAVERI_API_KEY"})
-"""KAVERI_* variables that are not settings of a service."""
+"""KAVERI_* variables that are no service settings."""
 _LINK_NAME = re.compile(
     r"KAVERI_(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)"
 )
@@ -46,16 +46,16 @@ def variable_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Text of one setting from a source."""
+    """Unparsed value of one setting, and where it was given."""
 
     text: str
     origin: str
-    """Name of the place: "--max-batch", "KAVERI_MAX_BATCH", "kaveri.toml [decode] max_batch"."""
+    """Where it was given: "--max-batch", "KAVERI_MAX_BATCH", "kaveri.toml [decode] max_batch"."""
 
 
 @dataclass(frozen=True)
 class SettingNames:
-    """Names of one program's settings."""
+    """Names of the settings that one program accepts."""
 
     own: frozenset[str]
     secrets: frozenset[str] = frozenset()
@@ -65,13 +65,13 @@ class SettingNames:
 
     @cached_property
     def taken(self) -> frozenset[str]:
-        """Names that the program accepts: its own, and `<secret>_file`."""
+        """All names that the program accepts: its settings, and `NAME_file` for each secret."""
         return self.own | {secret + FILE_SUFFIX for secret in self.secrets}
 
 
 @dataclass(frozen=True)
 class Names:
-    """Setting names of one program, and of all programs."""
+    """Setting names of one program, and of all programs, to tell unknown names from those of others."""
 
     program: str
     """Program name for errors: "kaveri decode"; its last word is its section of a file."""
@@ -93,14 +93,14 @@ class Names:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """Build a hint for an unknown name: "; the nearest is max_batch", or empty."""
+    """Return a hint for the error about an unknown name: "; the nearest is max_batch", or empty."""
     found = difflib.get_close_matches(name, known, n=1)
     return f"; the nearest is {found[0]}" if found else ""
 
 
 def read_flags(arguments: Sequence[str], names: Names) -> dict[str, Given]:
-    """Parse `--max-batch 8` or `--max-batch=8`; the last of several wins. A switch alone is true. CONFIG_FLAG is
-    returned as "config". Raises ConfigError for anything else."""
+    """Parse `--max-batch 8` or `--max-batch=8` into values by setting name, CONFIG_FLAG as "config". The last of
+    several wins; a boolean flag needs no value. Raises ConfigError for anything else."""
     flags = {flag_of(name): name for name in names.settings.taken} | {CONFIG_FLAG: "config"}
     given: dict[str, Given] = {}
     words = deque(arguments)
@@ -117,7 +117,7 @@ def read_flags(arguments: Sequence[str], names: Names) -> dict[str, Given]:
 
 
 def take_value(flag: str, words: deque[str], *, is_switch: bool) -> str:
-    """Take the value of a flag without "=" from `words`: the first word. A switch alone is true. Raises ConfigError."""
+    """Remove a flag's value from the front of `words` and return it; "true" for a switch alone. Raises ConfigError."""
     if words and not words[0].startswith("--"):
         return words.popleft()
     if is_switch:
@@ -126,8 +126,8 @@ def take_value(flag: str, words: deque[str], *, is_switch: bool) -> str:
 
 
 def read_variables(environment: Mapping[str, str], names: Names) -> tuple[dict[str, Given], tuple[str, ...]]:
-    """Return the settings in KAVERI_* variables, and the ignored variables that Kubernetes made for a Service. Raises
-    ConfigError for a variable that no program reads."""
+    """Return settings given by KAVERI_* variables, by name, and variables ignored because Kubernetes made them for a
+    Service. Raises ConfigError for a KAVERI_* variable that no program reads."""
     variables = {variable_of(name): name for name in names.settings.taken}
     given: dict[str, Given] = {}
     links: list[str] = []
@@ -145,12 +145,12 @@ def read_variables(environment: Mapping[str, str], names: Names) -> tuple[dict[s
 
 
 def is_service_link(text: str) -> bool:
-    """Return True if Kubernetes wrote this value of a port, as for a Service whose name begins with "kaveri"."""
+    """Return True if a port's value is a Kubernetes service link: "tcp://10.0.0.1:80", for a Service named kaveri."""
     return _LINK_VALUE.fullmatch(text) is not None
 
 
 def read_file(named: Given, names: Names) -> dict[str, Given]:
-    """Read the program's settings from a TOML file. Raises ConfigError, naming the file and the key."""
+    """Read a program's settings from the TOML file that `named` names. Raises ConfigError, naming file and key."""
     path = Path(named.text)
     try:
         table = tomllib.loads(path.read_text())
@@ -198,7 +198,7 @@ def _as_text(value: Any, place: str) -> str:
 
 
 def find_given(name: str, sources: Sequence[Mapping[str, Given]], is_secret: bool) -> Given | None:
-    """Return a setting from the first source that has it, reading a secret's file if needed. Raises ConfigError."""
+    """Return a setting from the first source that has it; a secret may be read from a file. Raises ConfigError."""
     for source in sources:
         given = source.get(name)
         by_file = source.get(name + FILE_SUFFIX) if is_secret else None

@@ -41,7 +41,7 @@ class RequestRecord:
 
     @property
     def lengths(self) -> RequestLengths:
-        """Actual lengths, or the planned ones without an answer."""
+        """Actual prompt and answer lengths; the planned ones if the request was not answered."""
         if self.prompt_tokens is None:
             return self.planned.lengths
         return RequestLengths(self.prompt_tokens, self.received_tokens)
@@ -69,7 +69,7 @@ class LoadRun:
 
 
 class LoadTarget(ABC):
-    """Interface of a load target other than a cluster's gRPC API."""
+    """Interface of a server that the load generator drives by another API than Kaveri's gRPC."""
 
     @abstractmethod
     async def send(
@@ -79,7 +79,7 @@ class LoadTarget(ABC):
         settings: "RequestSettings",
         now_s: Callable[[], float],
     ) -> None:
-        """Send a request, and record its answer or error. now_s: seconds after the start of the run."""
+        """Send a request, and store its answer or error in `record`. now_s: seconds since the start of the run."""
 
 
 async def run_open(
@@ -89,8 +89,8 @@ async def run_open(
     max_in_flight: int,
     on_end: Callable[[RequestRecord], None],
 ) -> LoadRun:
-    """Send each request at its planned time, independent of earlier requests. max_in_flight: at this limit the next
-    request is sent late, as its record shows. Cancellation cancels all requests."""
+    """Open loop: send each request at its planned time, late only while `max_in_flight` are unfinished. on_end: called
+    with each that ends. Cancellation cancels all requests."""
     clock = _Clock()
     records = [RequestRecord(planned, planned.arrival_s) for planned in requests]
     seats = asyncio.Semaphore(max_in_flight)
@@ -119,7 +119,7 @@ async def run_closed(
     concurrency: int,
     on_end: Callable[[RequestRecord], None],
 ) -> LoadRun:
-    """Keep `concurrency` requests in flight until all are answered. Cancellation cancels all requests."""
+    """Closed loop: keep `concurrency` requests in flight until all have ended. Cancellation cancels all requests."""
     clock = _Clock()
     records = [RequestRecord(planned, 0.0) for planned in requests]
 
@@ -147,11 +147,10 @@ class RequestSettings:
     seed: int
     timeout_s: float
     natural_length: bool = False
-    """True: answers end at the model's end-of-sequence token or at the planned length. False: answers have exactly the
-    planned length, ignoring end-of-sequence tokens, and the cluster can read it in the parameters."""
+    """True: answers end at an end-of-sequence token or the planned length. False: all have exactly that length."""
 
     def prompt(self, planned: PlannedRequest) -> RequestPrompt:
-        """Return the request's own prompt, or random token ids that depend on seed and number only."""
+        """Return the planned prompt, or random token ids that depend on seed and request number only."""
         if planned.prompt is not None:
             return planned.prompt
         rng = np.random.default_rng((self.seed, planned.number))
@@ -202,7 +201,7 @@ class _Clock:
 
 
 class _Probe:
-    """Context manager that measures the event loop's delay."""
+    """Async context manager that samples the delay of the event loop."""
 
     def __init__(self) -> None:
         self.delays_s: list[float] = []

@@ -18,14 +18,14 @@ _MOST_SHOWN = 300
 
 
 class HttpEndpoint(LoadTarget):
-    """Completions endpoint of one server: /v1/completions, or /v1/chat/completions for conversations.
+    """OpenAI server as a load target: /v1/completions, or /v1/chat/completions for conversations.
 
     A chunk with text counts as one token until the final usage gives the real number, so per-token times are exact
     where the server sends a chunk per token, and means are exact otherwise.
     """
 
     def __init__(self, url: str, api_key: str = "") -> None:
-        """url: with or without /v1. Raises ConfigError."""
+        """url: with or without /v1. Raises ConfigError for an invalid one."""
         self.url = base_url(url)
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         # Connections are kept, one per request in flight.
@@ -41,7 +41,7 @@ class HttpEndpoint(LoadTarget):
         await self._client.aclose()
 
     async def models(self) -> dict[str, int | None]:
-        """Return the models with their max tokens of prompt and answer; None if not stated. Raises Unavailable."""
+        """Return the longest sequence of each served model, in tokens; None if unknown. Raises Unavailable."""
         try:
             async with asyncio.timeout(_ASK_TIMEOUT_S):
                 response = await self._client.get(f"{self.url}/models")
@@ -103,7 +103,7 @@ def base_url(text: str) -> str:
 
 
 def _note(record: RequestRecord, data: str, now_s: float) -> bool:
-    """Record an event. Returns False if it ended the answer with an error."""
+    """Store a server-sent event's data in `record`. Returns False if it ended the answer with an error."""
     try:
         event = json.loads(data)
         if error := event.get("error"):

@@ -19,8 +19,8 @@ _WAIT_COLOUR, _ANSWER_COLOUR, _FAILED_COLOUR = "#c96f3b", "#2a7f9e", "#b02a2a"
 
 
 def draw_runs(runs: Sequence[tuple[str, LoadRun]], slo: Slo, title: str, path: Path) -> None:
-    """Draw the cumulative distributions of TTFT, TPOT and JCT with a curve per run, and the timeline of the last run.
-    Dashed lines are the SLOs. Raises OSError."""
+    """Plot cumulative distributions of TTFT, TPOT and JCT, a curve per (label, run), with SLOs as dashed lines, and the
+    last run's timeline. Raises OSError."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8), layout="constrained")
@@ -36,7 +36,7 @@ def draw_runs(runs: Sequence[tuple[str, LoadRun]], slo: Slo, title: str, path: P
 
 
 def _distribution(axes: "Axes", name: str, values_s: Sequence[tuple[str, Floats]], limit_s: float | None) -> None:
-    """Draw a curve per run. values_s: of each run, with its label."""
+    """Draw a curve per run. values_s: label and values of each run."""
     for label, run_s in values_s:
         values_ms = np.sort(run_s[~np.isnan(run_s)]) * 1e3
         shares = np.arange(1, len(values_ms) + 1) / len(values_ms)
@@ -50,7 +50,7 @@ def _distribution(axes: "Axes", name: str, values_s: Sequence[tuple[str, Floats]
 
 
 def _timeline(axes: "Axes", label: str, run: RunColumns) -> None:
-    """Draw a line per request in planned order: until its first token, then until its last."""
+    """Draw a horizontal line per request, in two colors: until its first token, then until its last."""
     numbers = np.flatnonzero(~np.isnan(run.first_s))
     firsts_s, width = run.first_s[numbers], max(0.4, min(4.0, 250 / max(1, len(run.due_s))))
     waited, answered = "until the first token", "until the last token"

@@ -16,8 +16,7 @@ _GIT_TIMEOUT_S = 5.0
 
 
 def provenance(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return version, machine and arguments as JSON values. arguments: the command line without the program. Describes
-    the machine that sends the load, not a remote cluster."""
+    """Return version, machine and command line as JSON values. arguments: command line without the program."""
     return {
         "version": importlib.metadata.version("kaveri"),
         "commit": _commit(),
@@ -29,7 +28,7 @@ def provenance(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Return the commit of this program's source tree, with "+" if files differ from it; None without a source tree."""
+    """Return the commit of the source tree, with "+" if files differ from it; None outside one."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

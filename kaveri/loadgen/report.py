@@ -1,4 +1,4 @@
-"""Summarizes a run of the load generator with kaveri.workload.summary, as for simulated runs. Pure."""
+"""Summarizes a run of the load generator. Pure."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +32,7 @@ def summarize(run: LoadRun, slo: Slo, phases: Mapping[str, Phases] | None = None
 
 
 def columns_of(run: LoadRun) -> RunColumns:
-    """Convert the records of a run to columns."""
+    """Convert the request records of a run to arrays."""
     records = run.records
     servers = [record.server for record in records]
     prefill_ids = [server.prefill_instance_id if server is not None else "" for server in servers]
@@ -67,7 +67,7 @@ def columns_of(run: LoadRun) -> RunColumns:
 
 
 def rows(run: LoadRun) -> Iterator[dict[str, Any]]:
-    """Yield each request as JSON values."""
+    """Yield each request of a run as JSON values."""
     columns = columns_of(run)
     latencies_s = zip(columns.ttft_s(), columns.tpot_s(), columns.jct_s(), strict=True)
     for record, (ttft_s, tpot_s, jct_s) in zip(run.records, latencies_s, strict=True):

@@ -12,8 +12,7 @@ _COLUMNS = ("mean", "p50", "p90", "p99", "max")
 
 
 def show_report(console: Console, report: Mapping[str, Any]) -> None:
-    """Print latencies, rates, SLO attainment and resource time of one run, or the median, smallest and largest values
-    of several; then the result of a goodput search."""
+    """Print a benchmark report: figures of one run, or median and range of several, and a goodput search's result."""
     figures, count = report["over_runs"], len(report["runs"])
     if report["goodput"] is None:
         _show_latencies(console, report, figures)
@@ -51,7 +50,7 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
 
 
 def show_warnings(console: Console, report: Mapping[str, Any]) -> None:
-    """Print problems: failed requests, requests not sent, an interruption, a client that was too slow."""
+    """Print a report's problems: failed or unsent requests, an interruption, a client that was too slow."""
     for number, run in enumerate(report["runs"]):
         where = f"run {number + 1}: " if len(report["runs"]) > 1 else ""
         for name, count in run["errors"].items():

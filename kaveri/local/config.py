@@ -31,7 +31,7 @@ _COUNTS: Mapping[ServiceKind, int] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ListeningPorts:
-    """Address and ports of a stack. A port is that of the first instance, others use the next ones; 0: free ports."""
+    """Listening host and ports of a local cluster. Instances take consecutive ports from a first one; 0: free ports."""
 
     host: str = LOOPBACK
     """Listening host of the routers and gateways; everything else stays on loopback."""
@@ -41,13 +41,12 @@ class ListeningPorts:
     public_port: int = 0
     """Port of the first router for clients with API keys. 0: none."""
     metrics_port: int = 0
-    """First port, on loopback, for the instances' Prometheus metrics, in the order routers, prefill, decode, colocated
-    instances, predictors, gateways, each by id. 0: no metrics."""
+    """First port, on loopback, for Prometheus metrics: one port per instance, gateways' last. 0: no metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Supervision:
-    """Logs, timeouts and restarts of a stack's processes."""
+    """Logs, timeouts and restarts of a local cluster's processes."""
 
     log_dir: Path | None = None
     """Folder of the <instance id>.log files; None: a temporary folder removed with the stack."""
@@ -61,7 +60,7 @@ class Supervision:
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig:
-    """Settings of a LocalStack. Services use their own variables and defaults for everything else."""
+    """Settings of a local stack: a cluster on this machine. Services take all others from variables and defaults."""
 
     model: str = KAVERI_TINY
     """Path, hub id or bundled name of the served model."""
@@ -70,9 +69,9 @@ class StackConfig:
     flags: Mapping[ServiceKind, tuple[str, ...]] = field(default_factory=dict)
     """Additional flags by role: ("--max-requests", "64")."""
     settings: Mapping[str, object] = field(default_factory=dict)
-    """Settings of services, by name: {"engine": "fake"}. Each goes to the services that roles_of() names."""
+    """Settings by name, {"engine": "fake"}, for the services in roles_of(name)."""
     config_file: str = ""
-    """Configuration file for every service; see `--config`."""
+    """TOML settings file of every service; empty: none."""
     redis_url: str = ""
     """URL of the Redis to use; empty: a private Redis."""
     cluster_name: str = DEFAULT_CLUSTER
@@ -83,7 +82,7 @@ class StackConfig:
     supervision: Supervision = field(default_factory=Supervision)
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a setting that would silently fall back to a default."""
+        """Raise ConfigError for an empty model or host, or ports above 65535."""
         for flag, text in (("--model", self.model), ("--host", self.listening.host)):
             if not text.strip():
                 raise ConfigError(flag, "is empty")
@@ -98,8 +97,8 @@ class StackConfig:
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """Create a config from fields of its parts, service settings (empty or 0: the default), and counts and flags
-        of roles: `StackConfig.of(prefill_count=1, decode_flags=("--max-batch", "8"), engine="fake")`."""
+        """Create a config from fields of it or its parts, ROLE_count, ROLE_flags, and service settings (empty or 0:
+        default): `StackConfig.of(prefill_count=1, decode_flags=("--max-batch", "8"), engine="fake")`."""
         counts = {role: given.pop(f"{role}_count") for role in ROLES if f"{role}_count" in given}
         flags = {role: given.pop(f"{role}_flags") for role in ROLES if f"{role}_flags" in given}
         own: dict[str, Any] = {"listening": _take(ListeningPorts, given), "supervision": _take(Supervision, given)}
@@ -109,7 +108,7 @@ class StackConfig:
 
     @property
     def roles(self) -> dict[str, ServiceKind]:
-        """Role of each instance, by id; in the order in which a stack stops them."""
+        """Role of each instance by id, in the order in which instances are stopped."""
         return {name: role for role in ROLES for name in self.instance_ids(role)}
 
     def instance_ids(self, role: ServiceKind) -> tuple[str, ...]:
@@ -137,13 +136,12 @@ class StackConfig:
 
     @property
     def public_advertise_host(self) -> str:
-        """Hostname at which this machine reaches routers and gateways."""
+        """Host under which routers and gateways are registered and reached."""
         return LOOPBACK if is_all_addresses(self.listening.host) else self.listening.host
 
 
 def service_command(config: StackConfig, role: ServiceKind, instance_id: str, port: int) -> list[str]:
-    """Build the command line of one service. port 0: any free port. Contains no secrets, since every local user can
-    read it; see service_environment()."""
+    """Build the command line that starts a service, without secrets: local users can read it. port: 0: a free one."""
     is_public = role in PUBLIC_ROLES
     settings: dict[str, object] = {
         "instance_id": instance_id,
@@ -167,7 +165,7 @@ def service_command(config: StackConfig, role: ServiceKind, instance_id: str, po
 
 
 def exposed_ports(config: StackConfig, inherited: Mapping[str, str]) -> list[str]:
-    """Describe the ports that other machines reach and that are unencrypted or unauthenticated."""
+    """Describe the ports that other machines reach unencrypted or unauthenticated. inherited: environment variables."""
     found: list[str] = []
     for role in PUBLIC_ROLES:
         program, types = program_of(role), settings_types()
@@ -182,7 +180,7 @@ def exposed_ports(config: StackConfig, inherited: Mapping[str, str]) -> list[str
 def service_environment(
     config: StackConfig, role: ServiceKind, redis_url: str, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """Build a service's environment: the inherited one plus settings that may hold secrets."""
+    """Build a service's environment variables: `inherited`, and the settings that may hold secrets."""
     shared = {**_shared(config, role), "redis_url": redis_url}
     given = {variable_of(name): str(value) for name, value in shared.items() if name in names_of_role(role).secrets}
     if config.config_file:
@@ -197,7 +195,7 @@ def _shared(config: StackConfig, role: ServiceKind) -> dict[str, object]:
 
 
 def stack_flag(field: str) -> str:
-    """Return the stack's flag for a service's setting, for errors."""
+    """Return the flag of a secret setting's KAVERI_* variable, for errors; any other name unchanged."""
     of_secrets = {variable_of(name): flag_of(name) for role in ROLES for name in names_of_role(role).secrets}
     return of_secrets.get(field, field)
 

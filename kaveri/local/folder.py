@@ -1,4 +1,4 @@
-"""Temporary folder of one local stack. Removed with it, or at the start of the next stack if it was killed."""
+"""Temporary folder of a local cluster, removed with it; if its owner was killed, by the next one."""
 
 import contextlib
 import fcntl
@@ -13,7 +13,7 @@ _LOCK = "in-use.lock"
 
 @contextlib.contextmanager
 def stack_folder() -> Iterator[Path]:
-    """Create a folder for the context. Also removes abandoned folders of former stacks."""
+    """Create a temporary folder for the duration of the context. Also removes folders whose owners were killed."""
     _remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     try:

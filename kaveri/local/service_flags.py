@@ -1,4 +1,4 @@
-"""Selects the services of a stack that receive a setting given for the stack or one role."""
+"""Decides which services of a local cluster receive a flag or setting."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from kaveri.rpc.process import ServiceConfig
 
 ROLES = tuple(ServiceKind)
 _OF_THE_STACK = frozenset({"instance_id", "advertise_host", "routers", "health_port"})
-"""Settings that the stack itself sets for each instance."""
+"""Settings that a local stack itself sets for each instance."""
 
 
 @cache
@@ -24,11 +24,8 @@ def names_of_role(role: ServiceKind) -> SettingNames:
 
 @cache
 def roles_of(name: str) -> tuple[ServiceKind, ...]:
-    """Return the roles that receive a setting of this name given for the whole stack.
-
-    All roles if the setting means the same everywhere; else those with engines, since the predictor has its own
-    --device and --max-queue; else those that have the setting.
-    """
+    """Return the kinds of services that receive a setting given without a role: all that have it, if it means the same
+    in each; else only those with engines, since the predictor's --device and --max-queue differ."""
     having = tuple(role for role in ROLES if name in names_of_role(role).own)
     if name in names_of(ServiceConfig).own or name in ("model", "served_model_name"):
         return having
@@ -38,16 +35,13 @@ def roles_of(name: str) -> tuple[ServiceKind, ...]:
 @dataclass(frozen=True, slots=True)
 class ServiceFlags:
     shared: Mapping[str, str] = field(default_factory=dict)
-    """Settings for every service in roles_of(), by name."""
+    """Settings by name, for every service in roles_of(name)."""
     of_role: Mapping[ServiceKind, tuple[str, ...]] = field(default_factory=dict)
 
 
 def read_service_flags(words: Sequence[str], roles: Iterable[ServiceKind], own_flags: Collection[str]) -> ServiceFlags:
-    """Sort flags such as `--engine fake --prefill.chunk-tokens 512` by service.
-
-    roles: those with instances. own_flags: the program's flags, for the hint about an unknown flag. Raises ConfigError
-    for a flag that no service, or no running one, accepts.
-    """
+    """Sort flags such as `--engine fake --prefill.chunk-tokens 512` by service. roles: those with instances. own_flags:
+    the program's, to suggest for an unknown flag. Raises ConfigError for a flag that no running service accepts."""
     running = tuple(roles)
     shared: dict[str, str] = {}
     of_role: dict[ServiceKind, tuple[str, ...]] = {}
@@ -71,7 +65,7 @@ def read_service_flags(words: Sequence[str], roles: Iterable[ServiceKind], own_f
 
 
 def _roles_taking(flag: str, running: Sequence[ServiceKind], own_flags: Collection[str]) -> Sequence[ServiceKind]:
-    """Return the running roles that accept this flag. Raises ConfigError if there is none."""
+    """Return the kinds of running services that accept this flag. Raises ConfigError if there is none."""
     role, dot, name = flag.removeprefix("--").rpartition(".")
     setting = name.replace("-", "_")
     if dot and role not in ROLES:

@@ -1,5 +1,4 @@
-"""Runs a whole cluster as processes of this machine: Redis, routers, engine instances, predictors. Starts and stops
-processes and reads the cluster's view. Imports no service."""
+"""Runs a whole cluster as processes of this machine: Redis, routers, gateways, engine instances and predictors."""
 
 import asyncio
 import contextlib
@@ -32,20 +31,20 @@ REDIS = "redis"
 _POLL_S = 0.25
 _RPC_TIMEOUT_S = 2.0
 _AFTER_DRAIN_S = 5.0
-"""Seconds for a service to exit after its drain timeout, before SIGKILL."""
+"""Seconds in which a service must exit after its drain timeout; then it is killed."""
 _REDIS_GRACE_S = 2.0
 _SHOWN_LINES = 8
 
 
 class LocalStack:
-    """Cluster on this machine for the duration of its context. Its processes cannot outlive this one.
+    """Cluster of processes on this machine, for the duration of an async context. They cannot outlive this process.
 
     Entering returns once a request would succeed, or raises ConfigError with nothing left running. Leaving drains and
     stops everything in order. Not thread-safe; use it on a long-lived thread.
     """
 
     def __init__(self, config: StackConfig, report: Callable[[str], None] = lambda _: None) -> None:
-        """report: receives a line of text for users at each event."""
+        """report: called with a line of text for users at each event."""
         self.config = config
         self.log_dir = Path()
         self._report = report
@@ -115,8 +114,7 @@ class LocalStack:
         return await self._store.wait_for_change(timeout_s)
 
     async def stop(self) -> None:
-        """Drain and stop all services, routers first, so no work is sent to stopped instances. If cancelled, the
-        remaining ones are killed on leaving the context, which stops Redis too."""
+        """Drain and stop all services, senders of work first. If cancelled, leaving the context kills the rest."""
         grace_s = self.config.supervision.drain_timeout_s + _AFTER_DRAIN_S
         for role in ROLES:
             names = [name for name in self.config.instance_ids(role) if name in self._supervisors]
@@ -127,7 +125,7 @@ class LocalStack:
                     group.create_task(self._supervisors[name].stop(grace_s))
 
     async def restart(self, name: str) -> None:
-        """Start a killed child again, when config.restart is off; Redis answers on return. See wait_until_ready()."""
+        """Restart a killed child process when automatic restarts are off. Waits only for Redis, until it answers."""
         life = self.view().instances.get(name)
         if life is not None:
             self._former_lives[name] = life.record.incarnation
@@ -138,11 +136,8 @@ class LocalStack:
             await self._redis.wait_until_it_answers(self.process(REDIS))
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until a request would succeed: every instance is ready and known to the routers.
-
-        Raises Unavailable after `timeout_s` seconds, naming what is missing, and at once when something missing has
-        ended and is not restarted automatically.
-        """
+        """Wait until a request would succeed: every instance is ready and known to the routers. Raises Unavailable
+        after `timeout_s` seconds, or at once if a missing child has ended and is not restarted automatically."""
         give_up_at_s = time.monotonic() + timeout_s
         missing: Iterable[str] = self.instance_ids
         while time.monotonic() < give_up_at_s:
@@ -193,7 +188,7 @@ class LocalStack:
         self._started = True
 
     def _check_at_once(self) -> None:
-        """Raise ConfigError early for errors that services would report only after some seconds."""
+        """Raise ConfigError for a missing model or an unusable port, which services would report only after seconds."""
         model = self.config.model
         if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
             raise ConfigError("--model", f"there is no {model}")
@@ -205,7 +200,6 @@ class LocalStack:
                 raise ConfigError(flag if error.field == "--port" else error.field, error.reason) from error
 
     async def _end(self) -> None:
-        """Kill all services that still run; then stop Redis and remove the folder."""
         services = (supervisor for name, supervisor in self._supervisors.items() if name != REDIS)
         await asyncio.gather(*(supervisor.kill_for_good() for supervisor in services))
         await self._resources.aclose()
@@ -237,7 +231,7 @@ class LocalStack:
         self._watch(name, launch, first)
 
     async def _wait_for_first_readiness(self) -> None:
-        """Wait until ready; fail as soon as any child ends."""
+        """Wait until the stack is ready; raise ConfigError as soon as any child ends."""
         readiness: asyncio.Future[Any] = asyncio.create_task(
             self.wait_until_ready(self.config.supervision.start_timeout_s)
         )
@@ -285,8 +279,8 @@ class LocalStack:
         return tuple(self._addresses[name] for name in self.config.instance_ids(role) if name in self._addresses)
 
     async def _knows_everybody(self, address: str) -> bool:
-        """Return True if the router at `address` accepts requests and has the same instances in its view. Routers with
-        API keys show their view only to operators, so for them the view is not compared."""
+        """Return True if the router at `address` accepts requests and lists all instances of the stack. One with API
+        keys lists them to operators only, so its list is not checked."""
         if not await check_health(address, _RPC_TIMEOUT_S):
             return False
         async with open_channel(address) as channel:

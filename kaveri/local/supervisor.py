@@ -10,11 +10,11 @@ from kaveri.local.process import ChildProcess
 _BACKOFF_MIN_S = 0.25
 _BACKOFF_MAX_S = 15.0
 _STEADY_AFTER_S = 30.0
-"""Min uptime that resets the back-off."""
+"""Uptime in seconds after which a restarted child is stable, so that the back-off starts again at its minimum."""
 
 
 class Supervisor:
-    """Owner of one child across restarts. Not thread-safe."""
+    """Keeps one child process running, restarting it with back-off. Not thread-safe."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Supervisor:
         *,
         restart: bool,
     ) -> None:
-        """launch: starts a process. process: the first one. report: receives a line of text for users."""
+        """launch: starts a process. process: the first one. report: called with a line of text for users."""
         self.name = name
         self.process = process
         self.first_exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -35,7 +35,7 @@ class Supervisor:
         self._watching = asyncio.create_task(self._watch(), name=f"supervisor of {name}")
 
     async def stop(self, grace_s: float) -> None:
-        """Stop restarting, and stop the child with ChildProcess.stop(). It is reaped, even on cancellation."""
+        """Stop the child with ChildProcess.stop(), and do not restart it. Reaps it even if cancelled."""
         await self._let_go()
         try:
             await self.process.stop(grace_s)
@@ -44,12 +44,12 @@ class Supervisor:
             raise
 
     async def kill_for_good(self) -> None:
-        """Send SIGKILL and stop restarting. The child is reaped."""
+        """Kill and reap the child, and do not restart it."""
         await self._let_go()
         await self.process.kill()
 
     async def restart(self) -> None:
-        """Restart a killed child that is not restarted automatically."""
+        """Restart a killed child when automatic restarts are off."""
         assert not self._restarts, f"{self.name} is restarted by itself"
         await self.process.wait()
         self.process = self._launch()
@@ -82,7 +82,7 @@ class Supervisor:
 
 
 def describe_exit(status: int) -> str:
-    """Describe the end of a process in words."""
+    """Describe how a process ended: "exited with status 2", or "was ended by SIGKILL" for a negative status."""
     if status >= 0:
         return f"exited with status {status}"
     return f"was ended by {signal.Signals(-status).name}"

@@ -1,1 +1,1 @@
-"""Finds transports, engines and policies by name, Kaveri's own and those of other packages."""
+"""Finds transports, engines and policies by name: Kaveri's own and those of other packages."""

@@ -1,8 +1,5 @@
-"""Resolves names in settings: Kaveri's own, those of installed packages, and "package.module:name".
-
-Kaveri's own names are a table of the paths that a package would write into its entry points, so that a source tree
-needs no installation to know them. Both are loaded in the same way. Own names win.
-"""
+"""Resolves the names of plugins in settings: Kaveri's own, those that installed packages register as entry points, and
+"package.module:name". Kaveri's own are a table, so that a source tree needs no installation, and take precedence."""
 
 import functools
 import importlib
@@ -19,7 +16,7 @@ _MOST_SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A name, and the path of its object."""
+    """Registered plugin: its name, and the import path of its object."""
 
     name: str
     path: str
@@ -30,21 +27,21 @@ class Registration:
 
 @dataclass(frozen=True)
 class PluginPoint:
-    """The names of one setting. Reads the environment's entry points only for a name that is not Kaveri's own."""
+    """Plugins that one setting can name. Reads installed entry points only for a name that is not Kaveri's own."""
 
     kind: str
-    """Name for people: "engine"."""
+    """Kind of plugin, for errors: "engine"."""
     group: str
     """Group of entry points: "kaveri.engines"."""
     own: Mapping[str, str]
-    """Kaveri's own: name to path."""
+    """Import paths of Kaveri's own plugins, by name."""
     prefix: str = ""
     """Prefix of this setting's entry points, in a group that several settings share: "decode-placement."."""
     needs: Mapping[str, str] = field(default_factory=dict)
-    """Own name to the package that it needs, for names that some installations lack."""
+    """Packages that Kaveri's own plugins need and may lack, by plugin name."""
 
     def registrations(self) -> Iterator[Registration]:
-        """All registered names, Kaveri's own first."""
+        """Yield all registered plugins, Kaveri's own first."""
         for name, path in self.own.items():
             yield Registration(name, path, OWN)
         for entry in sorted(importlib.metadata.entry_points(group=self.group), key=lambda entry: entry.name):
@@ -53,23 +50,22 @@ class PluginPoint:
                 yield Registration(entry.name.removeprefix(self.prefix), entry.value, origin)
 
     def names(self) -> str:
-        """All names, and the form of a path, as text for errors."""
+        """List all plugin names, and the form of an import path, as text for errors."""
         found = dict.fromkeys(registration.name for registration in self.registrations())
         return f"{', '.join(found)}, or package.module:name"
 
     def known(self, text: str) -> str:
-        """Parser for `setting`: the name itself. Any but Kaveri's own is loaded, to check that it can be. Raises
-        ValueError."""
+        """Validate a plugin name given as a setting: loads it unless it is Kaveri's own. Raises ValueError."""
         if text not in self.own:
             self.load(text)
         return text
 
     def load(self, name: str) -> Any:
-        """Return the object of a name or a path. Raises ValueError."""
+        """Import the object of a plugin, given its name or import path. Raises ValueError."""
         return load_path(self.path_of(name))
 
     def path_of(self, name: str) -> str:
-        """Return the path of a name. Raises ValueError for an unknown name, or one that two packages register."""
+        """Return a plugin's import path. Raises ValueError for a name that is unknown or registered by two packages."""
         if name in self.own:
             return self.own[name]
         if ":" in name:
@@ -83,7 +79,7 @@ class PluginPoint:
         return found[0].path
 
     def fault(self, registration: Registration) -> str:
-        """Return why a registration cannot be used here; empty when it can be loaded."""
+        """Return the reason why a plugin cannot be used; empty if it can be loaded."""
         if registration.origin == OWN:
             needed = self.needs.get(registration.name)
             if needed is not None and importlib.util.find_spec(needed) is None:
@@ -98,7 +94,7 @@ class PluginPoint:
 
 
 def load_path(path: str) -> Any:
-    """Return the object at "package.module:name". Raises ValueError for any exception of the import."""
+    """Import the object at "package.module:name". Raises ValueError for any exception of the import."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise ValueError(f"is {path!r:.{_MOST_SHOWN}}; write package.module:name")

@@ -1,4 +1,4 @@
-"""Quality of predictions: accuracy against the majority class, within one bucket, calibration. Pure."""
+"""Quality of length predictions: accuracy against the majority class, within one bucket, calibration. Pure."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ CALIBRATION_BINS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationBin:
-    """Predictions whose most probable bucket had a probability in [low, high); the last bin includes 1."""
+    """Calibration of predictions whose most probable bucket has a probability in [low, high); the last includes 1."""
 
     low: float
     high: float
     count: int
     confidence: float
-    """Mean of these probabilities; 0 for an empty bin."""
+    """Mean probability of the most probable buckets; 0 for an empty bin."""
     accuracy: float
     """Share of correct predictions; 0 for an empty bin."""
 
@@ -31,7 +31,7 @@ class Accuracy:
     accuracy: float
     """Share of prompts whose answer falls into the most probable bucket."""
     majority: float
-    """Baseline: the share for always predicting the most frequent bucket."""
+    """Accuracy of a baseline that always predicts the most frequent bucket."""
     within_one: float
     """Share whose answer falls into the most probable bucket or a neighbour."""
     calibration_error: float
@@ -42,12 +42,8 @@ class Accuracy:
 def measure_accuracy(
     probabilities: Sequence[Sequence[float]], output_tokens: Sequence[int], granularity: int, factor: int = 1
 ) -> Accuracy:
-    """Compare predictions with the answers' real lengths.
-
-    probabilities: of each bucket of `granularity` tokens, a row per answer. output_tokens: the answers' lengths.
-    factor: measures at granularity * factor, summing the probabilities of neighbouring buckets. Raises ValueError for
-    empty input.
-    """
+    """Compare predicted with real answer lengths. probabilities: per answer, of each bucket of `granularity` tokens.
+    output_tokens: real lengths. factor: merge so many neighbouring buckets first. Raises ValueError if empty."""
     if not probabilities:
         raise ValueError("no predictions to measure")
     bucket_count = len(probabilities[0])

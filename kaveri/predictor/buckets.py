@@ -10,13 +10,13 @@ from kaveri.domain.length import TokenRange
 
 
 def bucket_of(tokens: int, granularity: int, count: int) -> int:
-    """Return the bucket of an answer of `tokens` tokens. The last bucket also holds all longer answers."""
+    """Return the index of the bucket for an answer of `tokens` tokens. The last one also holds all longer answers."""
     return min(tokens // granularity, count - 1)
 
 
 def range_of(bucket: int, granularity: int, count: int, longest_answer_tokens: int) -> TokenRange:
-    """Return the lengths in a bucket. The last bucket ends after the longest known answer, or after its granularity.
-    Raises IndexError for a bucket outside [0, count)."""
+    """Return the answer lengths in a bucket. The last ends after the longest known answer, but has at least
+    `granularity` lengths. Raises IndexError for a bucket outside [0, count)."""
     if not 0 <= bucket < count:
         raise IndexError(f"bucket {bucket} of {count}")
     high = granularity * (bucket + 1)
@@ -24,5 +24,5 @@ def range_of(bucket: int, granularity: int, count: int, longest_answer_tokens: i
 
 
 def merge_buckets(probabilities: Sequence[float], factor: int) -> list[float]:
-    """Return the probabilities of buckets `factor` times as wide: sums over `factor` neighbours."""
+    """Return the probabilities of buckets `factor` times as wide: each is the sum over `factor` neighbours."""
     return [sum(probabilities[start : start + factor]) for start in range(0, len(probabilities), factor)]

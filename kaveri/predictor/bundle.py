@@ -1,6 +1,5 @@
-"""Trained length predictor in its folder. Needs torch, imported when one is loaded. The folder holds a Hugging Face
-sequence classifier (config.json, model.safetensors) and the manifest; subfolders hold the tokenizers of classifier and
-served model if the classifier has its own."""
+"""Trained length predictor in a folder: a Hugging Face sequence classifier, the manifest, and, if the classifier has
+its own tokenizer, subfolders with its and the served model's. Imports torch only when one is loaded."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ SERVED_TOKENIZER = "served_tokenizer"
 
 
 class LengthPredictor:
-    """Predicts the probability of each range of answer lengths. predict() may be called by one thread at a time."""
+    """Trained classifier that predicts the length range of answers. predict() is for one thread at a time."""
 
     def __init__(self, manifest: Manifest, classifier: Any, retokenizer: "Retokenizer | None") -> None:
         self.model = manifest.model
@@ -44,11 +43,9 @@ class LengthPredictor:
 
     @classmethod
     def load(cls, path: str, *, device: str = "cpu") -> "LengthPredictor":
-        """Load a predictor from a folder, or a bundled model's, and check every file's digest. Blocks for seconds.
-
-        device: torch's name of the device that computes; always in float32. Raises ConfigError("predictor") for
-        missing, corrupt or changed files, and when torch is not installed.
-        """
+        """Load a predictor from a folder, or a bundled model's by name, verifying digests. Blocks for seconds. device:
+        a torch device; weights are float32. Raises ConfigError("predictor") without torch, or for missing or invalid
+        files."""
         folder = Path(bundled_predictor(path) or path)
         manifest = read_manifest(folder)
         try:
@@ -78,11 +75,10 @@ class LengthPredictor:
         return cls(manifest, classifier.eval(), retokenizer)
 
     def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the probability of each bucket for each prompt; each row sums to 1. Blocks.
+        """Return the probability of each bucket of answer lengths for each prompt; each row sums to 1. Blocks.
 
-        prompts: token ids of the served model; the caller limits their number. Prompts with lengths between the same
-        powers of two form one batch, so padding at most doubles the work. Raises InvalidArgument for a prompt that is
-        empty or has ids outside the vocabulary.
+        prompts: token ids of the served model. Prompts with lengths between the same powers of two form one batch, so
+        padding at most doubles the work. Raises InvalidArgument for an empty prompt or unknown ids.
         """
         if not prompts:
             return []
@@ -119,10 +115,10 @@ class LengthPredictor:
 
 
 class Retokenizer:
-    """Converts token ids of the served model to the classifier's, through text."""
+    """Converts token ids of the served model to those of the classifier, by way of text."""
 
     def __init__(self, served: Any, own: Any, max_tokens: int) -> None:
-        """served, own: fast tokenizers. max_tokens: the classifier's limit."""
+        """served, own: fast tokenizers of the served model and the classifier. max_tokens: the classifier's limit."""
         self._served = served.backend_tokenizer
         self._own = own
         self._max_tokens = max_tokens
@@ -138,7 +134,7 @@ class Retokenizer:
         return cls(served, own, max_input_tokens(config, own))
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Tokenize for the classifier, truncated to its limit; at least one token per prompt."""
+        """Convert prompts, truncated to the classifier's limit; each has at least one token."""
         # Special tokens are dropped: the classifier does not know the roles of the served model's chats.
         texts = self._served.decode_batch([list(prompt) for prompt in prompts], skip_special_tokens=True)
         encoded = self._own(texts, verbose=False)["input_ids"]
@@ -146,11 +142,8 @@ class Retokenizer:
 
 
 def cut_prompt(token_ids: Sequence[int], limit: int) -> Sequence[int]:
-    """Truncate a prompt to `limit` tokens: half of them from its beginning, half from its end.
-
-    The instruction, which decides the answer's length, usually comes first or last (Sun et al., arXiv 1905.05583,
-    section 5.3.1, found the same for classifying long documents).
-    """
+    """Truncate a prompt to `limit` tokens, half from its beginning and half from its end: instructions, which decide
+    the answer's length, stand first or last (Sun et al., arXiv 1905.05583, section 5.3.1, for documents)."""
     if len(token_ids) <= limit:
         return token_ids
     head = limit // 2
@@ -165,8 +158,7 @@ def max_input_tokens(config: Any, tokenizer: Any) -> int:
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad_token_id: int) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Pad rows of token ids on the right; return ids and attention mask. Both [len(rows), longest row], int64, on the
-    CPU. Every row has at least one token."""
+    """Pad token ids on the right. Returns ids and attention mask: [len(rows), longest row], int64, on the CPU."""
     import torch
 
     width = max(len(row) for row in rows)

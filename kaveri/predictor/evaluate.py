@@ -21,7 +21,7 @@ _WARM_UP_BATCHES = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchLatency:
-    """Duration of one predict() of `batch_size` prompts on this machine, in seconds."""
+    """Measured seconds per call of predict() with `batch_size` prompts, on this machine."""
 
     batch_size: int
     repeats: int
@@ -54,13 +54,11 @@ def evaluate(
     repeats: int = 20,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Predict for all labels and measure the result.
+    """Predict the answer lengths of labelled prompts, and measure accuracy, calibration and latency.
 
-    tokenizer: the served model, for its tokenizer; empty: the labels' model. repeats: batches timed per batch size; 0:
-    no latency. advance: called with the number of prompts predicted so far and the total.
-
-    Above the predictor's own granularity, probabilities of neighbouring buckets are summed and the largest sum is the
-    prediction. Raises ConfigError: no labels, labels of another model, or a tokenizer that does not match.
+    tokenizer: path or hub id of the served model's; empty: the labels' model name. repeats: batches timed per batch
+    size; 0: no latency. advance: called with the number of prompts predicted so far and the total. Raises ConfigError:
+    no labels, labels of another model, or a tokenizer that does not match.
     """
     if not labels:
         raise ConfigError("--labels", "there is none to evaluate on")
@@ -86,7 +84,7 @@ def evaluate(
 def predict_all(
     predictor: LengthPredictor, prompts: Sequence[Sequence[int]], advance: Callable[[int, int], None]
 ) -> list[list[float]]:
-    """Run predict() in batches for any number of prompts, in order."""
+    """Call predict() in batches for any number of prompts; return all rows in order."""
     rows: list[list[float]] = []
     while len(rows) < len(prompts):
         rows += predictor.predict(prompts[len(rows) : len(rows) + _BATCH])
@@ -97,7 +95,7 @@ def predict_all(
 def measure_latency(
     predictor: LengthPredictor, prompts: Sequence[Sequence[int]], batch_size: int, repeats: int
 ) -> BatchLatency:
-    """Time batches of prompts in their given order, long and short ones mixed."""
+    """Time predict() on batches of prompts in their given order, so that lengths are mixed."""
     times_s, counted = [], []
     for turn in range(-_WARM_UP_BATCHES, repeats):
         batch = [prompts[(turn * batch_size + place) % len(prompts)] for place in range(batch_size)]
@@ -117,8 +115,8 @@ def measure_latency(
 
 
 def plot(evaluation: Evaluation, path: Path) -> None:
-    """Plot accuracy and its baseline, calibration at the predictor's granularity, and latency by batch size. The file's
-    suffix sets the format. Raises ConfigError("--plot") without matplotlib, or when it cannot be written."""
+    """Plot accuracy, calibration and latency to a file whose suffix sets the format. Raises ConfigError("--plot")
+    without matplotlib or if it cannot be written."""
     require_modules("--plot", "predictor", "matplotlib")
     from matplotlib.figure import Figure
 

@@ -1,6 +1,5 @@
-"""kaveri predictor label: runs prompts through a served model and records the lengths of its answers. The first steps
-of TetriInfer's figure 8. Each label is appended to the file as soon as its answer has ended, so a stopped or killed run
-can be resumed."""
+"""kaveri predictor label: runs prompts through a served model and records the lengths of its answers (TetriInfer,
+figure 8). Labels are appended to the file one by one, so that a killed run can be resumed."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ _RETRY_AT_MOST_AFTER_S = 10.0
 
 @dataclass(frozen=True)
 class LabelOutcome:
-    """Result of a labelling run."""
+    """Result of a labelling run: prompts labelled, skipped and refused."""
 
     labelled: int
     resumed: int
@@ -42,13 +41,13 @@ async def label_prompts(
     timeout_s: float,
     advance: Callable[[int], None],
 ) -> LabelOutcome:
-    """Labels all prompts that `out` does not hold yet, greedily and up to the model's end-of-sequence token.
+    """Run prompts through a served model, greedily, and append their answer lengths to the file `out`; skips those in
+    it.
 
     prompts: each with its line number. concurrency: prompts in flight. max_tokens: limit of an answer; None: no limit.
     timeout_s: for one prompt, including waits for a busy cluster. advance: called with the number of prompts done.
-
-    Raises ConfigError: `out` is corrupt or of another model, or the model is not served. A KaveriError that is not
-    retried ends the run; labels written so far are kept. Cancellation ends all requests in flight.
+    Raises ConfigError: `out` is corrupt or of another model, or the model is not served; else the KaveriError that ends
+    the run. Labels written so far are kept. Cancellation ends all requests in flight.
     """
     async with AsyncClient(target, timeout_s=timeout_s) as client:
         info = await _served_model(client, model)
@@ -71,7 +70,7 @@ async def label_prompts(
 
 
 class _Run:
-    """State shared by the workers of one run."""
+    """State shared by the workers of one labelling run."""
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class _Run:
         self._advance = advance
 
     async def work(self, source: Iterator[tuple[int, RequestPrompt]], file: IO[str]) -> None:
-        """Label prompts until none are left."""
+        """Label prompts from the shared iterator `source` until it is empty."""
         for number, prompt in source:
             try:
                 label = await self._label(prompt)
@@ -140,7 +139,6 @@ async def _served_model(client: AsyncClient, model: str | None) -> ModelInfo:
 
 
 def _drop_torn_line(out: Path) -> None:
-    """Remove an incomplete last line left by a killed run."""
     if not out.exists():
         return
     content = out.read_bytes()

@@ -1,4 +1,4 @@
-"""Labels: prompts with the length of a served model's answer, their file and their split. Needs no torch."""
+"""Labels for training a length predictor: a prompt with the length of a served model's answer. Needs no torch."""
 
 import enum
 import json
@@ -17,7 +17,7 @@ _HELD_OUT_PERCENT = 10
 
 
 class Split(enum.StrEnum):
-    """Use of a label in training."""
+    """Set that a label belongs to: for training, validation or evaluation."""
 
     TRAIN = "train"
     VALIDATION = "validation"
@@ -28,7 +28,7 @@ class Split(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """A prompt and the length of its answer."""
+    """Prompt and the length of a served model's answer to it."""
 
     prompt: RequestPrompt
     model: str
@@ -41,7 +41,7 @@ class Label:
 
     @property
     def split(self) -> Split:
-        """Split by the prompt's digest, so equal in every file."""
+        """Split chosen by the prompt's digest, so that a prompt has the same one in every file."""
         percent = int.from_bytes(self.prompt.digest[:4], "big") % 100
         if percent < _HELD_OUT_PERCENT:
             return Split.HELD_OUT
@@ -81,8 +81,7 @@ def parse_label(line: str) -> Label:
 
 
 def read_labels(path: Path, flag: str = "--labels") -> list[Label]:
-    """Read all labels of a file, which must be of one model. Raises ConfigError, naming `flag`, the line and the
-    reason."""
+    """Read all labels of a file, all for one served model. Raises ConfigError, naming `flag`, line and reason."""
     labels: list[Label] = []
     for number, line in read_lines(path, flag):
         try:
@@ -97,8 +96,7 @@ def read_labels(path: Path, flag: str = "--labels") -> list[Label]:
 
 
 def load_tokenizer(source: str) -> Any:
-    """Load the served model's fast tokenizer from a path, a hub id or a bundled name. Raises
-    ConfigError("--tokenizer")."""
+    """Load a fast tokenizer from a path, a hub id or a bundled name. Raises ConfigError("--tokenizer")."""
     from transformers import AutoTokenizer
 
     try:
@@ -112,8 +110,7 @@ def load_tokenizer(source: str) -> Any:
 
 
 def token_ids_of(labels: Sequence[Label], tokenizer: Any) -> list[list[int]]:
-    """Tokenize the prompts as a router does. Raises ConfigError("--tokenizer") when the token counts differ from the
-    cluster's."""
+    """Tokenize the labels' prompts as a router does. Raises ConfigError("--tokenizer") if token counts differ."""
     prompts = []
     for label in labels:
         kind, content = label.prompt.kind, label.prompt.content

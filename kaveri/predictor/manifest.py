@@ -18,7 +18,7 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Served model, buckets and file digests of a predictor."""
+    """Description of a trained predictor: served model, buckets of answer lengths, and files."""
 
     model: str
     """Served name of the model whose answers it was trained on."""
@@ -38,13 +38,13 @@ class Manifest:
 
     @property
     def version(self) -> str:
-        """Digest that changes with weights, tokenizers and buckets."""
+        """Short digest of a predictor, which changes with weights, tokenizers and buckets."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:_VERSION_DIGITS]
 
 
 def write_manifest(folder: Path, manifest: Manifest, files: list[Path]) -> Manifest:
-    """Write and return the manifest of an otherwise complete folder, with the digests of `files`."""
+    """Complete the manifest with digests of `files`, write it to the folder, and return it."""
     digests = {str(path.relative_to(folder)): _digest(path) for path in sorted(files)}
     manifest = dataclasses.replace(manifest, files=digests)
     content = {"format": _FORMAT, "version": manifest.version, **dataclasses.asdict(manifest)}
@@ -53,8 +53,8 @@ def write_manifest(folder: Path, manifest: Manifest, files: list[Path]) -> Manif
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest and verify every file that it names. Blocks: reads all weights. Raises
-    ConfigError("predictor"): no manifest, an invalid manifest, a file missing or changed."""
+    """Read a folder's manifest and verify the digest of every file. Blocks: reads all weights. Raises
+    ConfigError("predictor") for an invalid or missing manifest or file."""
     path = folder / MANIFEST_FILE
     try:
         content = json.loads(path.read_text())

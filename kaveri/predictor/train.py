@@ -1,6 +1,6 @@
-"""kaveri predictor train: fine-tunes a sequence classifier on labels and saves it as a predictor. Needs torch. The last
-steps of TetriInfer's figure 8. Every epoch writes a checkpoint to the subfolder `training`, from which a stopped or
-killed run resumes. At the end that subfolder is deleted and the manifest written."""
+"""kaveri predictor train: fine-tunes a sequence classifier on labels and saves it as a predictor (TetriInfer, figure
+8). Needs torch. Every epoch writes a checkpoint to the subfolder `training`, from which a killed run resumes; at the
+end it is deleted and the manifest written."""
 
 import dataclasses
 import hashlib
@@ -51,7 +51,7 @@ _WARM_UP_SHARE = 0.06
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """Settings of a training. A run with equal settings and labels may resume its checkpoints."""
+    """Settings of a training. Checkpoints can be resumed only with equal settings and labels."""
 
     base: str
     """SCRATCH, or a pretrained model: a path, a hub id or a bundled name."""
@@ -72,12 +72,10 @@ class TrainSettings:
 
 
 def train(labels_path: Path, out: Path, settings: TrainSettings, say: Callable[[str], None]) -> None:
-    """Train, or resume from the checkpoints in `out`, and leave a complete predictor there.
+    """Train a predictor in the folder `out`, resuming from checkpoints there; does nothing if it is finished.
 
-    Does nothing when `out` already holds this predictor. say: called with messages for the user.
-
-    Raises ConfigError: labels malformed or too few for these buckets, a base or tokenizer that cannot be loaded, or
-    `out` holds another predictor or other settings' checkpoints.
+    say: called with messages for the user. Raises ConfigError: labels malformed or too few for these buckets, a base or
+    tokenizer that cannot be loaded, or `out` holds another predictor or other settings' checkpoints.
     """
     labels = read_labels(labels_path)
     _refuse_poor_labels(labels_path, labels)
@@ -126,8 +124,8 @@ class Classifier:
 def classifier_from_scratch(
     vocab_size: int, pad_token_id: int, bucket_count: int, max_tokens: int, layers: int, width: int
 ) -> Classifier:
-    """Build a small random decoder over the served model's vocabulary; torch's seed determines its weights. Classifies
-    from the hidden state of the last token. width: hidden size, a multiple of 32; heads are 32 wide."""
+    """Build a small decoder with random weights (set by torch's seed) that classifies from the hidden state of the last
+    token. width: hidden size, a multiple of 32; heads are 32 wide."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=width,
@@ -144,8 +142,8 @@ def classifier_from_scratch(
 
 
 def classifier_from_base(base: str, served_tokenizer: Any, bucket_count: int) -> Classifier:
-    """Load a pretrained model (a path, a hub id or a bundled name) with a new head for the buckets. Raises
-    ConfigError("--base") when it cannot be loaded as a sequence classifier."""
+    """Load a pretrained model (path, hub id or bundled name) with a new head, one class per bucket. Raises
+    ConfigError("--base") when it cannot be loaded."""
     source = resolve_model(base)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
@@ -167,7 +165,7 @@ def classifier_from_base(base: str, served_tokenizer: Any, bucket_count: int) ->
 
 @dataclass(frozen=True)
 class _TrainingData:
-    """Labels as examples for a classifier, and that classifier."""
+    """Classifier to train, and the labels as its examples."""
 
     classifier: Classifier
     served_tokenizer: Any
@@ -180,7 +178,7 @@ class _TrainingData:
 
     @classmethod
     def prepare(cls, labels: Sequence[Label], settings: TrainSettings) -> "_TrainingData":
-        """Load tokenizer and base; build buckets and splits."""
+        """Load tokenizer and classifier, choose the buckets, and tokenize and split the labels."""
         model, vocab_size = labels[0].model, labels[0].vocab_size
         served = load_tokenizer(settings.tokenizer or model)
         prompts = token_ids_of(labels, served)
@@ -249,7 +247,7 @@ def _is_finished(out: Path, identity: dict[str, Any]) -> bool:
 
 
 def _claim(work: Path, identity: dict[str, Any]) -> None:
-    """Record the training that owns the folder `work`, or check that this one does."""
+    """Record in the folder `work` which training its checkpoints are of. Raises ConfigError if they are of another."""
     path = work / _SETTINGS_FILE
     try:
         _refuse_other(work, "checkpoints", json.loads(path.read_text()), identity)

@@ -32,7 +32,7 @@ USAGE_COMMANDS = ("EVALSHA", "SCRIPT LOAD", "INCRBY", "EXPIRE", "GET", "TTL")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
-    """Usage limits of one key; 0: no limit."""
+    """Usage limits of one API key; 0: no limit."""
 
     requests_per_s: int = 0
     tokens_per_min: int = 0
@@ -43,7 +43,7 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """An entry of the keys file."""
+    """Table of the keys file: an API key's digest, limits and rights."""
 
     name: str
     digest: bytes
@@ -55,7 +55,7 @@ class ApiKey:
 
 
 def new_secret() -> str:
-    """Return 256 random bits as text."""
+    """Generate an API key: 256 random bits as text."""
     return "kaveri-" + secrets.token_urlsafe(_SECRET_BYTES)
 
 
@@ -73,8 +73,7 @@ def key_table(name: str, secret: str, limits: KeyLimits, is_admin: bool = False)
 
 
 def with_key_revoked(text: str, name: str, path: str) -> str:
-    """Return a keys file's text with a key revoked; comments stay. path: for errors. Raises ConfigError when the file
-    is invalid, or has no valid key of this name."""
+    """Mark a key as revoked in a keys file's text, keeping comments. path: for errors. Raises ConfigError."""
     keys = parse_keys(text, path)
     if all(key.name != name or key.is_revoked for key in keys):
         raise ConfigError("NAME", f"is {name:.80}, and {path} has no key of this name that is not revoked")
@@ -115,14 +114,14 @@ def parse_keys(text: str, path: str) -> tuple[ApiKey, ...]:
 
 
 def check_name(name: str, place: str) -> str:
-    """Validate a key's name and return it. Raises ConfigError, naming the place."""
+    """Validate an API key's name and return it. Raises ConfigError for the field `place`."""
     if not _NAME.fullmatch(name):
         raise ConfigError(place, f"is {name!r:.80}; write up to 64 letters, digits, '_' and '-'")
     return name
 
 
 def check_limit(value: object, place: str) -> int:
-    """Validate a limit and return it. Raises ConfigError, naming the place."""
+    """Validate an API key's limit and return it. Raises ConfigError for the field `place`."""
     if type(value) is not int or not 0 <= value <= MAX_LIMIT:
         raise ConfigError(place, f"is {value!r:.80}; write a whole number from 0 (no limit) to {MAX_LIMIT}")
     return value

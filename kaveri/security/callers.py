@@ -21,7 +21,7 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(slots=True)
 class Caller:
-    """Key and token usage of one request's caller."""
+    """API key of one request, and the tokens that the request used."""
 
     key: ApiKey
     tokens: int = 0
@@ -29,13 +29,13 @@ class Caller:
 
 
 class Callers:
-    """Admission of requests by API key. Not thread-safe. The owner must run run()."""
+    """Admits requests by API key, within its limits. Not thread-safe. The owner must run run()."""
 
     def __init__(self, keys: "KeysFile", usage: "KeyUsage") -> None:
         self.keys = keys
         self._usage = usage
         self._in_flight: dict[str, dict[Hashable, int]] = {}
-        """Number of active calls per request, by key name. Idle keys are absent."""
+        """Number of active calls of each request, by name of the API key; only keys in use."""
 
     async def run(self) -> None:
         """Apply changes of the keys file until cancelled."""
@@ -46,11 +46,8 @@ class Callers:
 
     @contextlib.asynccontextmanager
     async def admit(self, authorization: bytes | None, request_id: str = "") -> AsyncIterator[Caller]:
-        """Count one request as in flight until the context ends. authorization: the header, "Bearer KEY". request_id:
-        set where calls with the same id are one request: a follow-up call does not count again.
-
-        Raises Unauthenticated without a valid key, and NoCapacity past a limit.
-        """
+        """Count a request as in flight during the context. authorization: the header, "Bearer KEY". request_id: calls
+        with the same id count once. Raises Unauthenticated without a valid key, NoCapacity past a limit."""
         key = self.find(authorization)
         request: Hashable = request_id or object()
         most, in_flight = key.limits.in_flight, self._in_flight.setdefault(key.name, {})
@@ -73,13 +70,13 @@ class Callers:
                 del self._in_flight[key.name]
 
     def check_admin(self, authorization: bytes | None) -> None:
-        """Raise Unauthenticated unless the header holds an operator's key."""
+        """Raise Unauthenticated unless the header holds an admin key."""
         key = self.find(authorization)
         if not key.is_admin:
             raise Unauthenticated(f"the API key {key.name} is no admin key; make one by `kaveri key new NAME --admin`")
 
     def find(self, authorization: bytes | None) -> ApiKey:
-        """Return a request's key without checking limits. Raises Unauthenticated."""
+        """Return the API key in an Authorization header, without checking limits. Raises Unauthenticated."""
         if authorization is None:
             reason = "no API key was given; send it as `Authorization: Bearer KEY`, with Kaveri's SDK as api_key"
             raise Unauthenticated(reason)
@@ -93,8 +90,8 @@ class Callers:
 
 
 def make_callers(keys_file: str, redis_url: str, cluster_name: str) -> Callers | None:
-    """Create the callers of this process's ports; None without a keys file. redis_url: counts usage for the whole
-    cluster; empty: for this process. Raises ConfigError."""
+    """Create a Callers, or None without a keys file. redis_url: for usage of the whole cluster; empty: of this process
+    only. Raises ConfigError."""
     if not keys_file:
         return None
     try:

@@ -1,5 +1,5 @@
-"""Rate limits of keys per second and per minute, with the library `limits`: in this process, or in Redis for all
-processes of a cluster. Windows are fixed: one begins with the first use after the last one's end."""
+"""Rate limits of API keys per second and per minute, by the library `limits`: in this process, or in Redis for the
+whole cluster. Fixed windows: one begins with the first use after the end of the last."""
 
 import asyncio
 import time
@@ -26,10 +26,10 @@ ResultT = TypeVar("ResultT")
 
 
 class KeyUsage:
-    """Usage counters of keys. Not thread-safe. While Redis is away each process counts for itself."""
+    """Counts requests and tokens per API key. Not thread-safe. Without a reachable Redis each process counts alone."""
 
     def __init__(self, redis_url: str = "", cluster_name: str = "") -> None:
-        """redis_url: empty: counts in this process only."""
+        """redis_url: empty: count in this process only."""
         self._own = FixedWindowRateLimiter(MemoryStorage())
         self._shared: FixedWindowRateLimiter | None = None
         self._pool: BlockingConnectionPool | None = None
@@ -54,7 +54,7 @@ class KeyUsage:
             self._shared = FixedWindowRateLimiter(storage)
 
     async def take_request(self, key: ApiKey) -> None:
-        """Count a request. Raises NoCapacity when the key has no requests or no tokens left in its current window."""
+        """Count a request. Raises NoCapacity when the key has no requests or tokens left in its current window."""
         limits = key.limits
         if limits.requests_per_s:
             per_s = RateLimitItemPerSecond(limits.requests_per_s)
@@ -66,7 +66,7 @@ class KeyUsage:
                 raise await self._refusal(key, per_min, f"{limits.tokens_per_min} tokens a minute")
 
     async def add_tokens(self, key: ApiKey, tokens: int) -> None:
-        """Count the tokens of a finished request. They may exceed the limit: later requests wait."""
+        """Count the tokens of a finished request. They may exceed the limit: later requests are then refused."""
         if key.limits.tokens_per_min and tokens:
             per_min = RateLimitItemPerMinute(key.limits.tokens_per_min)
             await self._ask(lambda limiter: limiter.hit(per_min, key.name, cost=tokens))

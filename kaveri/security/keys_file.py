@@ -18,14 +18,14 @@ KEYS_FILE_REFUSED = Gauge(
 
 
 class KeysFile:
-    """Currently valid keys. A change takes effect once two consecutive reads agree, because a partly written file may
-    parse without its last keys. A file that cannot be read, does not parse or has lost all keys changes nothing."""
+    """API keys from a file. Changes apply once two consecutive reads agree, because a partly written file may parse
+    without its last keys. A file that cannot be read, does not parse or has lost all keys changes nothing."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         text = _read(path)
         self._seen = self._settled = (text, "")
-        """Results of _try_read(): the last one, and the last one confirmed by two consecutive reads."""
+        """Last result of _try_read(), and last one that two consecutive reads agreed on."""
         self._keys = _by_digest(parse_keys(text, path))
         self._failure = ""
         """Reason why the file is rejected; empty if it is in use."""
@@ -35,23 +35,20 @@ class KeysFile:
         return sum(not key.is_revoked for key in self._keys.values())
 
     def find(self, secret: bytes) -> ApiKey | None:
-        """Return the valid key with this secret; None if there is none.
-
-        Timing reveals nothing about valid keys: the lookup uses a hash, in a dictionary with a randomized order per
-        process, and the final comparison takes constant time.
-        """
+        """Return the valid key with this secret, or None. Timing reveals nothing about valid keys: the lookup uses a
+        digest in a dictionary ordered differently in each process, and the final comparison takes constant time."""
         digest = digest_of(secret)
         key = self._keys.get(digest)
         return key if key is not None and hmac.compare_digest(key.digest, digest) and not key.is_revoked else None
 
     async def follow(self) -> None:
-        """Apply changes within two seconds, until cancelled. An unusable file is logged once."""
+        """Apply changes of the file within two seconds, until cancelled. Logs an unusable file once."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             await self.look()
 
     async def look(self) -> None:
-        """Read the file, and apply content confirmed by two reads."""
+        """Read the file once; apply its content if the previous read found the same."""
         # On a thread, since the disk may be slow.
         found = await asyncio.to_thread(_try_read, self._path)
         is_same, self._seen = found == self._seen, found
@@ -83,7 +80,7 @@ class KeysFile:
 
 
 def add_key(path: str, name: str, limits: KeyLimits, is_admin: bool = False) -> str:
-    """Add a new key to the file, which is created with access for its owner only. Returns the key, which is not stored.
+    """Add a new key to the file and return it; only its digest is stored. A new file is readable by its owner only.
     Raises ConfigError, also when the file is invalid or has this name."""
     secret = new_secret()
 
@@ -119,7 +116,7 @@ def _read(path: str) -> str:
 
 
 def _try_read(path: str) -> tuple[str, str]:
-    """Return the file's text and an empty reason, or an empty text and the reason of the failure."""
+    """Return the file's text and an empty error, or an empty text and the error."""
     try:
         return _read(path), ""
     except ConfigError as error:

@@ -20,7 +20,7 @@ class ListeningPort:
     """Port number; 0: any free port, unknown until bound."""
     is_encrypted: bool
     asks_for: str
-    """Credential required from callers, such as A_CERTIFICATE. Empty: none."""
+    """Credential that callers must show, such as A_CERTIFICATE; empty: none."""
 
 
 def open_ports(ports: Iterable[ListeningPort]) -> tuple[str, ...]:

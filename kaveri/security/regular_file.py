@@ -22,8 +22,7 @@ def read_regular(path: str) -> bytes:
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[bytes]:
-    """Hold the file's lock, which excludes other replacers, and return its content. A missing file is created with
-    access for its owner only. Raises OSError."""
+    """Lock a file against other replacers and yield its content. If missing, creates it owner-only. Raises OSError."""
     while True:
         with contextlib.suppress(FileNotFoundError):
             _check_regular(os.stat(path), path)
@@ -37,8 +36,8 @@ def locked(path: str) -> Iterator[bytes]:
 
 
 def replace(path: str, content: bytes) -> None:
-    """Replace a file atomically: readers find the old content or the new. Keeps its mode, its owner too if this process
-    may set it, and a link to it. Raises OSError."""
+    """Replace a file atomically: readers find the old content or the new. Keeps mode, owner (if permitted) and a
+    symbolic link to it. Raises OSError."""
     path = os.path.realpath(path)
     former = os.stat(path)
     handle, new_path = tempfile.mkstemp(prefix=f".{os.path.basename(path)}.", dir=os.path.dirname(path))

@@ -35,7 +35,7 @@ class PublicSettings(KeySettings):
 
     @property
     def public_tls(self) -> TlsFiles | None:
-        """TLS files of the public port; None if not set. Raises ConfigError when one is missing."""
+        """TLS files of the public port; None if not set. Raises ConfigError when some are missing."""
         if not self.public_tls_cert and not self.public_tls_key:
             return None
         return TlsFiles(self.public_tls_cert, self.public_tls_key)
@@ -59,12 +59,12 @@ class TlsSettings:
 
     @property
     def tls(self) -> TlsFiles | None:
-        """TLS files of the cluster; None if not set. Raises ConfigError when one is missing."""
+        """TLS files for calls within the cluster; None if not set. Raises ConfigError when some are missing."""
         return tls_files(self.tls_cert, self.tls_key, self.tls_ca, self.tls_name)
 
 
 def tls_files(certificate: str, key: str, authority: str, name: str, prefix: str = "--tls-") -> TlsFiles | None:
-    """TLS files named by three settings; None if none is set. Raises ConfigError, naming the missing one."""
+    """Create TlsFiles; None if all three paths are empty. Raises ConfigError for a missing one, named by `prefix`."""
     paths = {f"{prefix}cert": certificate, f"{prefix}key": key, f"{prefix}ca": authority}
     given = [flag for flag, path in paths.items() if path]
     if not given:

@@ -1,6 +1,5 @@
-"""TLS files: a certificate, its key, and the authority of all peers; validated, and reread when they change. All
-certificates of a cluster carry one name in subjectAltName, which both ends verify. Host names are not checked:
-instances change their addresses."""
+"""TLS files: certificate, key and authority, validated, and reread when they change. All certificates of a cluster
+carry one DNS name, which both ends verify instead of host names, because instances change addresses."""
 
 import contextlib
 import os
@@ -20,7 +19,7 @@ ReadT = TypeVar("ReadT")
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """TLS credentials of one endpoint, and its requirements for the peer; paths of PEM files."""
+    """PEM files of one TLS endpoint, and the name that it requires of its peer."""
 
     certificate: str = ""
     """Certificate chain, own certificate first. Empty: a client without a certificate."""
@@ -29,8 +28,7 @@ class TlsFiles:
     authority: str = ""
     """Trusted authorities. Empty: a client trusts the public ones, and a server asks for no certificate."""
     name: str = ""
-    """DNS name required in the peer's certificate. Empty: a server accepts every certificate of the authority, and a
-    client verifies the hostname that it connects to."""
+    """DNS name required in the peer's certificate. Empty: none for a server's peers; a client requires the host's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +41,10 @@ class TlsContents:
 
 
 class WatchedTlsFiles:
-    """The last valid contents of the files. Thread-safe; blocks only for the disk."""
+    """Rereads TLS files when they change, and keeps the last valid contents. Thread-safe; blocks only for the disk."""
 
     def __init__(self, files: TlsFiles, prefix: str = "--tls-") -> None:
-        """prefix: of the settings that name the files. Raises ConfigError, naming the invalid one."""
+        """prefix: of the flags that name the files, for errors. Raises ConfigError for an unusable file."""
         if bool(files.certificate) != bool(files.key):
             missing, given = ("key", "cert") if files.certificate else ("cert", "key")
             raise ConfigError(f"{prefix}{missing}", f"is not given, but {prefix}{given}: they belong together")
@@ -59,7 +57,7 @@ class WatchedTlsFiles:
         self._failure = ""
 
     def now(self) -> TlsContents:
-        """Return the contents, at most a second old. Unusable files change nothing, and are logged once: a certificate
+        """Return the valid contents, at most a second old. Unusable files are logged once and ignored: a certificate
         and its key may be replaced one after the other."""
         with self._lock:
             if time.monotonic() - self._looked_s < LOOK_EVERY_S:
@@ -82,7 +80,7 @@ class WatchedTlsFiles:
             return self._contents
 
     def make_context(self, protocol: int) -> ssl.SSLContext:
-        """Build a TLS 1.3 context for Python's ssl from the files' present contents. Raises ConfigError."""
+        """Build a TLS 1.3 context of Python's ssl from the files as they are now. Raises ConfigError."""
         files, prefix = self.files, self._prefix
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -98,7 +96,7 @@ class WatchedTlsFiles:
         return context
 
     def server_context(self, protocols: Sequence[str] = ()) -> ssl.SSLContext:
-        """Build the context of a port; each handshake uses the then-current files. protocols: of ALPN."""
+        """Build a server's ssl context; each handshake uses the files as they are then. protocols: for ALPN."""
         used = self.now().generation
         context = first = self._port_context(protocols)
 
@@ -143,7 +141,6 @@ class WatchedTlsFiles:
         return {setting: (stat.st_mtime_ns, stat.st_size, stat.st_ino) for setting, stat in stats.items()}
 
     def _of_each(self, read: Callable[[str], ReadT]) -> dict[str, ReadT]:
-        """Apply `read` to the path of each given file; return the results by setting."""
         found = {}
         paths = {"cert": self.files.certificate, "key": self.files.key, "ca": self.files.authority}
         for end, path in paths.items():
@@ -163,5 +160,5 @@ def _logger() -> Any:
 
 
 def is_named(certificate: Mapping[str, Any] | None, name: str) -> bool:
-    """Return True if a certificate, as described by Python's ssl, carries a DNS name."""
+    """Return True if a certificate, as a dict from Python's ssl, has this DNS name in subjectAltName."""
     return any(kind == "DNS" and value == name for kind, value in (certificate or {}).get("subjectAltName", ()))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The result of one run at one rate."""
+    """SLO attainment measured in one run at one request rate."""
 
     rate_per_s: float
     attainment: float
@@ -14,27 +14,27 @@ class Probe:
 
 
 class GoodputSearch:
-    """Chooses the rates of successive runs: doubles or halves until the goodput lies between two rates, then bisects.
+    """Chooses the request rates of successive runs: doubles or halves until the goodput lies between two, then bisects.
 
-    Goodput as DistServe defines it (arXiv 2401.09670, section 1): the highest request rate at which a share of at least
-    `target` meets the SLOs. It assumes that attainment falls as the rate rises.
+    Goodput: the highest rate at which a share of at least `target` of the requests meets the SLOs (DistServe, arXiv
+    2401.09670, section 1). Assumes that this share falls as the rate rises.
     """
 
     def __init__(self, start_per_s: float, target: float, max_runs: int, resolution: float) -> None:
-        """start_per_s: the first rate. max_runs: stop after this many runs. resolution: stop when the lowest failed
-        rate is at most this share above the highest rate that met the target."""
+        """start_per_s: first rate. max_runs: limit of runs. resolution: stop when the lowest rate that missed the
+        target is at most this share above the highest that met it."""
         self._target = target
         self._max_runs = max_runs
         self._resolution = resolution
         self._next_per_s = start_per_s
         self.probes: list[Probe] = []
         self.held: Probe | None = None
-        """The run at the highest rate that met the target: the goodput. None: no rate did."""
+        """Run at the highest rate that met the target, the goodput; None: no rate did."""
         self.failed: Probe | None = None
-        """The run at the lowest rate that missed the target. None: the goodput is at least `held`."""
+        """Run at the lowest rate that missed the target; None: no rate did."""
 
     def next_rate(self) -> float | None:
-        """The rate to try next, in requests per second; None when the search is over."""
+        """Return the rate to try next, in requests per second; None when the search is over."""
         if len(self.probes) >= self._max_runs:
             return None
         if self.held is not None and self.failed is not None:

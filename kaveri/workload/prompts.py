@@ -1,4 +1,4 @@
-"""Files of prompts: the forms of a line, and errors for malformed lines. Needs no torch."""
+"""Reads files of prompts, and reports malformed lines. Needs no torch."""
 
 import hashlib
 import json
@@ -13,12 +13,12 @@ KINDS = ("prompt", "messages", "prompt_token_ids")
 
 
 class MalformedLine(ValueError):
-    """Error for a malformed line; the message gives the reason."""
+    """Raised for a malformed line of a file; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPrompt:
-    """A prompt in one of its three forms, as the SDK accepts it."""
+    """Prompt of a request: raw text, a conversation, or token ids."""
 
     kind: str
     """One of KINDS: raw text, a conversation, or token ids of the served model."""
@@ -26,12 +26,12 @@ class RequestPrompt:
     """A text, a list of {"role", "content"}, or a list of ids."""
 
     def as_json(self) -> dict[str, Any]:
-        """JSON form in a line of a file, also the SDK's keyword argument."""
+        """Return the prompt under one key, as in a line of a .jsonl file and in keyword arguments of the client."""
         return {self.kind: self.content}
 
     @property
     def digest(self) -> bytes:
-        """Hash that identifies the prompt on every machine. Also used to split label files."""
+        """Hash of the prompt, equal on every machine. Also decides between training and held-out labels."""
         return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).digest()
 
 
@@ -70,7 +70,7 @@ def read_lines(path: Path, flag: str) -> Iterator[tuple[int, str]]:
 
 
 def parse_object(line: str) -> dict[str, Any]:
-    """Parse a line's JSON object. Raises MalformedLine."""
+    """Parse a line that holds a JSON object. Raises MalformedLine."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -81,7 +81,7 @@ def parse_object(line: str) -> dict[str, Any]:
 
 
 def parse_prompt(content: dict[str, Any]) -> RequestPrompt:
-    """Parse the prompt in a line's object. Raises MalformedLine."""
+    """Extract the prompt from a line's JSON object. Raises MalformedLine."""
     given = [kind for kind in KINDS if kind in content]
     if len(given) != 1:
         raise MalformedLine(f"has {' and '.join(given) or 'none'} of {', '.join(KINDS)}; it must have one")

@@ -1,4 +1,4 @@
-"""Planned requests: synthetic classes of lengths and arrival processes. Pure: no clock, no I/O."""
+"""Plans requests: lengths by class, and arrival times. Pure: no clock, no I/O."""
 
 import enum
 import random
@@ -18,7 +18,7 @@ _LEAST_OUTPUT_TOKENS = 8
 
 
 class WorkloadClass(enum.StrEnum):
-    """Combination of light or heavy prefill (P) and decode (D)."""
+    """Class of request lengths: light or heavy (L, H) in prefill (P) and decode (D)."""
 
     LPLD = "LPLD"
     LPHD = "LPHD"
@@ -30,16 +30,16 @@ class WorkloadClass(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestLengths:
-    """The lengths of one request."""
+    """Prompt and answer length of one request, in tokens."""
 
     prompt_tokens: int
-    """0: a text that is not tokenized yet."""
+    """Prompt length; 0: unknown, a text not tokenized yet."""
     output_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests without planned arrival times."""
+    """Lengths of requests, with a trace's arrival times and with prompts where known."""
 
     lengths: Sequence[RequestLengths]
     times_s: Sequence[float] = ()
@@ -48,7 +48,7 @@ class Workload:
     """Empty: random prompts of the given lengths are generated."""
 
     def fitting(self, most_tokens: int) -> "Workload":
-        """The requests with at most `most_tokens` tokens of prompt and answer, with their times and prompts."""
+        """Return the requests of at most `most_tokens` tokens, prompt and answer together."""
         fits = [entry.prompt_tokens + entry.output_tokens <= most_tokens for entry in self.lengths]
         return Workload(
             lengths=list(compress(self.lengths, fits)),
@@ -59,7 +59,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request of a run."""
+    """Request to be sent in a run: its number, arrival time, lengths and prompt."""
 
     number: int
     """Number in order of arrival, from 0."""
@@ -86,7 +86,7 @@ class Schedule:
             raise ConfigError("--concurrency", "is a closed loop and --rate an open one; give one of them")
 
     def plan(self, load: Workload, rate_per_s: float | None = None) -> list[PlannedRequest]:
-        """Plan a workload. rate_per_s: replaces the schedule's own; the gaps are the same at every rate, scaled."""
+        """Assign arrival times to requests. rate_per_s: replaces the schedule's, and scales the same random gaps."""
         count, rate_per_s = len(load.lengths), rate_per_s or self.rate_per_s
         if rate_per_s is not None:
             arrivals_s = gamma_arrivals(count, rate_per_s, self.burstiness, random.Random(self.seed))
@@ -100,7 +100,7 @@ class Schedule:
 def draw_lengths(
     workload: WorkloadClass, count: int, rng: random.Random, most_prompt_tokens: int, most_output_tokens: int
 ) -> list[RequestLengths]:
-    """`count` requests of a class, lengths uniform over the class's ranges.
+    """Draw the lengths of `count` requests of a class, uniform over its ranges.
 
     # prompts: light [16, 512]   heavy [513, most_prompt_tokens]
     # answers: light [8, 128]    heavy [129, most_output_tokens]
@@ -125,11 +125,8 @@ def draw_lengths(
 
 
 def gamma_arrivals(count: int, rate_per_s: float, burstiness: float, rng: random.Random) -> list[float]:
-    """Times of `count` arrivals in seconds, starting at 0, with `rate_per_s` arrivals per second on average.
-
-    The gaps are drawn from a gamma distribution whose squared coefficient of variation is `burstiness`: 1 is a Poisson
-    process, a larger value gives bursts, a smaller value more even arrivals.
-    """
+    """Draw `count` arrival times in seconds, the first at 0, at a mean of `rate_per_s`. Gaps are gamma distributed;
+    burstiness: their squared coefficient of variation; 1: Poisson process, more: bursts, less: more even."""
     shape = 1.0 / burstiness
     times_s: list[float] = []
     now_s = 0.0
@@ -142,7 +139,7 @@ def gamma_arrivals(count: int, rate_per_s: float, burstiness: float, rng: random
 def plan_requests(
     lengths: Sequence[RequestLengths], arrivals_s: Sequence[float], prompts: Sequence[RequestPrompt] = ()
 ) -> list[PlannedRequest]:
-    """Combine lengths with arrivals, and with prompts if there are any. Equal counts; arrivals in ascending order."""
+    """Combine lengths with as many arrival times, in ascending order, and with as many prompts or none."""
     texts: Sequence[RequestPrompt | None] = prompts or [None] * len(lengths)
     entries = enumerate(zip(arrivals_s, lengths, texts, strict=True))
     return [PlannedRequest(number, *entry) for number, entry in entries]

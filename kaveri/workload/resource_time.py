@@ -1,4 +1,4 @@
-"""Resource time: how long instances were busy, from the timings of requests. Pure: no clock, no I/O."""
+"""Resource time: how long instances were busy, computed from request timings. Pure: no clock, no I/O."""
 
 import math
 from collections import Counter, defaultdict
@@ -16,7 +16,7 @@ PREFILL, DECODE = "prefill", "decode"
 
 @dataclass(frozen=True, slots=True)
 class ResourceTime:
-    """Resource time of all instances that serve the same phases, in one run."""
+    """Time in one run for which all instances that serve the same phases were busy, and were kept (busy or idle)."""
 
     instances: int
     """Number of instances, including idle ones."""
@@ -27,17 +27,15 @@ class ResourceTime:
 
 
 def resource_times(run: RunColumns, phases: Mapping[str, Phases]) -> dict[Phases, ResourceTime]:
-    """The run's resource time, by the phases that instances serve.
+    """Return the resource time of a run, by the phases that instances serve. phases: by instance id; if missing, those
+    seen in the run.
 
-    After TetriInfer's resource usage time (arXiv 2401.11181, section 5.1): the wall time for which prefill and decode
-    instances are busy, from a prompt's arrival in the queue to its first token, and from the landing of a request's KV
-    to its last token. Overlapping requests count once. Instances measure the lengths of these spans; a span ends when
-    the client received the token, so it is shifted by the time from the instance to the client.
+    TetriInfer's resource usage time (arXiv 2401.11181, section 5.1): wall time for which an instance is busy: prefill
+    from a prompt's arrival in the queue to its first token, decode from the arrival of a request's KV to its last
+    token. Overlapping requests count once. Instances measure the lengths of these spans; each is placed to end when the
+    client received the token, later than it did on the instance.
 
-    Not counted: failed requests, all attempts but the last of each request, and KV that waits on a prefill instance for
-    room at decode.
-
-    phases: by instance id. An instance that is missing gets those that it served in the run.
+    Not counted: failed requests, earlier placements of a retried request, and KV that waits on a prefill instance.
     """
     spans = busy_spans(run)
     served = {
@@ -52,7 +50,7 @@ def resource_times(run: RunColumns, phases: Mapping[str, Phases]) -> dict[Phases
 
 
 def busy_spans(run: RunColumns) -> dict[str, dict[str, Floats]]:
-    """Busy spans of each instance's answered requests, by phase: rows of begin and end."""
+    """Return the busy spans of each instance by phase: rows of (begin, end) in seconds, one per answered request."""
     server, placements = run.server, run.placements
     known = run.answered & ~np.isnan(server["prefill_s"]) & ~np.isnan(run.last_s)
     prefill_s = server["prefill_queue_s"] + server["prefill_s"]
@@ -73,7 +71,7 @@ def busy_spans(run: RunColumns) -> dict[str, dict[str, Floats]]:
 
 
 def covered_s(spans: Floats) -> float:
-    """Length of the union of spans: rows of begin and end."""
+    """Return the total length of the union of spans, given as rows of (begin, end)."""
     if not len(spans):
         return 0.0
     ordered = spans[np.lexsort((spans[:, 1], spans[:, 0]))]

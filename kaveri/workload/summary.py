@@ -1,4 +1,4 @@
-"""Summarizes a run: latencies, SLO attainment, goodput, resource time. Real and simulated runs alike. Pure."""
+"""Summarizes a real or simulated run: latencies, SLO attainment, goodput, resource time. Pure."""
 
 import math
 from collections import Counter
@@ -15,7 +15,7 @@ from kaveri.workload.resource_time import Phases, resource_times
 from kaveri.workload.run_columns import SERVER_LOSSES, SERVER_PHASES, Floats, RunColumns, Whole
 
 LATE_S = 0.02
-"""The client missed its schedule if 1 % of requests were sent later than this, or its loop was delayed by more."""
+"""Seconds; a client missed its schedule if 1 % of requests were sent later, or its event loop was delayed by more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,7 @@ class Slo:
         return self.ttft_s is not None or self.tpot_s is not None
 
     def met(self, run: RunColumns) -> npt.NDArray[np.bool_]:
-        """Mask of the requests that met all limits; False for failed ones. A request without a second token has no TPOT
-        and meets that limit."""
+        """Mask of the answered requests that met all limits. Without a second token the TPOT limit counts as met."""
         met = run.answered
         if self.ttft_s is not None:
             met &= run.ttft_s() <= self.ttft_s
@@ -44,11 +43,8 @@ class Slo:
 def summarize(
     run: RunColumns, slo: Slo, phases: Mapping[str, Phases] | None = None, loop_delays_s: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """Summarize one run as JSON values. Latencies are those of answered requests; SLO attainment counts all requests.
-
-    phases: phases that each instance serves, by its id; with them the summary has the instances' time by phase.
-    loop_delays_s: delays of the client that sent the requests.
-    """
+    """Summarize one run as JSON values. Latencies are those of answered requests; SLO attainment counts all. phases:
+    those that each instance serves, by id, to add resource time. loop_delays_s: event loop delays of the client."""
     answered = run.answered
     met_count = int(slo.met(run).sum())
     late = spread(run.sent_s - run.due_s)
@@ -80,16 +76,13 @@ def summarize(
 
 
 def offered_per_s(sent_s: Floats) -> float | None:
-    """Requests per second as actually sent; None for a single request."""
+    """Return the rate at which requests were really sent, per second; None for a single request."""
     span_s = float(sent_s.max() - sent_s.min())
     return (len(sent_s) - 1) / span_s if span_s > 0 else None
 
 
 def over_runs(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Median, smallest and largest value of each figure over at least one run.
-
-    Runs that lack a figure are ignored for that figure. Values that are not numbers are left out.
-    """
+    """Return median, minimum and maximum of each number over the summaries of several runs that have it."""
     spreads: dict[str, Any] = {}
     for name in dict.fromkeys(name for summary in summaries for name in summary):
         values = [summary[name] for summary in summaries if summary.get(name) is not None]
@@ -103,10 +96,7 @@ def over_runs(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float] | Floats, counts: Whole | None = None) -> dict[str, float] | None:
-    """Mean, percentiles (nearest rank) and maximum; None without values. NaN is left out.
-
-    counts: multiplicity of each value; None: 1.
-    """
+    """Return mean, percentiles (nearest rank) and maximum, without NaN; None if empty. counts: weights of values."""
     array = np.asarray(values, dtype=np.float64)
     order = np.argsort(array, kind="stable")[: int((~np.isnan(array)).sum())]  # NaN comes last
     if not len(order):
@@ -121,12 +111,12 @@ def spread(values: Sequence[float] | Floats, counts: Whole | None = None) -> dic
 
 
 def unless_nan(value: float) -> float | None:
-    """Convert a figure to a JSON value."""
+    """Convert a number to JSON, which has no NaN: NaN becomes None."""
     return None if math.isnan(value) else float(value)
 
 
 def _losses(run: RunColumns) -> dict[str, Any]:
-    """Costs of lost instances for the answered requests."""
+    """Summarize what instance failures cost the answered requests."""
     found = {name: run.server[name][run.answered] for name in SERVER_LOSSES if name in run.server}
     totals = {name: int(np.nansum(column)) for name, column in found.items() if name != "stall_s"}
     stalls_s = found.get("stall_s", np.empty(0))

@@ -1,6 +1,5 @@
-"""Batches waiting prompts: a bounded queue, a limit per batch, one batch at a time. A batch is padded to its longest
-prompt (TetriInfer, arXiv 2401.11181, section 3.3.2), so one long prompt slows down all others of its batch. Prompts
-above a limit run alone."""
+"""Batches prompts for a length predictor: a bounded queue, one batch at a time. Batches are padded to their longest
+prompt (TetriInfer, arXiv 2401.11181, section 3.3.2), so prompts above a limit run alone, not to slow down others."""
 
 import asyncio
 import math
@@ -16,11 +15,11 @@ from services.predictor.metrics import PredictorMetrics
 from services.predictor.worker import WorkerThread
 
 _RETRY_AFTER_S = 0.1
-"""Retry delay for callers when the queue is full: a few batches."""
+"""Delay after which callers should retry when the queue is full: a few batches."""
 
 
 class LengthModel(Protocol):
-    """Interface of a predictor, implemented by kaveri.predictor.bundle.LengthPredictor."""
+    """Interface of a length predictor, implemented by kaveri.predictor.bundle.LengthPredictor."""
 
     model: str
     """Served name of the model that the predictor was trained for."""
@@ -33,11 +32,10 @@ class LengthModel(Protocol):
     max_prompt_tokens: int
 
     def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the probability of each bucket for prompts in token ids of the served model. Blocks; called by one
-        thread."""
+        """Return a row per prompt (token ids): the probability of each answer-length bucket. Blocks, on one thread."""
 
     def range_of(self, bucket: int) -> TokenRange:
-        """Return the answer lengths in a bucket."""
+        """Return the answer lengths, in tokens, that a bucket holds."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +46,7 @@ class _WaitingPrompt:
 
 
 class PredictionBatcher:
-    """Prompt queue of one predictor. Not thread-safe. Computes only while run() is active."""
+    """Prompt queue of one length predictor. Not thread-safe. Computes only while run() is active."""
 
     def __init__(
         self,
@@ -59,8 +57,7 @@ class PredictionBatcher:
         max_queue: int,
         metrics: PredictorMetrics,
     ) -> None:
-        """batch_prompts: max prompts in a batch. long_prompt_tokens: longer prompts are computed alone. max_queue: max
-        waiting prompts; predict() refuses more."""
+        """batch_prompts: batch limit. long_prompt_tokens: longer prompts run alone. max_queue: max waiting."""
         self._model = model
         self._worker = worker
         self._batch_prompts = batch_prompts
@@ -81,11 +78,8 @@ class PredictionBatcher:
         return len(self._waiting)
 
     async def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the probability of each bucket for each prompt, in the order of `prompts`.
-
-        Raises NoCapacity when not all prompts fit the queue, Unavailable when the predictor failed. On cancellation,
-        prompts that still wait are dropped.
-        """
+        """Return the probability of each answer-length bucket for each prompt, in order. Cancellation drops prompts
+        that still wait. Raises NoCapacity when not all prompts fit the queue, Unavailable when the predictor failed."""
         if len(self._waiting) + len(prompts) > self._max_queue:
             self._metrics.prompts.labels("refused").inc(len(prompts))
             raise NoCapacity("predictor", _RETRY_AFTER_S, f"at most {self._max_queue} prompts wait")
@@ -102,7 +96,7 @@ class PredictionBatcher:
             self._drop(entries)
 
     async def wait_idle(self) -> None:
-        """Return when nothing waits and nothing is being computed."""
+        """Wait until no prompt waits or is being computed."""
         await self._idle.wait()
 
     async def run(self) -> None:
@@ -165,11 +159,8 @@ class PredictionBatcher:
 
 
 def choose_batch(prompt_tokens: Sequence[int], batch_prompts: int, long_prompt_tokens: int) -> list[int]:
-    """Choose the waiting prompts to compute next, as indices in ascending order. Pure.
-
-    prompt_tokens: the prompts' lengths in order of arrival. The first prompt is always taken, so none starves: alone
-    when it is long, else with the next short ones.
-    """
+    """Choose the next batch, as ascending indices into waiting prompts of these lengths, in order of arrival. Always
+    takes the first, so that none starves: alone if it is long, else with the next short ones. Pure."""
     if not prompt_tokens:
         return []
     if prompt_tokens[0] > long_prompt_tokens:

@@ -50,5 +50,5 @@ class PredictorConfig(ServiceConfig):
 
     @property
     def predictor_path(self) -> str:
-        """Folder or bundled name of the predictor."""
+        """Folder or bundled name of the length predictor."""
         return self.predictor or self.model

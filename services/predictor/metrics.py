@@ -10,7 +10,7 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class PredictorMetrics:
-    """Predictor metrics, one set per registry; tests that host several instances give each its own."""
+    """Prometheus metrics of one predictor instance, registered in the given registry."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)

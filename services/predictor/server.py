@@ -23,7 +23,7 @@ _LONGEST_CALL_S = 30.0
 
 
 class PredictorServer(LengthPredictorServiceServicer):
-    """Validates calls and passes their prompts to a batcher. Also the HostedService of a predictor."""
+    """Validates calls and passes prompts to a batcher. Also reports load to, and is drained by, the service host."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class PredictorServer(LengthPredictorServiceServicer):
         await self._batcher.run()
 
     def load(self) -> InstanceLoad:
-        """Return the current load; its requests are prompts."""
+        """Return the current load, counted in prompts."""
         return InstanceLoad(
             waiting_requests=self._batcher.waiting_count, running_requests=self._batcher.computing_count
         )

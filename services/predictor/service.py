@@ -20,7 +20,7 @@ from services.predictor.worker import WorkerThread
 
 
 async def serve(config: PredictorConfig, stopping: asyncio.Event) -> int:
-    """Serve until `stopping`, then drain. Returns the exit status. Raises ConfigError."""
+    """Run a predictor instance until `stopping`, then drain. Returns the exit status. Raises ConfigError."""
     worker = WorkerThread("predictor")
     try:
         async with open_store(config, stopping, ViewSource.BROADCASTS) as store:
@@ -42,7 +42,7 @@ def predictor_host(
     store: ClusterStore,
     registry: CollectorRegistry = REGISTRY,
 ) -> ServiceHost:
-    """Build a predictor host around `model`. worker: computing thread; the caller closes it."""
+    """Build the gRPC host of a predictor. worker: thread for all calls of `model`; the caller closes it."""
     metrics = PredictorMetrics(registry)
     batcher = PredictionBatcher(
         model, worker, config.batch_prompts, config.long_prompt_tokens, config.max_queue, metrics
@@ -60,8 +60,7 @@ def predictor_host(
 
 
 def check_model(model: LengthModel, config: PredictorConfig) -> None:
-    """Raise ConfigError when the predictor was trained for another model, or cannot predict. Blocks. Predicts once, so
-    the first caller does not wait for torch's set-up."""
+    """Raise ConfigError if the predictor is for another model or cannot predict. Blocks: predicts once to warm up."""
     if model.model not in (config.model, config.model_name):
         reason = f"{config.predictor_path} was made for model {model.model!r}, not for {config.model_name!r}"
         raise ConfigError("--predictor", reason)

@@ -1,4 +1,4 @@
-"""Thread that loads the predictor and computes, so the event loop never blocks."""
+"""Thread that loads the length predictor and computes, so that the event loop never blocks."""
 
 import asyncio
 import queue
@@ -12,11 +12,8 @@ ResultT = TypeVar("ResultT")
 
 
 class WorkerThread:
-    """Runs calls one at a time, in order. Used from one event loop.
-
-    A daemon thread, so a hanging call does not stop the process from exiting. One thread for all calls, because torch
-    creates a thread pool for every thread that calls it.
-    """
+    """Thread that runs calls one at a time, in order. Used from one event loop. A daemon: a hanging call does not keep
+    the process alive. One for all calls, because torch creates a thread pool for every calling thread."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -25,8 +22,7 @@ class WorkerThread:
     async def call(
         self, function: Callable[ParamsT, ResultT], *args: ParamsT.args, **kwargs: ParamsT.kwargs
     ) -> ResultT:
-        """Run function(*args, **kwargs) on the thread. A call that has started cannot be cancelled: it completes and
-        its result is dropped."""
+        """Run a call on the thread. Once started it cannot be cancelled: it completes and its result is dropped."""
         outcome: Future[ResultT] = Future()
 
         def run() -> None:

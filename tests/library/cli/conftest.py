@@ -1,4 +1,4 @@
-"""Runs the command line in this process: its imports take seconds."""
+"""Runs the command line in this process, because its imports take seconds."""
 
 import subprocess
 import sys

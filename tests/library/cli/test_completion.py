@@ -1,5 +1,3 @@
-"""What shells complete: commands, their flags, and the flags of services."""
-
 import os
 import subprocess
 import sys
@@ -18,7 +16,6 @@ def _completed(line: str) -> list[str]:
     asked = {
         "_KAVERI_COMPLETE": "complete_bash",
         "COMP_WORDS": line,
-        # The word that is being typed.
         "COMP_CWORD": str(len(words) - (not line.endswith(" "))),
     }
     ended = subprocess.run(
@@ -47,7 +44,7 @@ def test_the_shells_are_told_how_to_ask() -> None:
         capture_output=True,
         text=True,
         timeout=60,
-        # Else typer looks for a shell among the processes that started this one.
+        # Else typer detects the shell from the parent processes.
         env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
     )
     assert "_KAVERI_COMPLETE=complete_bash" in shown.stdout

@@ -1,5 +1,3 @@
-"""`kaveri config show`: the settings that a service would have, and where each comes from."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""One style of help for all commands: plain text, `Usage:`, `Options:`, the variable and the default in brackets."""
-
 import contextlib
 import re
 
@@ -50,7 +48,7 @@ def test_every_command_has_the_same_style_of_help(command: str, capsys: pytest.C
     flags = re.findall(r"^  (--\S+)(.*)$", options, re.MULTILINE)
     assert flags
     for flag, rest in flags:
-        # Perhaps a second name; <value>, then its help; a switch has none.
+        # An optional second name, an optional <value>, then the help.
         assert re.match(r"( --\S+)?( <[^>]+>|$| {2,}\S)", rest), flag
     assert "\x1b" not in shown
     assert not set("╭│╰") & set(shown)
@@ -67,5 +65,5 @@ def test_a_services_help_has_headings(capsys: pytest.CaptureFixture[str]) -> Non
     headings = re.findall(r"^(\S.*):$", shown, re.MULTILINE)
     assert headings[0] == "Options"
     assert {"Decoding", "Engine and KV", "Process and cluster"} <= set(headings)
-    # Flags of engines that make tokens up do not come before the real ones'.
+    # Flags of the fake engine stand last.
     assert shown.index("--engine ") < shown.index("--fake-step-s")

@@ -1,5 +1,3 @@
-"""What commands write to a pipe that nobody reads, and to a stdout that is not UTF-8."""
-
 import os
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""`kaveri plan --from-cluster`: what it asks routers, and what it says where there is no plan."""
-
 import asyncio
 import contextlib
 import json
@@ -21,7 +19,7 @@ COUNT = 40
 
 
 class ScriptedClusterService(cluster_pb2_grpc.ClusterServiceServicer):
-    """One router's account: a request a second, each of 64 tokens and `answer_tokens`."""
+    """Router that reports a request per second, of 64 prompt and `answer_tokens` answer tokens."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -95,13 +93,12 @@ async def test_an_overloaded_cluster_without_a_plan_is_shown_to_miss_all_the_sam
     assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
     assert "what runs: 3 prefill x TP 1 and 3 decode x TP 1, 6 GPUs" in "\n".join(found)
     assert found[-1] == "what runs misses 90%; there is no plan to compare it with"
-    # Twice what runs may be used.
     assert "--gpus: is 12; 4 requests/s need at least" in error
 
 
 async def test_a_cluster_is_planned_again_by_what_all_its_routers_were_asked_for() -> None:
     plan = ("--profile", "opt-13b-a100", "--prefill-tp-pp", "1,1", "--decode-tp-pp", "1,1", "--requests", "50")
-    # Small batches: the search simulates as many requests as the instances bear in some seconds.
+    # Small batches keep the search short: it simulates what instances serve in some seconds.
     plan += ("--slo-ttft-s", "2", "--slo-tpot-s", "0.2", "--max-batch", "8", "--json")
     async with scripted_router("router-0") as (first, address), scripted_router("router-1") as (second, other):
         for service in (first, second):
@@ -120,10 +117,8 @@ async def test_a_cluster_is_planned_again_by_what_all_its_routers_were_asked_for
     assert counts == [2, 2 * COUNT, 2 * COUNT, 0, 0]
     assert found["rate_per_s"] == pytest.approx(2 * COUNT / observed["period_s"])
     assert [found["running"][phase]["count"] for phase in ("prefill", "decode")] == [1, 2]
-    # Two instances carry so little; a third one is not needed.
     assert (found["running"]["gpus"], found["gpus"], found["advice"]) == (3, 2, "change")
     assert "2 GPUs are enough, and 3 run" in found["reason"]
     assert attainment["low"] >= 0.9
     assert recorded.returncode == 0, recorded.stderr
-    # From the first arrival to the last.
     assert json.loads(recorded.stdout)["rate_per_s"] > found["rate_per_s"]

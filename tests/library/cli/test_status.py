@@ -1,5 +1,3 @@
-"""What `kaveri status` shows of instances."""
-
 import io
 import re
 
@@ -41,7 +39,7 @@ def test_memory_for_copies_is_shown_where_an_instance_holds_some() -> None:
 def test_how_replication_does_is_shown_where_an_instance_says_it() -> None:
     counts = ReplicaCounts(owned=12, unprotected=3, lag_tokens=17, resumed=5, moved=8)
     says = InstanceLoad(replica_free_bytes=0, replica_total_bytes=256 << 20, replica_counts=counts)
-    # Of a former version, which has copies too.
+    # An instance of a former version holds copies but reports no counts.
     silent = InstanceLoad(replica_free_bytes=0, replica_total_bytes=256 << 20)
     titles, first, second = (
         [cell.strip() for cell in re.split("[┃│]", line)[1:-1]]

@@ -1,5 +1,3 @@
-"""The time line that `kaveri trace` shows."""
-
 import pytest
 
 from kaveri.cli.trace import render, time_line

@@ -1,5 +1,3 @@
-"""Wrong flags of any command end with one line and status 2, as wrong settings do."""
-
 import sys
 
 import pytest

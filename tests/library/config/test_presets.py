@@ -1,5 +1,3 @@
-"""Presets: settings that services have, with the values that the papers give."""
-
 import pytest
 
 from kaveri.config.presets import Preset, preset_settings

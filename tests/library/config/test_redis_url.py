@@ -1,5 +1,3 @@
-"""Which database a Redis URL names, and that what is shown of a URL holds no part of a password."""
-
 import pytest
 
 from kaveri.config.redis_url import database_of, shown

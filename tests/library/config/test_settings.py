@@ -1,5 +1,3 @@
-"""Settings from flags, environment and defaults: who wins, and how wrong ones are named."""
-
 import enum
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +10,6 @@ from tests.support.settings import parse_config
 
 
 class Order(enum.StrEnum):
-    """Which end comes first."""
-
     FIRST = "first"
     LAST = "last"
 

@@ -1,5 +1,3 @@
-"""Where settings come from: flags, variables, a file; which wins, what is refused, and what `rows` shows."""
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +10,6 @@ from kaveri.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SourcedSettings:
-    """A service for tests."""
-
     max_batch: int = setting("requests", 64, least=1)
     lease_ttl_s: float = setting("seconds", 1.0)
     verbose: bool = setting("say more", False)

@@ -1,5 +1,3 @@
-"""Load over HTTP: what is recorded of answers, and of servers that refuse, break off or answer nonsense."""
-
 import asyncio
 import contextlib
 import json
@@ -28,7 +26,7 @@ _GOOD = (
 
 @dataclass
 class _Server:
-    """Answers each request with the same bytes, and keeps what it was sent."""
+    """HTTP server that answers each request with the same bytes, and records requests."""
 
     answer: bytes
     hangs: bool = False

@@ -1,5 +1,3 @@
-"""What a run is summed up to."""
-
 from typing import Any
 
 import numpy as np

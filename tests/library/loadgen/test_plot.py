@@ -1,5 +1,3 @@
-"""What is drawn of runs."""
-
 import importlib.util
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Resource time of the instances in a run."""
-
 from collections.abc import Mapping
 
 import numpy as np
@@ -21,7 +19,7 @@ def answered(
     decode: tuple[str, float, float],
     error: str | None = None,
 ) -> RequestRecord:
-    """prefill, decode: instance id, seconds in its queue, seconds of computing."""
+    """prefill, decode: instance id, seconds in its queue, seconds of computation."""
     server = ServerTiming(
         router_s=0.0,
         prefill_queue_s=prefill[1],

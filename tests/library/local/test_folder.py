@@ -1,5 +1,3 @@
-"""The folder of a local stack: never removed while in use, always removed in the end."""
-
 import signal
 import subprocess
 import sys

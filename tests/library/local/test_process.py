@@ -1,5 +1,3 @@
-"""Children end when they are stopped, and always with their parent."""
-
 import asyncio
 import os
 import signal
@@ -103,7 +101,7 @@ async def test_cancelled_stop_still_ends_the_child(tmp_path: Path) -> None:
 
 async def test_ctrl_c_on_the_terminal_does_not_reach_children(tmp_path: Path) -> None:
     child = ChildProcess.start("child", ["sleep", "600"], tmp_path / "child.log")
-    # The terminal signals its foreground process group, which is this process's.
+    # A terminal signals the foreground process group.
     assert os.getpgid(child.pid) != os.getpgrp()
     await child.kill()
 

@@ -1,5 +1,3 @@
-"""The private Redis is found, private, bounded and without a trace on disk."""
-
 import os
 import shutil
 import stat

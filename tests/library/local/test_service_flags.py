@@ -1,5 +1,3 @@
-"""Flags of a stack that are for its services."""
-
 import pytest
 
 from kaveri.config.services import ServiceKind

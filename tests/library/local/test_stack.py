@@ -1,4 +1,4 @@
-"""A local stack of real services on the fake engine: it starts, survives, and leaves nothing behind."""
+"""Local cluster of real services on the fake engine: start, restarts, end."""
 
 import asyncio
 import os
@@ -49,19 +49,17 @@ async def test_whichever_instance_is_killed_the_cluster_is_whole_again_after_its
             await cluster.kill(name)
             if name == "decode-0":
                 await cluster.wait_for_view(lambda view: "decode-0" not in view.instances, within_s=5.0)
-            # The others at once, while the lease of the old life still holds.
+            # Others are restarted before the lease of the killed process expires.
             await cluster.restart(name)
             status = cluster.view().instances[name]
             assert status.record.incarnation != before
             assert status.load.state is InstanceState.READY
-            # The router too has kept its address.
             assert await _answer_tokens(cluster.target) == 4
         await cluster.kill("redis")
         await cluster.wait_for_view(lambda view: not view.store_connected)
         assert await _answer_tokens(cluster.target) == 4
         await cluster.restart("redis")
         assert await _answer_tokens(cluster.target) == 4
-        # One that ends again is named at once, with its last words.
         await cluster.stack.wait_until_ready(60.0)
         await cluster.kill("decode-0")
         cluster.stack.config = replace(cluster.stack.config, flags={ServiceKind.DECODE: ("--chunk-tokens", "many")})

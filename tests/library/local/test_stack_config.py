@@ -1,5 +1,3 @@
-"""The command lines of a local stack's services: who listens where, and who else may call there."""
-
 from pathlib import Path
 
 import psutil
@@ -39,7 +37,6 @@ def test_secrets_are_in_the_environment_and_on_no_command_line() -> None:
         assert "hunter" not in command
     environment = service_environment(config, ServiceKind.DECODE, config.redis_url, inherited)
     assert environment == {"HOME": "/home/me", "KAVERI_REDIS_URL": config.redis_url, "KAVERI_ENGINE_ARGS": engine_args}
-    # It has no engine.
     assert "KAVERI_ENGINE_ARGS" not in service_environment(config, ServiceKind.ROUTER, config.redis_url, inherited)
     assert service_environment(StackConfig(config_file="k.toml"), ServiceKind.ROUTER, "unix:///r.sock", {}) == {
         "KAVERI_REDIS_URL": "unix:///r.sock",
@@ -86,7 +83,7 @@ def test_a_setting_goes_to_the_services_that_have_it_and_a_roles_flag_wins() -> 
     assert "--max-requests" not in flags[ServiceKind.DECODE]
     assert flags[ServiceKind.DECODE]["--engine"] == "timed"
     assert "--max-model-len" not in flags[ServiceKind.DECODE]
-    # That of the engines; a predictor's is its own.
+    # Without a role it means the engines' device.
     assert flags[ServiceKind.DECODE]["--device"] == "cpu"
     assert "--device" not in flags[ServiceKind.PREDICTOR]
 

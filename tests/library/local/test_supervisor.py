@@ -1,5 +1,3 @@
-"""A supervised child is restarted, later each time, until it is stopped."""
-
 import asyncio
 import errno
 import time
@@ -59,7 +57,6 @@ async def test_pauses_have_a_longest_one_and_a_steady_life_makes_them_short_agai
     await lives.until(lambda: len(lives.lines) >= 5)
     said = [line.rpartition(" in ")[2] for line in lives.lines]
     assert said[:5] == ["0.01 s", "0.02 s", "0.03 s", "0.03 s", "0.03 s"]
-    # From now on every life counts as a steady one.
     monkeypatch.setattr(supervisor_module, "_STEADY_AFTER_S", 0.0)
     lives.lines.clear()
     await lives.until(lambda: len(lives.lines) >= 3)

@@ -1,5 +1,3 @@
-"""The bundled model: its files, its tokenizer, its exact answers, and the families' held-out split."""
-
 import json
 from pathlib import Path
 from random import Random
@@ -54,7 +52,6 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def generate(model: Any, tokenizer: Any, ids: list[int]) -> list[int]:
-    """The tokens that greedy decoding adds to the prompt, the end token included."""
     torch = pytest.importorskip("torch")
     output = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=700)
     return output[0, len(ids) :].tolist()  # type: ignore[no-any-return]

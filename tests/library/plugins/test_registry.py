@@ -1,5 +1,3 @@
-"""What a flag can name: Kaveri's own, what installed packages register, and package.module:name."""
-
 import sys
 from pathlib import Path
 
@@ -55,7 +53,7 @@ def no_engine(settings):
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A distribution "stub 1.0" with a module `stub_plugins`; its entry points are in the file that is returned."""
+    """Make a distribution "stub 1.0" with the module `stub_plugins`. Returns its file of entry points."""
     (tmp_path / "stub_plugins.py").write_text(SOURCE)
     (tmp_path / "stub_broken.py").write_text("raise SystemExit('this module is no library')")
     info = tmp_path / "stub-1.0.dist-info"

@@ -1,5 +1,3 @@
-"""Labels that a classifier learns in seconds: two instructions, one with short answers, one with long ones."""
-
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from training.kaveri_tiny.families import WORDS
 
 
 def make_labels(count: int = 120) -> list[Label]:
-    """Half of them spell a word in 5 tokens, half sing about it in 250."""
+    """Make labels that a classifier learns in seconds: half spell a word in 5 tokens, half sing about it in 250."""
     tokenizer = load_tokenizer("kaveri-tiny")
     labels = []
     for place in range(count):

@@ -1,5 +1,3 @@
-"""Accuracy, baseline, within-one and calibration against figures made by hand."""
-
 import pytest
 
 from kaveri.domain.length import TokenRange

@@ -1,5 +1,3 @@
-"""A predictor's folder: what is checked when it is loaded, and what predict() refuses and cuts."""
-
 import json
 import shutil
 from collections.abc import Callable
@@ -41,7 +39,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """One to be broken."""
     return Path(shutil.copytree(made, tmp_path / "predictor"))
 
 

@@ -1,4 +1,4 @@
-"""kaveri predictor label, as a process against a real gRPC server: what it writes, and how it goes on once killed."""
+"""`kaveri predictor label`, as a process against a real gRPC server."""
 
 import asyncio
 import contextlib
@@ -21,12 +21,11 @@ from kaveri.wire.status import abort
 from tests.library.client.inference_double import WAIT_S, InferenceDouble, serving_in_a_thread, wait_until
 
 COMMAND = [sys.executable, "-c", "from kaveri.cli.main import main; main()", "predictor", "label"]
-# Its processes share two cores with many others.
 RUN_S = 60.0
 
 
 class AnsweringDouble(InferenceDouble):
-    """Answers with as many tokens as the prompt has characters; holds back the prompts in `held`."""
+    """Service that answers with as many tokens as the prompt has characters, but holds back prompts in `held`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +39,7 @@ class AnsweringDouble(InferenceDouble):
     ) -> AsyncIterator[pb.GenerateResponse]:
         text = request.text
         self.most_running = max(self.most_running, len(self.running))
-        # Requests that were sent at once shall meet here.
+        # Let concurrent requests overlap.
         await asyncio.sleep(0.01)
         if text in self.refused:
             await abort(context, InvalidArgument("prompt", text, "liked"))
@@ -78,7 +77,7 @@ def label(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def running(service: AnsweringDouble, asked: int, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """A run that has asked for so many answers and is still at it."""
+    """Run the command, once it has sent `asked` requests, for the duration of the context."""
     command = [*COMMAND, *map(str, arguments)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
@@ -101,7 +100,7 @@ def write_prompts(path: Path, prompts: list[str]) -> Path:
 def label_all(
     folder: Path, target: str, prompts: list[str], *flags: object
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Run the command on these prompts. Returns it and its file of labels."""
+    """Run the command on these prompts. Returns the ended process and the file of labels."""
     out = folder / "new" / "labels.jsonl"
     return label("--prompts", write_prompts(folder / "p.txt", prompts), "--target", target, "--out", out, *flags), out
 
@@ -127,7 +126,6 @@ def test_every_prompt_gets_its_label_once_with_no_more_in_flight_than_asked_for(
         "prompt_tokens": 7,
         "finish_reason": "stop",
     }
-    # Greedy, to the model's own end.
     assert all(request.params.temperature == 0 and not request.params.ignore_eos for request in service.requests)
     assert not any(request.params.HasField("max_tokens") for request in service.requests)
 
@@ -141,7 +139,6 @@ def test_a_killed_run_goes_on_where_it_was(service: AnsweringDouble, target: str
         process.kill()
         process.wait(WAIT_S)
     assert len(labels_in(out)) == 6
-    # A death in the middle of a write leaves a part of a line.
     with out.open("a") as file:
         file.write('{"prompt": "aaaaaaa", "mod')
     service.held.clear()

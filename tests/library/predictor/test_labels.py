@@ -1,5 +1,3 @@
-"""Labels: their file, their split, and the check that a tokenizer is the served model's."""
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -47,7 +45,7 @@ def test_the_split_depends_on_the_prompt_alone_and_has_the_promised_shares() -> 
     counts = Counter(splits)
     assert 150 < counts[Split.HELD_OUT] < 250
     assert 150 < counts[Split.VALIDATION] < 250
-    # Drawn once and never to change: a predictor's held-out prompts stay those it has not seen.
+    # Fixed forever: no predictor may have seen its held-out prompts.
     assert [make_label(prompt).split for prompt in prompts[:4]] == [Split.TRAIN, Split.TRAIN, Split.TRAIN, Split.TRAIN]
 
 

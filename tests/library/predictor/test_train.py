@@ -1,5 +1,3 @@
-"""kaveri predictor train: a predictor out of few labels, gone on with after its death, of any base."""
-
 import dataclasses
 import json
 import signal
@@ -22,7 +20,6 @@ from tests.support.tiny_models import make_tiny_model
 
 COMMAND = [sys.executable, "-P", "-m", "kaveri.predictor"]
 FLAGS = ["--granularity", "100", "--layers", "1", "--width", "32", "--max-prompt-tokens", "16", "--batch-size", "8"]
-# A process that imports torch and the Trainer, on a machine that does much else.
 RUN_S = 100.0
 
 
@@ -93,7 +90,7 @@ def test_a_killed_training_goes_on_from_its_last_epoch(labels_path: Path, tmp_pa
     work = tmp_path / "p" / "training"
     with pytest.raises(ConfigError, match="holds checkpoints of another training: epochs was 12 there and is 4 here"):
         train(labels_path, tmp_path / "p", settings(learning_rate=1e-3), print)
-    # As a death in the middle of writing one leaves it.
+    # An incomplete checkpoint.
     (work / "checkpoint-99999").mkdir()
     said: list[str] = []
     train(labels_path, tmp_path / "p", settings(learning_rate=1e-3, epochs=12), said.append)
@@ -124,7 +121,7 @@ def test_a_base_with_a_tokenizer_of_its_own_tokenizes_anew(labels_path: Path, tm
     assert short[0] > 0.5
     assert long[2] > 0.5
     assert sum(longest) == pytest.approx(1), "a prompt beyond the classifier's positions is cut"
-    # A conversation's marks are no text: nothing is left, and it is still a prompt.
+    # Special tokens have no text, so the retokenized prompt is empty.
     (row,) = predictor.predict([[served.token_to_id("<|end|>")]])
     assert sum(row) == pytest.approx(1)
 
@@ -153,7 +150,7 @@ def test_what_cannot_be_trained_is_said_before_it_is(labels_path: Path, tmp_path
 def test_a_missing_extra_is_said_in_one_line(
     labels_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # None is how Python says, to `import` and to find_spec alike, that there is no such module.
+    # None in sys.modules: neither `import` nor find_spec finds the module.
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(ConfigError, match=r"train: accelerate is not installed: .*\[transformers,predictor\]"):
         app(["train", "--labels", str(labels_path), "--out", str(tmp_path)])

@@ -1,5 +1,3 @@
-"""What a key uses is counted within its windows, in this process or for all processes that share a Redis."""
-
 import pytest
 import structlog.testing
 

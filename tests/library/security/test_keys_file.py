@@ -1,5 +1,3 @@
-"""A keys file: how keys are added, what it may say, and what becomes of changes while a process reads it."""
-
 import asyncio
 import contextlib
 import os
@@ -132,7 +130,6 @@ async def test_changes_are_taken_up_and_a_broken_file_keeps_the_former_keys(path
     with structlog.testing.capture_logs() as logged:
         await _settle(keys)
     assert [line["event"] for line in logged] == ["keys_file_read"], "it is in use again"
-    # Revoked, in a file that replaces the former one.
     _rename_over(path, good.partition("\n[bob]")[0])
     await _settle(keys)
     assert keys.find(bob) is None
@@ -150,7 +147,7 @@ def _rename_over(path: str, text: str) -> None:
 
 
 def _move_away_and_write(path: str, text: str) -> None:
-    """As vim does with `backupcopy=no`."""
+    """Save as vim does with `backupcopy=no`."""
     os.rename(path, path + "~")
     Path(path).write_text(text)
     os.unlink(path + "~")
@@ -164,7 +161,7 @@ def _swap_link(path: str, text: str) -> None:
 
 
 def _swap_data_folder(path: str, text: str) -> None:
-    """As the kubelet does with a Secret: keys.toml -> ..data/keys.toml, ..data -> ..<time>."""
+    """Save as the kubelet does with a Secret: keys.toml -> ..data/keys.toml, ..data -> ..<time>."""
     folder = Path(path).parent
     version = folder / f"..{uuid.uuid4().hex}"
     version.mkdir()
@@ -288,7 +285,7 @@ async def test_what_is_no_regular_file_blocks_nobody_and_changes_nothing(path: s
 
 @contextlib.contextmanager
 def _unblocking(path: str) -> Iterator[None]:
-    """Ends readers that are blocked on a FIFO, so that a test that fails ends."""
+    """Unblock readers of a FIFO, so that a failing test ends."""
     try:
         yield
     finally:

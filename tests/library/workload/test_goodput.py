@@ -1,5 +1,3 @@
-"""The search for the highest rate at which enough requests meet their SLOs."""
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +6,6 @@ from kaveri.workload.goodput import GoodputSearch, Probe
 
 
 def search(goodput_per_s: float, start_per_s: float, max_runs: int, resolution: float = 0.05) -> GoodputSearch:
-    """A search on a cluster whose goodput is this."""
     found = GoodputSearch(start_per_s, 0.9, max_runs, resolution)
     while (rate_per_s := found.next_rate()) is not None:
         found.note(Probe(rate_per_s, 0.95 if rate_per_s <= goodput_per_s else 0.4))

@@ -1,5 +1,3 @@
-"""Files of prompts: what is read, and how a malformed line is named."""
-
 import json
 from pathlib import Path
 
@@ -14,7 +12,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 def test_a_text_file_has_a_prompt_per_line_and_blank_lines_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_bytes("hello\r\n\n  \n Grüße\x85{}\n".encode())
-    # Spaces at the ends belong to a prompt, and so does what only Unicode takes for the end of a line.
+    # Outer spaces and \x85, a line end in Unicode only, belong to a prompt.
     assert read_prompts(path) == [(1, RequestPrompt("prompt", "hello")), (4, RequestPrompt("prompt", " Grüße\x85{}"))]
 
 

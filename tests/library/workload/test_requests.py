@@ -1,5 +1,3 @@
-"""Synthetic workloads: lengths of the five classes, arrivals, and traces read from files."""
-
 import itertools
 import random
 import statistics

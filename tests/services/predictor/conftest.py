@@ -1,4 +1,4 @@
-"""A deterministic length model, and predictor services around it and around a real one with set weights."""
+"""Predictor services around a deterministic length model, and around a real one with set weights."""
 
 import asyncio
 import threading
@@ -30,7 +30,7 @@ BUCKETS = 5
 
 
 class LastTokenModel:
-    """The bucket is the last token, modulo the number of buckets. Records its batches; may be held up."""
+    """Length model that predicts the bucket (last token) % BUCKETS. Records its batches."""
 
     model = "fake"
     granularity = 100
@@ -42,10 +42,9 @@ class LastTokenModel:
     def __init__(self) -> None:
         self.batches: list[list[tuple[int, ...]]] = []
         self.free = threading.Event()
-        """Cleared, it holds up every batch."""
         self.free.set()
         self.rows: Callable[[int], list[list[float]]] | None = None
-        """Answers this instead of the true length."""
+        """If set, called with the prompt count to make the answer."""
 
     def predict(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         self.batches.append([tuple(prompt) for prompt in prompts])
@@ -60,8 +59,6 @@ class LastTokenModel:
 
 @dataclass(eq=False)
 class RunningPredictor:
-    """One predictor service in this process."""
-
     host: ServiceHost
     channel: aio.Channel
     registry: CollectorRegistry
@@ -108,7 +105,7 @@ def worker() -> Iterator[WorkerThread]:
 
 @pytest.fixture
 async def predictor(model: LastTokenModel, worker: WorkerThread) -> AsyncIterator[RunningPredictor]:
-    """A service around the deterministic model and a real Redis. Batches of 4, a queue of 8, 6 prompts a call."""
+    """Run a service with a real Redis: batches of 4, a queue of 8, 6 prompts a call."""
     config = PredictorConfig(
         instance_id="predictor-0",
         model="fake",
@@ -137,7 +134,7 @@ async def predictor(model: LastTokenModel, worker: WorkerThread) -> AsyncIterato
 
 @pytest.fixture
 def bundle_of(tmp_path: Path) -> Callable[..., Path]:
-    """Makes a predictor's folder: a real classifier whose weights always choose one bucket of 100 tokens."""
+    """Return a function that makes a folder with a real classifier, which always chooses one bucket of 100 tokens."""
 
     def make(bucket: int, model: str = "fake", bucket_count: int = BUCKETS) -> Path:
         import torch

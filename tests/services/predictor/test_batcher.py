@@ -1,5 +1,3 @@
-"""The predictor's queue: what is computed together, what is refused, what is never computed."""
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
@@ -20,7 +18,6 @@ LONG = 10
 
 @pytest.fixture
 async def batcher(model: Any, worker: WorkerThread) -> AsyncIterator[PredictionBatcher]:
-    """Batches of 4, a queue of 8, prompts of more than 10 tokens alone."""
     batcher = PredictionBatcher(model, worker, 4, LONG, 8, PredictorMetrics(CollectorRegistry()))
     running = asyncio.create_task(batcher.run())
     yield batcher
@@ -38,7 +35,7 @@ def ask(batcher: PredictionBatcher, *prompts: list[int]) -> "asyncio.Task[list[l
 
 
 async def hold_up(batcher: PredictionBatcher, model: Any) -> "asyncio.Task[Any]":
-    """One prompt that is being computed until the model is freed."""
+    """Send a prompt that is computed until `model.free` is set."""
     model.free.clear()
     first = ask(batcher, [0])
     await eventually(lambda: len(model.batches) == 1, "the first batch is computed")

@@ -1,5 +1,3 @@
-"""The predictor's settings: limits under which prefill instances could never be answered are refused."""
-
 import re
 
 import pytest

@@ -1,5 +1,3 @@
-"""Predictor processes around a real Redis: bad bundles, taken ports and SIGTERM."""
-
 import asyncio
 import socket
 from collections.abc import Callable

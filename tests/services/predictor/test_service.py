@@ -1,4 +1,4 @@
-"""The predictor service over real gRPC and a real Redis, around a deterministic model."""
+"""Predictor service over real gRPC and a real Redis, around a deterministic model."""
 
 import asyncio
 from typing import Any
