@@ -47,14 +47,14 @@ def parse_parallelism(text: str, field: str) -> Parallelism:
 def require_possible(
     model: ModelShape, hardware: Hardware, parallelism: Parallelism, gpus: int, field: str, *, has_pool: bool = False
 ) -> None:
-    """Raise ConfigError, with the limit, if the model cannot run so. has_pool: skip the check of memory."""
+    """Raise ConfigError if the model cannot run with this parallelism. has_pool: its KV capacity is known to fit."""
     reason = _impossible(model, hardware, parallelism, gpus, has_pool=has_pool)
     if reason:
         raise ConfigError(field, f"is {parallelism.tp},{parallelism.pp}: {reason}")
 
 
 def possible_parallelisms(model: ModelShape, hardware: Hardware, gpus: int) -> tuple[Parallelism, ...]:
-    """Return all that fit on `gpus` GPUs: TP in one machine, both dividing the model (DistServe, algorithm 1)."""
+    """Return all parallelisms that fit: TP in one machine, both dividing the model (DistServe, algorithm 1)."""
     found = (
         Parallelism(tp, pp)
         for tp in range(1, min(hardware.gpus_per_node, gpus) + 1)

@@ -293,19 +293,20 @@ def least_token_depth(
 
 
 def prompt_machines(machines: int, prompt_s: float, token_s: float, new_tokens: float, streaming: float) -> float:
-    """Return the unrounded number of machines for prompts: D_p = D m Y / (m Y + N t) (equations 1 and 7)."""
+    """Return the unrounded number of machines for prompts, D_p = D m Y / (m Y + N t) (equations 1 and 7), with D, Y, t,
+    N and m in order of the parameters."""
     return machines * streaming * prompt_s / (streaming * prompt_s + new_tokens * token_s)
 
 
 def streaming_bound(machines: int) -> float:
-    """Return the bound on m below which equation 5 holds: 2 - 1/D. The paper says 2; but from this bound on its
-    denominator is not positive, and two pipelines are slower than one for any Y / t."""
+    """Return 2 - 1/D (D: machines), below which the streaming factor m must be for DéjàVu's equation 5. The paper says
+    2; but from this bound on, its denominator is not positive and two pipelines are always slower than one."""
     return 2 - 1 / machines
 
 
 def apart_pays(machines: int, prompt_s: float, token_s: float, streaming: float) -> bool:
-    """Return True if two pipelines beat one (equation 5): Y / t > (D - 1) / (D (2 - m) - 1), with unrounded machine
-    counts. Raises ConfigError for an m outside [1, streaming_bound())."""
+    """Return True if two pipelines beat one by equation 5, Y / t > (D - 1) / (D (2 - m) - 1), with unrounded D, Y, t
+    and m in order of the parameters. Raises ConfigError for an m outside [1, streaming_bound())."""
     if not 1 <= streaming < streaming_bound(machines):
         limit = f"at least 1 and below 2 - 1/D = {streaming_bound(machines):.4g}, where equation 5 holds"
         raise ConfigError("--streaming", f"is {streaming:g}; it must be {limit}")

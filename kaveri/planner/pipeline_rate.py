@@ -30,8 +30,8 @@ class Period:
 
 
 def shared_period(tokens: Sequence[int], depth: int, prompt_s: float, token_s: float) -> Period:
-    """Return the period of one pipeline for prompts and tokens; arguments as in shared_ends(). It leaves out warm-up
-    and drain, so there must be many more microbatches than stages."""
+    """Return the period of one pipeline for prompts and tokens, without warm-up and drain; it needs many more
+    microbatches than stages. tokens: longest answer of each. prompt_s, token_s: seconds of a pass in one stage."""
     ends = shared_ends(tokens, depth, prompt_s, token_s)
     first, last = max(len(ends) // _WARM_UP_SHARE, 2 * depth), len(ends) - depth
     each = (last - first) // BATCHES

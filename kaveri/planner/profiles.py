@@ -53,9 +53,9 @@ def saturating_tokens(latency: LatencyModel) -> int:
 
 
 def scaled_to_model(latency: LatencyModel, measured: ModelShape, wanted: ModelShape) -> LatencyModel:
-    """Estimate another model's latency at the same tensor parallelism. Matrix terms scale with L (4h^2 + 2hm),
-    attention terms with L h; a prefill step's constant is kept (C3), a decode step's is the read of the weights
-    (C4)."""
+    """Estimate another model's latency at the same tensor parallelism by DistServe's appendix A. Matrix terms scale
+    with layers * (4h^2 + 2hm), attention with layers * h. A prefill step's constant is kept (C3), a decode step's is
+    the time to read the weights (C4)."""
     weights = wanted.layers * wanted.layer_weights / (measured.layers * measured.layer_weights)
     attention = wanted.layers * wanted.hidden_size / (measured.layers * measured.hidden_size)
     return _scaled(latency, f"{wanted.name} as {latency.name}", weights, attention)
