@@ -64,8 +64,8 @@ class _BaselineRequest:
 
 
 def baseline_of(cluster: ClusterSpec, rule: BaselineRule) -> BaselineSpec:
-    """Return an instance with the cluster's decode pool and batch limit. Its steps hold a prefill chunk, or for rules
-    with whole prompts a request of maximum length, as in vLLM 0.2."""
+    """Return settings with the cluster's decode pool and batch limit. A step holds one prefill chunk, or with rules
+    that take whole prompts as many tokens as the longest request, as in vLLM 0.2."""
     pool = cluster.decode.engine
     whole = rule in (BaselineRule.PREFILL_FIRST, BaselineRule.WHOLE_BATCH)
     return BaselineSpec(

@@ -33,7 +33,7 @@ class SimulatedColocated(DecodeSide, SimulatedPrefill):
         return prompt_fits(attempt.token_count, counts, kept, self.engine.free_blocks, block_tokens)
 
     def _begin_search(self, attempt: SimulatedAttempt) -> None:
-        """Start to decode a computed prompt here, where its blocks are."""
+        """Start to decode a computed prompt here, instead of searching for a decode instance."""
         if attempt.first_token_s < 0:
             return
         sequence, now_s = attempt.sequence, self._timeline.now_s

@@ -66,7 +66,7 @@ class _BlockSender:
         self.line.append(owned)
 
     def send(self) -> None:
-        """Count the blocks that could be sent since the last call as sent."""
+        """Mark the blocks that were sent since the last call, at the rate limit, as received by the copies."""
         now_s = self._timeline.now_s
         elapsed_s, self._sent_until_s = now_s - self._sent_until_s, now_s
         if not self.line:
@@ -314,7 +314,7 @@ class InstanceCopies:
         return self.held.is_dead
 
     def resume(self, attempt: SimulatedAttempt) -> None:
-        """Continue another instance's request from its copy here, `attempt.replica`; otherwise call not_resumed()."""
+        """Resume another instance's request from its copy here, `attempt.replica`, or report that it cannot be."""
         router, replica, held = self._router, attempt.replica, self.held.find(attempt.request.number)
         assert replica is not None
         sequence, held_tokens = None, 0

@@ -199,8 +199,8 @@ class SimulatedDecode(DecodeSide):
     def reserve(
         self, attempt: SimulatedAttempt, waits: bool, answer: Callable[[CountedSequence | KaveriError], object]
     ) -> None:
-        """Reserve KV blocks for an attempt and call `answer` with their sequence, or with an error if too few are free;
-        with `waits`, queue for blocks first."""
+        """Reserve KV blocks for an attempt and call `answer` with their sequence or an error. If too few are free,
+        queue when `waits` is True, otherwise fail."""
         if self.is_dead:
             answer(self._unreachable())
             return

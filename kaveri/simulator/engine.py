@@ -175,15 +175,15 @@ class CountedEngine:
         self._work_came()
 
     def land(self, sequence: CountedSequence) -> None:
-        """Add a request with its prompt's KV and first token to the requests that admit() lets decode."""
+        """Add a request that has its prompt's KV and first token; it decodes once admit() is called."""
         sequence.computed = sequence.tokens
         sequence.tokens += 1
         self._residency.land(sequence)
         self._blocks_may_be_taken()
 
     def land_partly(self, sequence: CountedSequence, held_tokens: int) -> None:
-        """Add a resumed request with the KV of its first `held_tokens` tokens, for admit(). The batch recomputes the
-        rest, step by step."""
+        """Add a resumed request that has the KV of its first `held_tokens` tokens. After admit(), the batch recomputes
+        the rest, step by step."""
         assert 0 < held_tokens < sequence.tokens
         self._lands_parts = True
         sequence.computed = held_tokens
@@ -191,7 +191,7 @@ class CountedEngine:
         self._blocks_may_be_taken()
 
     def adopt(self, sequence: CountedSequence) -> bool:
-        """Move a computed prompt to the requests that admit() lets decode. False if it was preempted."""
+        """Let a computed prompt decode once admit() is called. False if it was preempted for lack of a block."""
         self._residency.land(sequence)
         preempted = self._residency.make_whole(sequence)
         if not preempted and self._run.steps > 1:
@@ -246,7 +246,7 @@ class CountedEngine:
     # Runs.
 
     def sync(self, time_s: float) -> None:
-        """Apply the current run's steps that ended by `time_s`, without its last, whose end is an event."""
+        """Apply the steps that ended by `time_s`, except the last one scheduled, whose end is an event of its own."""
         run, batch = self._run, self._batch
         if run.steps <= 1 or not (steps := run.ended_steps(time_s)):
             return

@@ -39,7 +39,7 @@ class HeldKv:
 
 
 class HeldCopies:
-    """Memory of one incarnation (run of the process) of an instance for copies, at most one per request."""
+    """Copies of other instances' requests in one instance's memory, at most one per request."""
 
     def __init__(self, timeline: Timeline, spec: CopySpec, instance: SimulatedInstance, layout: KvLayout) -> None:
         self.record = instance.record
@@ -65,8 +65,8 @@ class HeldCopies:
         return self._layout.layer_count * self._layout.block_bytes
 
     def open(self, on_lost: Callable[["HeldKv"], object], number: int, token_count: int) -> "HeldKv | KaveriError":
-        """Allocate a copy for a request of `token_count` tokens, in place of a former one. If memory is full, return
-        NoCapacity; copies that are far cheaper to recompute are evicted, so that a later call succeeds."""
+        """Allocate a copy for a request of `token_count` tokens, in place of its former one. If memory is full, return
+        NoCapacity and evict copies far cheaper to recompute. on_lost: called if the copy ends early."""
         if self.is_dead:
             return Unavailable("the holder cannot be reached")
         self._touch()
@@ -125,7 +125,7 @@ class HeldCopies:
         return self._held.get(number)
 
     def usable_tokens(self, held: HeldKv, context_tokens: int) -> int:
-        """Return how many of context_tokens a resume need not recompute: received blocks, never the last token."""
+        """Return how many of context_tokens have held KV that a resume can use: whole blocks, not the last token."""
         block_tokens = self._layout.block_tokens
         return min(held.sent_blocks, (context_tokens - 1) // block_tokens) * block_tokens
 

@@ -38,7 +38,7 @@ class LossAccount:
             self.since_s = since_s
 
     def computes_again(self, tokens: int) -> None:
-        """Record that a prefill instance recomputes this many tokens, if a loss preceded."""
+        """Count `tokens` as recomputed by a prefill instance, if the request has lost an instance."""
         if not math.isnan(self.since_s):
             self.recomputed_tokens += tokens
 

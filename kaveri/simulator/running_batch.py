@@ -94,7 +94,7 @@ class RunningBatch:
         return self._counts[-(self.steps + step - 1) % self._block_tokens]
 
     def steps_with_blocks(self, most: int, free: int) -> int:
-        """Return the number of steps, up to `most`, that `free` blocks allow; blocks may lack only after the last."""
+        """Return the number of steps, up to `most`, that `free` blocks suffice for; they may run out after the last."""
         count, size = len(self.members), self._block_tokens
         if count * ((most - 1) // size + 1) <= free:
             return most

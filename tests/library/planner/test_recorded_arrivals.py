@@ -31,7 +31,6 @@ def test_requests_come_in_the_recorded_order_with_the_recorded_gaps(seed: int) -
     scale = recorded_rate_per_s(TIMES_S)
     for earlier, later in itertools.pairwise(drawn):
         number = earlier.lengths.prompt_tokens - 10
-        # The first comes a mean gap after the last.
         gap_s = TIMES_S[number + 1] - TIMES_S[number] if number < 5 else 9.9 / 5
         assert later.arrival_s - earlier.arrival_s == pytest.approx(gap_s * scale)
 
@@ -55,7 +54,6 @@ def test_requests_of_one_time_have_no_rate() -> None:
 
 
 def test_an_instance_carries_less_of_what_comes_in_bursts() -> None:
-    """Twenty prompts within 0.4 seconds, every 20 seconds, against one each second."""
     step = read_step_latencies(["opt-13b-a100"], OPT_13B, A100, [1])[1]
 
     def goodput_per_s(recorded_s: Sequence[float]) -> float:

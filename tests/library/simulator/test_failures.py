@@ -39,7 +39,7 @@ def test_every_request_is_answered_whatever_dies(kind: Any, names: tuple[str, ..
 ONE = [PlannedRequest(0, 0.0, RequestLengths(400, 100))]
 DRAWN_S = LATENCY.step_s([(0, 400)]) + sum(LATENCY.step_s([(400 + drawn, 1)]) for drawn in range(30))
 DIES_S = DRAWN_S + LATENCY.step_s([(430, 1)]) / 2
-"""In the middle of the 31st step at decode: 31 tokens are there."""
+"""Middle of the 31st decode step, with 31 sampled tokens."""
 AGAIN_S = LATENCY.step_s([(0, 431)])
 REST_S = sum(LATENCY.step_s([(431 + drawn, 1)]) for drawn in range(68))
 
@@ -50,7 +50,6 @@ def test_what_decoded_on_an_instance_of_both_phases_goes_on_elsewhere_with_the_t
     run = run_whole(colocated_of(failures=dying(Death(instance_id=used, at_s=DIES_S))), ONE).table.columns()
     assert decoder_of(run) != used
     assert run.ttft_s()[0] == alone.ttft_s()[0], "the first token was there already"
-    # The other instance computes the tokens that are there with the prompt, draws one more, and the others.
     assert DIES_S + AGAIN_S + REST_S <= run.jct_s()[0] < DIES_S + AGAIN_S + REST_S + 0.5
 
 
@@ -74,7 +73,6 @@ def test_a_request_goes_on_elsewhere_with_the_tokens_that_it_has() -> None:
     run = run_whole(spec, ONE).table.columns()
     alone = run_whole(spec_of(), ONE).table.columns()
     assert run.ttft_s()[0] == alone.ttft_s()[0], "the first token was there already"
-    # Prefill draws one more token, and a decode instance the others, when one is back.
     back_s = DIES_S + 2.0
     assert back_s + REST_S < run.jct_s()[0] < back_s + 1.0 + AGAIN_S + REST_S
 

@@ -59,7 +59,7 @@ def poisson(count: int, rate_per_s: float, seed: int = 1) -> list[PlannedRequest
 
 
 def run_whole(spec: ClusterSpec, requests: list[PlannedRequest], concurrency: int | None = None) -> Simulation:
-    """Runs a simulation in which every request must be answered, and checks that all is conserved."""
+    """Run a simulation in which every request must be answered; check that tokens and blocks are conserved."""
     simulation = Simulation(spec, requests, concurrency)
     run = simulation.run().columns()
     simulation.check_conservation()
@@ -111,7 +111,6 @@ def test_every_request_ends_once_and_every_block_comes_free(seed: int, is_both: 
     )
     run = run_whole(spec, poisson(80, rng.choice((3.0, 40.0)), seed)).table.columns()
     if is_both:
-        # An instance decodes what it computes.
         with_more = run.tokens.planned > 1
         assert (run.placements.decode == run.placements.prefill)[with_more].all()
         assert (run.server["kv_tail_s"] == 0).all()
@@ -140,7 +139,6 @@ def test_the_load_of_an_instance_of_both_phases_counts_what_decodes_there() -> N
     simulation = Simulation(colocated_of(colocated_count=1), requests)
     member = simulation.prefills["colocated-0"].member
     shown = []
-    # Both answers take seconds.
     simulation.timeline.at(1.0, lambda _: shown.append(member.load), None)
     simulation.run()
     (load,) = shown
@@ -184,7 +182,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others() -> None:
 
 
 def test_a_run_leaves_no_cycles_of_objects() -> None:
-    """The garbage collector rests while it runs."""
+    """The garbage collector is off during a run."""
     simulation = Simulation(spec_of(), poisson(200, 20.0))
     gc.collect()
     simulation.run()
@@ -193,7 +191,6 @@ def test_a_run_leaves_no_cycles_of_objects() -> None:
 
 
 def test_a_request_that_lost_its_blocks_gets_those_of_one_that_lands_later() -> None:
-    """Found by a run that never ended: the engine was idle when the other one landed."""
     pool = PoolSpec(latency=LATENCY, total_blocks=110, chunk_tokens=64, max_batch=4, max_model_len=1600)
     spec = ClusterSpec(
         prefill_count=2,
