@@ -197,6 +197,7 @@ def test_the_plan_serves_the_rate_within_its_slos(found: ClusterPlan) -> None:
     assert found.cluster.gpus <= 8
     assert found.cluster.prefill_count * found.cluster.prefill.goodput_per_s >= 2.0
     assert not found.is_estimate
+    assert found.colocated is None, "phases that were asked for apart stay apart"
 
 
 def test_the_file_of_a_plan_is_the_cluster_that_was_planned(found: ClusterPlan, tmp_path: Path) -> None:
@@ -325,10 +326,6 @@ def test_copies_make_the_death_of_a_decode_instance_cost_less_and_are_in_the_pla
     read = read_spec(path, setting_sections())
     assert read.not_simulated == ()
     assert read.spec.decode == copied.cluster.spec(0, FailureSpec()).decode
-
-
-def test_phases_that_were_asked_for_apart_stay_apart(found: ClusterPlan) -> None:
-    assert found.colocated is None
 
 
 def test_an_slo_that_no_number_of_gpus_meets_is_named() -> None:

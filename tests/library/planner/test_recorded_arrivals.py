@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kaveri.cli.main import main
-from kaveri.errors import ConfigError
 from kaveri.planner.expected_load import ExpectedLoad, recorded_rate_per_s
 from kaveri.planner.parallelism import Parallelism
 from kaveri.planner.placement_search import search_prefill
@@ -46,11 +45,6 @@ def test_the_rate_scales_all_gaps_and_changes_nothing_else() -> None:
     assert [one.arrival_s / 4 for one in slow] == pytest.approx([one.arrival_s for one in fast[:60]])
     whole_rounds = LOAD.draw(601, 4.0, 3)
     assert 600 / whole_rounds[-1].arrival_s == pytest.approx(4.0)
-
-
-def test_requests_of_one_time_have_no_rate() -> None:
-    with pytest.raises(ConfigError, match="--recorded: finds 3 requests at one time"):
-        recorded_rate_per_s((2.0, 2.0, 2.0))
 
 
 def test_an_instance_carries_less_of_what_comes_in_bursts() -> None:

@@ -94,15 +94,6 @@ def test_arrivals_and_lengths_count_for_the_time_that_every_router_has_observed(
     assert observed.router_count == 2
 
 
-def test_a_router_that_is_idle_has_no_more_lengths_than_it_has_answers_in_the_time_of_a_busy_one() -> None:
-    busy_ago_s, idle_ago_s = [number / 100 for number in range(4096)], [float(number) for number in range(600)]
-    short, long = RequestLengths(100, 10), RequestLengths(1000, 500)
-    busy = sample_of(observed_s=41.0, arrived_ago_s=busy_ago_s, answered=[(ago_s, short) for ago_s in busy_ago_s])
-    idle = sample_of(observed_s=600.0, arrived_ago_s=idle_ago_s, answered=[(ago_s, long) for ago_s in idle_ago_s])
-    lengths = observed_workload([busy, idle], 600.0, 2048).lengths
-    assert (lengths.count(short), lengths.count(long)) == (4096, 42)
-
-
 def test_what_is_older_than_asked_for_does_not_count() -> None:
     observed = observed_workload([sample_of()], 25.0, 2048)
     assert (observed.period_s, observed.arrival_count, len(observed.lengths)) == (25.0, 25, 25)

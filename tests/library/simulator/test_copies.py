@@ -70,9 +70,9 @@ def test_a_request_goes_on_at_its_holder_and_only_the_block_under_way_is_compute
     assert prefill_s == pytest.approx(PREFILL_S), "that of the prompt, which is not computed again"
 
 
-@KINDS
-def test_without_copies_the_same_request_is_computed_again(kind: Any) -> None:
-    run = run_whole(with_deaths(kind(), owner_of_lone(kind())), LONE).table.columns()
+@pytest.mark.parametrize("spec", [spec_of(), colocated_of(), copied(spec_of(), replica_min_tokens=500)])
+def test_without_copies_or_with_a_short_context_the_same_request_is_computed_again(spec: ClusterSpec) -> None:
+    run = run_whole(with_deaths(spec, owner_of_lone(spec)), LONE).table.columns()
     assert losses(run) == (0, 0, 442)
     assert run.server["stall_s"][0] > LATENCY.step_s([(0, 442)])
 
@@ -156,12 +156,6 @@ def test_the_rate_of_copies_is_that_of_the_setting() -> None:
     resumes, held, _ = losses(run)
     copied_s = DIES_S - PREFILL_S
     assert (resumes, held) == (1, int(40 * copied_s) * 16)
-
-
-def test_a_short_context_has_no_copy() -> None:
-    spec = copied(spec_of(), replica_min_tokens=500)
-    run = run_whole(with_deaths(spec, owner_of_lone(spec)), LONE).table.columns()
-    assert losses(run) == (0, 0, 442)
 
 
 def test_a_full_holder_drops_short_copies_for_a_long_one_as_the_policy_says(monkeypatch: pytest.MonkeyPatch) -> None:

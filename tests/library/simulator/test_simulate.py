@@ -273,10 +273,8 @@ def test_the_requests_of_a_measured_run_are_simulated_at_their_times() -> None:
 @pytest.mark.parametrize(
     ("changes", "name", "reason"),
     [
-        ({"prefill_count": 0}, "prefill", "is 0; there must be at least 1"),
         ({"decode_count": 0}, "decode", "is 0"),
         ({"router": RouterSpec(monitor_interval_s=float("nan"))}, "monitor_interval_s", "nan"),
-        ({"link": parse_link_speed("1Gbps")}, "kv_link", "how large a token is"),
         (
             {"failures": FailureSpec(deaths=(Death(instance_id="decode-7", at_s=1.0),))},
             "fail",
@@ -288,11 +286,6 @@ def test_the_requests_of_a_measured_run_are_simulated_at_their_times() -> None:
             {**NO_OTHERS, "decode": DecodeSpec(engine=PoolSpec(latency=LATENCY, max_batch=3))},
             "colocated",
             "has two engines",
-        ),
-        (
-            {"decode": DecodeSpec(engine=PoolSpec(latency=LATENCY, total_blocks=3))},
-            "decode.max_model_len",
-            "takes 256 blocks; the pool has 3",
         ),
     ],
 )
@@ -313,7 +306,6 @@ def test_what_cannot_be_is_refused_with_its_name_and_limit(changes: dict[str, An
         (FailureSpec, {"mtbf_s": 0.0}, "mtbf: is 0.0"),
         (FailureSpec, {"mtbf_s": math.nan}, "mtbf: is nan"),
         (FailureSpec, {"repair_s": -1.0}, "repair: is -1.0"),
-        (Overheads, {"hop_s": -1.0}, "hop_s"),
     ],
 )
 def test_parts_of_a_spec_refuse_what_cannot_be(kind: Any, given: dict[str, Any], named: str) -> None:
