@@ -23,7 +23,7 @@ _T_95 = 2.776
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attainment:
-    """Share of requests that meet both SLOs (TTFT and TPOT), averaged over simulations with SEEDS seeds."""
+    """Share of requests that meet both SLOs (TTFT and TPOT): mean and 95 % interval over several seeds."""
 
     mean: float
     low: float

@@ -81,7 +81,7 @@ def lane_pool(
 def judge_decode(
     requests: Sequence[PlannedRequest], pool: PoolSpec, lanes: int, tpot_s: float, target: float
 ) -> Verdict:
-    """Simulate decoding until it is certain whether a share `target` of requests has a TPOT up to tpot_s seconds."""
+    """Simulate `lanes` decode engines until it is certain if a share `target` of requests has a TPOT up to tpot_s."""
     prefill = PrefillSpec(
         engine=PoolSpec(
             latency=NO_TIME, total_blocks=_ROOMY_BLOCKS, chunk_tokens=1 << 30, max_model_len=pool.max_model_len
@@ -146,7 +146,7 @@ def likely_rate_per_s(
 
 
 def highest_rate_per_s(latency: LatencyModel, lanes: int, max_batch: int, mean_output_tokens: float) -> float:
-    """Return an upper bound on a decode instance's requests per second: always the largest batch, without attention."""
+    """Return a bound on the requests per second of `lanes` decode engines: full batches, without attention."""
     steps = mean_output_tokens - 1
     if steps <= 0:
         return math.inf

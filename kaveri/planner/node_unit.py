@@ -38,7 +38,7 @@ class NodeUnit:
         return min(self.prefill_count * self.prefill.goodput_per_s, self.decode_count * self.decode.goodput_per_s)
 
     def count(self, rate_per_s: float) -> int:
-        """Return the number of units that the rate requires."""
+        """Return the number of such units that the rate requires."""
         return math.ceil(rate_per_s / self.goodput_per_s - 1e-9)
 
 

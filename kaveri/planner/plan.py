@@ -134,29 +134,29 @@ def search(question: PlanQuestion) -> tuple[tuple[PhaseOption, ...], tuple[Phase
 
 
 def best_per_gpu(options: Sequence[PhaseOption]) -> PhaseOption:
-    """Return the option with the highest goodput per GPU (algorithm 1); of equals, the one with the fewest GPUs."""
+    """Return the configuration with the highest goodput per GPU (algorithm 1); of equals, the one with fewest GPUs."""
     best = max(option.per_gpu for option in options)
     equal = [option for option in options if option.per_gpu >= best * (1 - EQUAL_SHARE)]
     return min(equal, key=lambda option: (option.parallelism.gpus, -option.per_gpu))
 
 
 def cheapest(options: Sequence[PhaseOption], rate_per_s: float) -> PhaseOption:
-    """Return the option that needs the fewest GPUs at that rate: best_per_gpu() at high rates. At low rates, half an
-    idle instance costs more than a worse configuration."""
+    """Return the configuration that needs the fewest GPUs at that rate: best_per_gpu() at high rates. At low rates,
+    half an idle instance costs more than a worse configuration."""
     able = [option for option in options if option.goodput_per_s > 0]
     least = min(instances(option, rate_per_s) * option.parallelism.gpus for option in able)
     return best_per_gpu([one for one in able if instances(one, rate_per_s) * one.parallelism.gpus == least])
 
 
 def instances(option: PhaseOption, rate_per_s: float) -> int:
-    """Return the number of instances that the rate requires."""
+    """Return the number of instances of this configuration that the rate requires."""
     return math.ceil(rate_per_s / option.goodput_per_s - 1e-9)
 
 
 def search_each(
     question: PlanQuestion, candidates: Sequence[Parallelism], search_one: Callable[[Parallelism], PhaseOption]
 ) -> tuple[PhaseOption, ...]:
-    """Find the goodputs of candidates that may need the fewest GPUs, sorted by goodput per GPU.
+    """Find the goodputs of configurations that may need the fewest GPUs, sorted by goodput per GPU.
 
     candidates: in ascending order of GPUs. With `same_node` all are tried, because both phases must fit together.
     """

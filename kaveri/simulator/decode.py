@@ -57,7 +57,7 @@ class DecodeSide(SimulatedInstance):
     # Requests that are resumed from copies.
 
     def reserve_resumed(self, attempt: SimulatedAttempt) -> CountedSequence | None:
-        """Allocate blocks, ahead of waiting requests, to resume an attempt from a copy. None if too few are free."""
+        """Allocate blocks, ahead of waiting requests, to resume a request from a copy. None if too few are free."""
         self.touch()
         self._serial += 1
         attempt.heavy = self._spec.prefill.thresholds.is_heavy(None, attempt.request.prompt_tokens)
@@ -199,8 +199,8 @@ class SimulatedDecode(DecodeSide):
     def reserve(
         self, attempt: SimulatedAttempt, waits: bool, answer: Callable[[CountedSequence | KaveriError], object]
     ) -> None:
-        """Reserve KV blocks for an attempt and call `answer` with their sequence or an error. If too few are free,
-        queue when `waits` is True, otherwise fail."""
+        """Reserve KV blocks for a request and call `answer` with their sequence or an error. If too few are free, queue
+        when `waits` is True, otherwise fail."""
         if self.is_dead:
             answer(self._unreachable())
             return
@@ -221,12 +221,12 @@ class SimulatedDecode(DecodeSide):
             answer(refusal)
 
     def leave_line(self, attempt: SimulatedAttempt) -> None:
-        """Remove an attempt from the queue for KV blocks. Idempotent."""
+        """Remove a request from the queue for KV blocks. Idempotent."""
         if self._in_line.pop(attempt.key, None) is not None and not self.is_dead:
             self.room.leave_line(attempt.key)
 
     def give_back(self, reserved: CountedSequence) -> None:
-        """Release KV blocks reserved for an attempt that does not need them."""
+        """Release KV blocks reserved for a request that does not need them."""
         if reserved.number in self._decoding and not self.is_dead:
             self.touch()
             self._forget(reserved)

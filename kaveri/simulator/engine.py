@@ -280,7 +280,7 @@ class CountedEngine:
             self._blocks_may_be_taken()
 
     def _blocks_may_be_taken(self) -> None:
-        """Retry requests that lack blocks if the engine is idle: with free blocks, or those of a landed request."""
+        """Begin a step if the engine is idle and requests wait, as a preempted one may get blocks now."""
         if self._waiting and not self._busy:
             self._begin()
 

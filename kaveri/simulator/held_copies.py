@@ -115,7 +115,7 @@ class HeldCopies:
             held.on_lost(held)
 
     def shut(self, held: HeldKv) -> None:
-        """Accept no more blocks, and drop the copy after orphan_grace_s."""
+        """Accept no more blocks for a copy, and drop it after orphan_grace_s seconds."""
         held.is_growing = False
         held.starved_since_s = math.inf
         self._starved.pop(held, None)

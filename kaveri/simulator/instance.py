@@ -23,7 +23,7 @@ _NO_SETBACK = RetryState()
 
 @dataclass(slots=True)
 class LossAccount:
-    """Delay and recomputation that lost instances cause one request, as in kaveri.client.answer.ServerTiming."""
+    """Delay and recomputed tokens that lost instances cost one request; fields as in the SDK's ServerTiming."""
 
     since_s: float = math.nan
     """Time of the last token before a loss, or of the loss if there was none; NaN: no loss is pending."""
@@ -86,7 +86,7 @@ class KvPush:
 
 @dataclass(slots=True, eq=False)
 class SimulatedAttempt:
-    """One placement of a request on a prefill instance and then a decode instance, until it ends or fails."""
+    """An attempt: one placement of a request on a prefill and then a decode instance, until it ends or fails."""
 
     request: SimulatedRequest
     prefill: "SimulatedInstance"

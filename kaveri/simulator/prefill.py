@@ -100,7 +100,7 @@ class SimulatedPrefill(SimulatedInstance):
     # Calls of the router.
 
     def accept(self, attempt: SimulatedAttempt) -> None:
-        """Queue an attempt, or refuse it if the queue is full or the instance is dead."""
+        """Queue a request for prefill, or refuse it if the queue is full or the instance is dead."""
         if self.is_dead:
             error = Unavailable(f"{self.record.instance_id} cannot be reached")
             self._router.lost(attempt, error, Setback.UNREACHED)
@@ -313,7 +313,7 @@ class SimulatedPrefill(SimulatedInstance):
             self._look(seeking)
 
     def _drop(self, seeking: SeekingRequest, instance_id: str) -> None:
-        """Cancel a Reserve call, and release the blocks that it may have reserved."""
+        """Cancel a Reserve call, and release the decode instance's blocks that it may have reserved."""
         question = seeking.questions.pop(instance_id)
         question.is_dropped = True
         self._search.forget(seeking.attempt.key, instance_id)

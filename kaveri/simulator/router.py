@@ -145,7 +145,7 @@ class SimulatedRouter:
     # Events of instances.
 
     def started(self, attempt: SimulatedAttempt) -> None:
-        """Handle the start of an attempt's first prefill chunk."""
+        """Handle the start of a request's first prefill chunk."""
         self.timeline.send(self._confirm, attempt)
 
     def _confirm(self, attempt: SimulatedAttempt) -> None:
@@ -164,7 +164,7 @@ class SimulatedRouter:
             request.losses.drew(drawn_s)
 
     def finished(self, attempt: SimulatedAttempt, first_step_s: float = -1.0, preemptions: int = 0) -> None:
-        """Record an attempt's last token. first_step_s: end of its first decode step; negative if there was none."""
+        """Record a request's last token. first_step_s: end of its first decode step; negative if there was none."""
         end_s = self.timeline.now_s
         attempt.is_over = True
         attempt.request.generated = attempt.request.output_tokens
@@ -172,7 +172,7 @@ class SimulatedRouter:
         self.on_end(attempt.request)
 
     def decode_lost(self, attempt: SimulatedAttempt) -> None:
-        """Handle the death of an attempt's decode instance. The retry avoids an instance that also prefilled it."""
+        """Handle the death of a request's decode instance. The retry avoids it if it also prefilled the request."""
         attempt.is_over = True
         is_both = attempt.prefill.record.phases == BOTH_PHASES
         at_fault = attempt.prefill.record if is_both and attempt.resumed_from is None else None
@@ -198,7 +198,7 @@ class SimulatedRouter:
         setback: Setback = Setback.LOST,
         retry_after_s: float = 0.0,
     ) -> None:
-        """Handle an attempt that failed at its prefill instance: retry it, or fail its request."""
+        """Handle the failure of an attempt (placement of a request) at prefill: retry, or fail the request."""
         self._confirm(attempt)
         attempt.is_over = True
         if isinstance(error, _HOPELESS):

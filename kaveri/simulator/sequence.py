@@ -8,7 +8,7 @@ from kaveri.engine.stepwise.sequence import SequencePhase
 
 @dataclass(slots=True, eq=False)
 class CountedSequence:
-    """Sequence for kaveri.engine.stepwise's Residency and form_step that counts tokens and blocks.
+    """Request in a simulated engine, with counts of tokens and blocks, for the code of kaveri.engine.stepwise.
 
     `tokens`, `computed` and `block_ids` are valid while each step is simulated by itself; while a run of steps is one
     event, only `offset_tokens` and `end_step` are.

@@ -83,7 +83,7 @@ class Simulation:
         self._present.add(instance_id)
 
     def _show_members(self) -> None:
-        """Give router and prefill instances new views, after instances joined or left."""
+        """Give router and prefill instances new cluster views, after instances joined or left."""
         members: dict[str, ViewedInstance] = {}
         heard: dict[str, ViewedInstance] = {}
         for instance_id, prefill in self.prefills.items():

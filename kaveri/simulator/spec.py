@@ -92,7 +92,7 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """Seconds that the services take in addition to the engines' steps."""
+    """Seconds that Kaveri's services take in addition to the engines' steps."""
 
     hop_s: float = 0.0
     """A message from one process to another."""

@@ -42,7 +42,7 @@ class Links:
 
     @contextlib.contextmanager
     def between_processes(self) -> Iterator[None]:
-        """Connect LocalStacks that start in this context over these links."""
+        """Connect LocalStacks (local clusters) that start in this context over these links."""
 
         starting = ""
 

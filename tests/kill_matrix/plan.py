@@ -43,7 +43,7 @@ class Aim(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnFault:
-    """One fault. Its process is chosen when it happens."""
+    """A fault to cause. The process that it hits is chosen when it happens."""
 
     kind: HitKind
     role: str

@@ -22,7 +22,7 @@ class ReferenceNews:
 
 
 class ReferenceEngine:
-    """Runs Lifecycle step by step; calls during a step take effect in the next one."""
+    """Runs the stepwise engine's Lifecycle step by step; calls during a step take effect in the next one."""
 
     def __init__(
         self, latency: LatencyModel, layout: KvLayout, total_blocks: int, chunk_tokens: int, max_batch: int
