@@ -85,7 +85,7 @@ class PlannedCluster:
         return attainment_of(runs, question.target)
 
     def lanes_of(self, role: str) -> tuple[str, ...]:
-        """Return the simulated instances (one per pipeline stage) that stand for a role's first instance."""
+        """Return ids of the simulated engines (one per pipeline stage) that form a role's first instance."""
         option = self.prefill if role == "prefill" else self.decode
         return tuple(f"{role}-{lane}" for lane in range(option.parallelism.pp))
 

@@ -60,7 +60,7 @@ _ROUNDING = 1 + 1e-6
 
 
 class _Certain(Exception):
-    """Stops a simulation early, once its verdict is certain."""
+    """Stops a simulation early, once it is certain whether enough requests meet the SLO."""
 
 
 def lane_pool(

@@ -49,7 +49,7 @@ class ExpectedLoad:
         return cls(lengths=lengths, rate_per_s=rate_per_s, recorded_s=recorded_s)
 
     def draw(self, count: int, rate_per_s: float, seed: int) -> list[PlannedRequest]:
-        """Sample at least `count` requests, and enough to last LEAST_RUN_S at that rate."""
+        """Sample at least `count` requests, and at least LEAST_RUN_S (60) seconds of them at that rate."""
         count = max(count, math.ceil(rate_per_s * LEAST_RUN_S))
         rng = random.Random(seed)
         if self.recorded_s:

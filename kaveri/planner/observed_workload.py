@@ -80,8 +80,7 @@ class ObservedWorkload:
         return self.cut_short_count / (self.cut_short_count + len(self.lengths) + self.too_long_count)
 
     def demand(self, rate_per_s: float | None, burstiness: float | None) -> ExpectedLoad:
-        """Return the load to plan for; None: as observed. Raises ConfigError for observed bursts above
-        MOST_BURSTINESS."""
+        """Return the load to plan for; None: as observed. Raises ConfigError if bursts exceed MOST_BURSTINESS."""
         if burstiness is None and self.burstiness > MOST_BURSTINESS:
             reason = (
                 f"has seen a burstiness of {self.burstiness:.3g}, with a gap of {self.longest_gap_s:.3g} s between two"

@@ -131,8 +131,7 @@ def _least_prompt_s(step: StepLatency, request: PlannedRequest, chunk_tokens: in
 def _goodput(
     holds: Callable[[float], bool], likely_per_s: float, highest_per_s: float, alone: float, attain: float
 ) -> float:
-    """Return the highest rate for which `holds` is True. likely_per_s: start of the search, as overload takes
-    longest."""
+    """Return the highest rate for which `holds` is True. likely_per_s: start of the search; overload takes longest."""
     if alone < attain:
         return 0.0
     # No instance can keep up with more.

@@ -43,7 +43,7 @@ class EngineListener:
         request's first decode step here. resting: admitted requests that wait outside the batch."""
 
     def drew_some(self, sequences: list[CountedSequence], gap_count: int, step_s: float) -> None:
-        """Called after a step in which only these requests sampled a token. gap_count: as in drew()."""
+        """Called after a step in which only these requests sampled a token. gap_count: those after a first one here."""
 
     def drew_first(self, sequence: CountedSequence, time_s: float) -> None:
         """Called after the first decode step of a request, which ended at `time_s`."""
@@ -300,7 +300,7 @@ class CountedEngine:
                 self._schedule()
 
     def _shorten(self) -> None:
-        """Shorten the run if blocks were taken that it needs."""
+        """Shorten the run of steps if blocks that it needs were taken."""
         # sync() was called before blocks were taken.
         steps = self._batch.steps_with_blocks(self._run.steps, self.blocks.free_count)
         if steps < self._run.steps:
