@@ -1,1 +1,1 @@
-"""Duration of engine steps: the model, its fit, bundled fits and profile files."""
+"""Duration of engine steps: latency model, its fit, bundled fits, and profile files."""

@@ -16,21 +16,20 @@ from kaveri.latency.profile import DecodePoint, FitError, PrefillPoint
 FOLDS = 5
 """Folds of the cross-validation that estimates the error."""
 COEFFICIENTS = 3
-"""Per phase; a fit and its error need more points than this."""
+"""Coefficients per phase; a fit and its error need more points than this."""
 
 Floats = npt.NDArray[np.float64]
 
 
 def fit_prefill(points: Sequence[PrefillPoint]) -> tuple[PrefillLatency, FitError]:
-    """Coefficients from all points, and the cross-validated error. Needs at least COEFFICIENTS + 2 points."""
+    """Fit the coefficients of prefill steps, with cross-validated error. Needs COEFFICIENTS + 2 points or more."""
     rows = [(1.0, point.tokens, point.squared_tokens) for point in points]
     (step_s, token_s, token_squared_s), error = _fit(rows, [point.times.median_s for point in points])
     return PrefillLatency(step_s=step_s, token_s=token_s, token_squared_s=token_squared_s), error
 
 
 def fit_decode(points: Sequence[DecodePoint]) -> tuple[DecodeLatency, FitError]:
-    """Coefficients and cross-validated error, as fit_prefill. One set for all batches; DistServe's simulator has
-    two."""
+    """Fit coefficients of decode steps, the same for all batch sizes, with cross-validated error."""
     rows = [(1.0, point.batch * point.context_tokens, point.batch) for point in points]
     (step_s, context_token_s, request_s), error = _fit(rows, [point.times.median_s for point in points])
     fitted = DecodeLatency(min_batch=1, step_s=step_s, context_token_s=context_token_s, request_s=request_s)
@@ -47,12 +46,10 @@ def predict_decode_s(fitted: DecodeLatency, point: DecodePoint) -> float:
 
 
 def nonnegative_least_squares(rows: Floats, targets: Floats) -> Floats:
-    """Minimize |rows @ x - targets| over x >= 0.
+    """Minimize |rows @ x - targets| over x >= 0. rows: [points, columns]. targets: [points]. Returns x: [columns].
 
     It equals the plain least-squares solution on the columns where it is positive (Lawson and Hanson, Solving Least
     Squares Problems, 1974, chapter 23). With few columns, this tries all subsets of them.
-
-    rows: [points, columns]. targets: [points]. Returns [columns].
     """
     columns = rows.shape[1]
     # Columns differ by many orders of magnitude: tokens and their squares.

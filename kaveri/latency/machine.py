@@ -22,8 +22,7 @@ class Machine:
 
 
 def this_machine(device: str) -> Machine:
-    """Describe this machine. device: "cpu" or "cuda[:index]" of the engine. Uses torch only if it is already
-    imported."""
+    """Describe this machine. device: "cpu" or "cuda[:index]". Uses torch only if it is already imported."""
     torch = sys.modules.get("torch")
     # torch reads OMP_NUM_THREADS once and then keeps its own number.
     threads = torch.get_num_threads() if torch is not None else len(os.sched_getaffinity(0))

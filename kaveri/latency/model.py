@@ -23,7 +23,7 @@ _BUNDLED = Path(__file__).parent / "bundled"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLatency:
-    """Coefficients of a step of prompt chunks, in seconds."""
+    """Coefficients of the duration of a step of prompt chunks, in seconds."""
 
     step_s: float
     token_s: float
@@ -33,7 +33,7 @@ class PrefillLatency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLatency:
-    """Coefficients of a decode step of at least `min_batch` requests, in seconds."""
+    """Coefficients of the duration of a decode step of at least `min_batch` requests, in seconds."""
 
     min_batch: int
     step_s: float
@@ -43,27 +43,25 @@ class DecodeLatency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyModel:
-    """Latencies of one model on one type of hardware."""
+    """Model of engine step durations, for one LLM on one type of hardware."""
 
     name: str
     source: str
-    """The origin of the coefficients."""
+    """Origin of the coefficients."""
     prefill: PrefillLatency
     decode: tuple[DecodeLatency, ...]
     """Ascending by min_batch; the first has min_batch 1."""
 
     def step_s(self, spans: Sequence[tuple[int, int]]) -> float:
-        """Seconds of a step. If it mixes chunks and decodes, only the larger constant counts: weights are read once.
+        """Return the seconds of a step. Of chunks and decodes, only the larger constant counts: weights are read once.
 
         spans: for each sequence in the batch, the first position that the step computes and the number of positions.
         """
         return self.mixed_step_s(spans, 0, 0)
 
     def mixed_step_s(self, spans: Sequence[tuple[int, int]], decodes: int, context_tokens: int) -> float:
-        """Seconds of a step of `spans` plus `decodes` requests that sample one token each.
-
-        context_tokens: total of those requests, with the tokens that this step computes.
-        """
+        """Return the seconds of a step of `spans`, as in step_s(), plus `decodes` requests of one token each.
+        context_tokens: their total context, including the tokens that this step computes."""
         constant_s = variable_s = 0.0
         for start, count in spans:
             stop = start + count
@@ -81,7 +79,7 @@ class LatencyModel:
         return constant_s + variable_s
 
     def slowed(self, scale: float) -> "LatencyModel":
-        """The model of hardware on which every step takes `scale` times as long."""
+        """Return a copy in which every step takes `scale` times as long."""
         if scale == 1:
             return self
         name = f"{self.name}, {scale:g} times slower"
@@ -90,7 +88,7 @@ class LatencyModel:
     def scaled(
         self, name: str, source: str, *, weights: float, attention: float, prefill_step: float = 1.0
     ) -> "LatencyModel":
-        """Scale the terms of matrices, those of attention, and the constant of a step with chunks."""
+        """Return a copy with scaled matrix terms, attention terms, and constant of steps with prompt chunks."""
         prefill = PrefillLatency(
             step_s=self.prefill.step_s * prefill_step,
             token_s=self.prefill.token_s * weights,
@@ -108,7 +106,7 @@ class LatencyModel:
         return LatencyModel(name=name, source=source, prefill=prefill, decode=decode)
 
     def decode_fit(self, decodes: int) -> DecodeLatency:
-        """Coefficients of a step in which `decodes` requests sample a token."""
+        """Return the coefficients for a step in which `decodes` requests sample a token."""
         return self.decode[bisect_right(self.decode, decodes, key=lambda entry: entry.min_batch) - 1]
 
 
@@ -117,7 +115,7 @@ def bundled_latency_models() -> tuple[str, ...]:
 
 
 def load_latency_model(name_or_file: str) -> LatencyModel:
-    """Load a bundled model by its name, or a JSON file of the same form, or a profile. Raises ConfigError."""
+    """Load a bundled latency model by name, or from a JSON file of that form or a profile. Raises ConfigError."""
     if name_or_file in bundled_latency_models():
         path = _BUNDLED / f"{name_or_file}.json"
     else:
@@ -138,17 +136,15 @@ def load_latency_model(name_or_file: str) -> LatencyModel:
 
 
 def check_latency_model(model: LatencyModel) -> None:
-    """Raise ValueError unless the entries for decode steps cover all batches."""
+    """Raise ValueError unless `decode` has coefficients for every batch size: min_batch rises from 1."""
     batches = [entry.min_batch for entry in model.decode]
     if batches[:1] != [1] or batches != sorted(set(batches)):
         raise ValueError(f"decode has min_batch {batches}; they must rise, from 1")
 
 
 def record_of(document: object, kind: type[RecordT], where: str = "the file") -> RecordT:
-    """Build a dataclass from the result of json.loads. Raises ValueError, naming the field.
-
-    Numbers must be finite and at least 0, which holds for every field of a profile.
-    """
+    """Build a dataclass from parsed JSON, recursively. Numbers must be finite and at least 0. Raises ValueError, naming
+    the field."""
     assert is_dataclass(kind)
     names = {entry.name for entry in fields(kind)}
     if not isinstance(document, dict) or set(document) != names:

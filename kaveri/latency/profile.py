@@ -1,7 +1,7 @@
-"""The profile file: measurements of one engine, the results, and the check that it matches another engine.
+"""The profile file, versioned JSON: measured step times of an engine, and the results derived from them.
 
-Versioned JSON. `kaveri profile` writes it; prefill and decode instances read the chunk size from it, the timed engine
-the latency model.
+`kaveri profile` writes it. Prefill and decode instances read the chunk size from it, the timed engine the latency
+model.
 """
 
 import json
@@ -18,10 +18,10 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledEngine:
-    """The engine that was measured. A profile is valid for an engine with equal values."""
+    """Identity of a measured engine. A profile is valid for engines of equal engine, dtype, device and fingerprint."""
 
     engine: str
-    """ModelRunner.name."""
+    """Name of the engine's model runner."""
     model: str
     """Name or path of the model; the same weights may have another name elsewhere."""
     model_fingerprint: str
@@ -33,7 +33,7 @@ class ProfiledEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Seconds of one step, measured `repeats` times."""
+    """Durations of one kind of step, measured `repeats` times."""
 
     median_s: float
     min_s: float
@@ -43,7 +43,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPoint:
-    """A step of prompt chunks."""
+    """Measured durations of a step of prompt chunks."""
 
     prompts: tuple[tuple[int, int], ...]
     """The chunk of each prompt: [start, stop). The KV of [0, start) is already computed."""
@@ -56,13 +56,13 @@ class PrefillPoint:
 
     @property
     def squared_tokens(self) -> int:
-        """The model's attention term: stop**2 - start**2 summed over all prompts."""
+        """Attention term of the latency model: stop**2 - start**2, summed over all prompts."""
         return sum(stop * stop - start * start for start, stop in self.prompts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePoint:
-    """A step of one token for each of `batch` requests."""
+    """Measured durations of a step that samples one token for each of `batch` requests."""
 
     batch: int
     context_tokens: int
@@ -72,20 +72,19 @@ class DecodePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saturation:
-    """The chunk size from which larger steps no longer increase throughput."""
+    """Smallest chunk size at which prefill throughput no longer rises much."""
 
     chunk_tokens: int
-    """The smallest measured chunk whose throughput is at least `share` of the best."""
+    """Smallest measured chunk whose throughput is at least `share` of the best."""
     share: float
     best_tokens_per_s: float
-    """Highest throughput of all measured chunks, smoothed."""
     reached: bool
-    """False: throughput was still rising at the largest chunk, and chunk_tokens is that."""
+    """False if throughput still rose at the largest chunk, which chunk_tokens then is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitError:
-    """Relative error of predictions for points outside the fit, as a share of the measured medians."""
+    """Relative error of a fit on points left out of it, as a share of the measured medians."""
 
     mean: float
     largest: float
@@ -93,7 +92,7 @@ class FitError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """All results of `kaveri profile`."""
+    """Contents of a profile file: all results of `kaveri profile`."""
 
     created: str
     """ISO 8601, UTC."""
@@ -110,13 +109,13 @@ class Profile:
 
     @property
     def chunk_tokens(self) -> int:
-        """Prompt tokens per step that saturate the hardware and delay other requests no more than needed."""
+        """Prompt tokens per step that saturate the hardware; larger chunks would only delay other requests."""
         return self.saturation.chunk_tokens
 
     def require_for(self, engine: ProfiledEngine, latency_model: LatencyModel | None = None) -> None:
-        """Raise ConfigError if this was measured on another engine, model, dtype or device.
+        """Raise ConfigError if the profile was measured on another engine, model, dtype or device.
 
-        latency_model: the one of a timed engine; a profile that contains the same model is valid for that engine.
+        latency_model: that of a timed engine, for which a profile with the same latency model is always valid.
         """
         if latency_model is not None and latency_model == self.latency_model:
             return
@@ -130,13 +129,13 @@ class Profile:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write the profile as JSON. Raises OSError."""
+    """Write a profile as JSON. Raises OSError."""
     document = {"format": FORMAT, "version": VERSION, **asdict(profile)}
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Read a profile. Raises ConfigError."""
+    """Read a profile written by `kaveri profile`. Raises ConfigError."""
     path = Path(path).expanduser()
     try:
         document = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""The chunk size that saturates an accelerator. Pure: no clock, no I/O."""
+"""Finds the chunk size that saturates an accelerator. Pure."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,14 +9,11 @@ DEFAULT_SHARE = 0.95
 
 
 def find_saturation(throughputs: Sequence[tuple[int, float]], share: float = DEFAULT_SHARE) -> Saturation:
-    """The smallest chunk whose throughput is at least `share` of the best; larger steps only take longer.
+    """Return the smallest chunk whose throughput is at least `share` of the best; larger steps only take longer.
 
     TetriInfer calls it ChunkSize (arXiv 2401.11181, section 3.3.1), DistServe L_m (arXiv 2401.09670, section 3.1); both
-    papers read it off a curve.
-
-    throughputs: (tokens of a step, tokens/s) in ascending order of tokens, at least one. A single outlier has no
-    effect: the curve is smoothed by the median of three, its ends by Tukey's rule (Exploratory Data Analysis, 1977,
-    chapter 7).
+    read it off a curve. throughputs: (tokens per step, tokens/s), one or more, ascending by tokens. Outliers are
+    smoothed by a median of three, at the ends by Tukey's rule (Exploratory Data Analysis, 1977, chapter 7).
     """
     chunks = [chunk for chunk, _ in throughputs]
     assert chunks, "there is no curve"
@@ -28,8 +25,7 @@ def find_saturation(throughputs: Sequence[tuple[int, float]], share: float = DEF
 
 
 def throughput_curve(points: Sequence[PrefillPoint]) -> list[tuple[int, float]]:
-    """(Tokens of a step, tokens/s) in ascending order of tokens, from the steps without context and with the fewest
-    prompts."""
+    """Return (tokens per step, tokens/s), ascending: of steps without earlier context, with the fewest prompts."""
     fewest: dict[int, PrefillPoint] = {}
     for point in points:
         if any(start > 0 for start, _ in point.prompts):
@@ -48,7 +44,6 @@ def _smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _end(value: float, neighbours: Sequence[float]) -> float:
-    """The smoothed end of the curve: the median of the end, its neighbour, and the extrapolation from both
-    neighbours."""
+    """Return a smoothed end of the curve: the median of the end, its neighbour, and both neighbours' extrapolation."""
     nearest, next_one = neighbours[0], neighbours[min(1, len(neighbours) - 1)]
     return statistics.median((value, nearest, 3 * nearest - 2 * next_one))

@@ -1,1 +1,1 @@
-"""Plans how many instances a workload needs, and their parallelism. Pure: it runs simulations."""
+"""Plans the number and parallelism of instances that a workload needs, by simulation. Pure."""

@@ -1,4 +1,4 @@
-"""GPUs and models that a plan is made for: bundled, or read from files of the same form. Pure but for those files."""
+"""GPUs and models for plans: bundled, or read from files of the same form."""
 
 import math
 import tomllib
@@ -14,13 +14,12 @@ _NUMBER_BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One kind of GPU, and the machines that hold it."""
+    """A type of GPU, and the machines (nodes) that contain it."""
 
     name: str
     accelerator: str
-    """Part of the name that the GPU reports, such as A100. A profile must have been measured on one."""
+    """Part of the name that the GPU reports, such as A100; profiles measured on other GPUs are refused."""
     memory_bytes: int
-    """Memory of one GPU."""
     gpus_per_node: int
     link_in_node: float
     """Bytes per second between two GPUs of one machine."""
@@ -32,7 +31,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder-only transformer whose weights and KV have two bytes a number."""
+    """Dimensions of a decoder-only transformer with two bytes per weight and per KV element."""
 
     name: str
     layers: int
@@ -50,20 +49,20 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in the matrices of one layer: 4h^2 + 2hm with as many KV heads as heads."""
+        """Weights in one layer's matrices: 4h^2 + 2hm if kv_heads equals heads (h: hidden_size, m: ffn_size)."""
         hidden = self.hidden_size
         kv_size = hidden * self.kv_heads // self.heads
         return 2 * hidden * hidden + 2 * hidden * kv_size + self.ffn_matrices * hidden * self.ffn_size
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the whole model's weights, without biases and norms."""
+        """Bytes of the model's weights, without biases and norms."""
         embeddings = (self.vocab_size + self.max_model_len) * self.hidden_size
         return _NUMBER_BYTES * (self.layers * self.layer_weights + embeddings)
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of one token's KV in all layers."""
+        """KV bytes per token, over all layers."""
         return _NUMBER_BYTES * 2 * self.layers * self.hidden_size * self.kv_heads // self.heads
 
 
@@ -71,7 +70,7 @@ EntryT = TypeVar("EntryT", Hardware, ModelShape)
 
 
 def read_hardware(name_or_file: str) -> Hardware:
-    """Read a bundled kind by its name, or a TOML file with the same fields. Raises ConfigError."""
+    """Read a bundled GPU type by its name, or a TOML file with the same fields. Raises ConfigError."""
     return _read_entry(name_or_file, "hardware", Hardware, "--hardware")
 
 
@@ -89,7 +88,6 @@ def _table(name: str) -> dict[str, Any]:
 
 
 def _read_entry(name_or_file: str, table: str, kind: type[EntryT], field: str) -> EntryT:
-    """field: named in errors."""
     entries = _table(table)
     if name_or_file in entries:
         return _entry(name_or_file, entries[name_or_file], kind, field)

@@ -1,4 +1,4 @@
-"""Simulates the whole planned cluster over seeds, and with one failure. Pure."""
+"""Simulates a planned cluster with several seeds, and with the loss of one instance. Pure."""
 
 import math
 import statistics
@@ -23,7 +23,7 @@ _T_95 = 2.776
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attainment:
-    """Share of requests that meet both SLOs, over the seeds."""
+    """Share of requests that meet both SLOs (TTFT and TPOT): mean and 95 % interval over several seeds."""
 
     mean: float
     low: float
@@ -33,13 +33,12 @@ class Attainment:
     missed_tpot: float
     """Shares of requests that miss each SLO; a request may miss both. Unanswered requests miss TTFT."""
     slo_scale: float | None
-    """Factor on both SLOs at which exactly the required share meets them, on average: below 1 there is room. None: at
-    no factor."""
+    """Factor on both SLOs at which the required share meets them: below 1 there is slack. None: no factor does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCluster:
-    """Instances of two phases. Pipelines are lanes, as in kaveri.planner.decode_phase."""
+    """A planned set of prefill and decode instances that can be simulated."""
 
     question: PlanQuestion
     prefill: PhaseOption
@@ -76,7 +75,7 @@ class PlannedCluster:
         return self.question.replication is not ReplicationMode.OFF
 
     def attainment(self, died: Sequence[str] = ()) -> Attainment:
-        """Simulate the cluster. died: instances that die for good when a third of the requests have arrived."""
+        """Simulate the cluster. died: instance ids that die for good after a third of the requests arrived."""
         question, runs = self.question, []
         for seed in question.simulations.cluster_seeds:
             requests = question.draw(seed=seed)
@@ -86,13 +85,13 @@ class PlannedCluster:
         return attainment_of(runs, question.target)
 
     def lanes_of(self, role: str) -> tuple[str, ...]:
-        """Return the simulated instances of which the first instance of a role consists."""
+        """Return ids of the simulated engines (one per pipeline stage) that form a role's first instance."""
         option = self.prefill if role == "prefill" else self.decode
         return tuple(f"{role}-{lane}" for lane in range(option.parallelism.pp))
 
 
 def attainment_of(runs: Sequence[RunColumns], target: SloTarget) -> Attainment:
-    """Return the attainment of SEEDS runs of one cluster."""
+    """Return the share of requests that met both SLOs in `runs`: SEEDS simulations of one cluster."""
     shares, ttft, tpot, scales = [], [], [], []
     for run in runs:
         shares.append(float(target.slo.met(run).mean()))

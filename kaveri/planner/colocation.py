@@ -1,8 +1,7 @@
-"""Instances of both phases: the fewest GPUs with which they serve a rate. Pure.
+"""Finds the fewest GPUs on which colocated instances (prefill and decode together) serve a rate. Pure.
 
 DistServe names the cases in which disaggregation does not pay (arXiv 2401.09670, section 7): few GPUs, or throughput
-before latency. An instance computes chunks of prompts together with its batch, as kaveri.simulator.baselines simulates
-it; requests are distributed round robin. Pipelines are not tried.
+before latency. Steps follow BaselineRule.BESIDE; requests are distributed round robin. Pipelines are not tried.
 """
 
 from collections.abc import Iterator
@@ -20,19 +19,18 @@ from kaveri.workload.run_columns import RunColumns
 
 BLOCK_TOKENS = 16
 _HOPELESS = 0.05
-"""A count whose first simulation misses the share by this much is not simulated again."""
+"""Shortfall of attainment in the first simulation from which an instance count is not simulated again."""
 _HOPS = 4
-"""Messages per request: to its router, to its instance, and a token back. Baselines are simulated without them."""
+"""Messages per request: to its router and instance, and a token back. Baseline simulations leave them out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColocatedPlan:
-    """Equal instances of both phases."""
+    """A plan of equal instances that each prefill and decode."""
 
     parallelism: Parallelism
     step: StepLatency
     spec: BaselineSpec
-    """Spec of one instance."""
     count: int
     attainment: Attainment
 
@@ -42,8 +40,8 @@ class ColocatedPlan:
 
 
 def cheapest_colocated(question: PlanQuestion, most_gpus: int) -> ColocatedPlan | None:
-    """Return the plan with the fewest GPUs, up to most_gpus, with which the lower end of the attainment's interval is
-    the required share. None: most_gpus do not suffice."""
+    """Return the colocated plan with the fewest GPUs, up to most_gpus, whose attainment interval lies at or above the
+    required share; None if there is none."""
     model, hardware = question.model, question.hardware
     possible = [one for one in possible_parallelisms(model, hardware, most_gpus) if one.pp == 1]
     steps = read_step_latencies(question.profiles, model, hardware, [one.tp for one in possible])
@@ -61,7 +59,7 @@ def cheapest_colocated(question: PlanQuestion, most_gpus: int) -> ColocatedPlan 
 
 
 def colocated_spec(question: PlanQuestion, step: StepLatency, total_blocks: int) -> BaselineSpec:
-    """Return the spec of one instance, with total_blocks blocks of BLOCK_TOKENS."""
+    """Return the settings of one colocated instance with total_blocks KV blocks of BLOCK_TOKENS tokens."""
     return BaselineSpec(
         rule=BaselineRule.BESIDE,
         latency=_with_overheads(step.latency, question.simulations.overheads),
@@ -78,7 +76,7 @@ def colocated_attainment(question: PlanQuestion, spec: BaselineSpec, count: int)
 
 
 def _runs(question: PlanQuestion, spec: BaselineSpec, count: int) -> Iterator[RunColumns]:
-    """Run one simulation for each seed; only the first if it misses the share by far."""
+    """Simulate once per seed; stop after a run that falls far short of the required share."""
     for seed in question.simulations.cluster_seeds:
         run = _run(question, spec, count, seed)
         yield run

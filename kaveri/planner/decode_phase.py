@@ -1,8 +1,8 @@
-"""One decode instance by itself, as a simulated cluster whose prompts take no time. Pure.
+"""Simulates one decode instance alone, fed by prefill that takes no time. Pure.
 
-DistServe's simu_decode (arXiv 2401.09670, algorithm 1). A pipeline of PP stages has PP batches under way. With equal
-batches each draws a token in the time of one whole step, so the instance is simulated as PP lanes: engines that take
-whole steps, each with its share of the pool. The mutual cost of batches of unlike size is left out.
+DistServe's simu_decode (arXiv 2401.09670, algorithm 1). A pipeline of PP stages processes PP batches at a time. If they
+are equal, each samples a token per duration of a whole step; so the pipeline is simulated as PP lanes: engines that
+take whole steps, each with its share of the KV pool. Delays between unequal batches are left out.
 """
 
 import contextlib
@@ -17,16 +17,16 @@ from kaveri.workload.requests import PlannedRequest
 
 
 class Verdict:
-    """Counts requests of one run, until the rest cannot change the result."""
+    """Decides whether enough requests of a simulation meet an SLO, before all have ended if possible."""
 
     def __init__(self, count: int, target: float) -> None:
-        """count: requests of the run. target: the share that must meet the SLO."""
+        """count: requests of the simulation. target: the share that must meet the SLO."""
         self._needed = math.ceil(target * count - 1e-9)
         self._count = count
         self._met = self._missed = 0
 
     def note(self, met: bool) -> None:
-        """Record one more request that has ended, or cannot meet its SLO any more."""
+        """Count a request that has met its SLO, or can no longer meet it."""
         if met:
             self._met += 1
         else:
@@ -34,17 +34,17 @@ class Verdict:
 
     @property
     def is_certain(self) -> bool:
-        """True if the run may stop."""
+        """True if the remaining requests cannot change the verdict."""
         return self.holds or self._missed > self._count - self._needed
 
     @property
     def holds(self) -> bool:
-        """True if enough have met their SLO already."""
+        """True if enough requests have met their SLO."""
         return self._met >= self._needed
 
     @property
     def attainment(self) -> float:
-        """Upper bound on the share of the run that meets the SLO; exact if the run did not stop early."""
+        """Upper bound on the share of requests that meet the SLO; exact once all are counted."""
         return 1 - self._missed / self._count
 
 
@@ -60,13 +60,13 @@ _ROUNDING = 1 + 1e-6
 
 
 class _Certain(Exception):
-    """Raised to stop a simulated run early: it meets or misses the SLO, whatever its remaining requests do."""
+    """Stops a simulation early, once it is certain whether enough requests meet the SLO."""
 
 
 def lane_pool(
     latency: LatencyModel, kv_tokens: int, lanes: int, chunk_tokens: int, max_batch: int, max_model_len: int
 ) -> PoolSpec:
-    """Return one lane of an instance that has room for kv_tokens tokens in all."""
+    """Return the settings of one lane: one of `lanes` equal engines that simulate an instance of kv_tokens tokens."""
     return PoolSpec(
         latency=latency,
         # A lane can always hold one request.
@@ -81,7 +81,7 @@ def lane_pool(
 def judge_decode(
     requests: Sequence[PlannedRequest], pool: PoolSpec, lanes: int, tpot_s: float, target: float
 ) -> Verdict:
-    """Return the verdict, once it is certain, on whether a share of at least `target` has a TPOT of at most tpot_s."""
+    """Simulate `lanes` decode engines until it is certain if a share `target` of requests has a TPOT up to tpot_s."""
     prefill = PrefillSpec(
         engine=PoolSpec(
             latency=NO_TIME, total_blocks=_ROOMY_BLOCKS, chunk_tokens=1 << 30, max_model_len=pool.max_model_len
@@ -119,7 +119,7 @@ def judge_decode(
 
 
 def alone_tpot_s(latency: LatencyModel, request: PlannedRequest) -> float:
-    """Mean of the decode steps of a request that has an instance for itself."""
+    """Return the mean seconds of a request's decode steps on an otherwise idle instance."""
     lengths = request.lengths
     steps = lengths.output_tokens - 1
     if steps < 1:
@@ -132,8 +132,8 @@ def alone_tpot_s(latency: LatencyModel, request: PlannedRequest) -> float:
 def likely_rate_per_s(
     pool: PoolSpec, lanes: int, tpot_s: float, max_batch: int, mean_prompt_tokens: float, mean_output_tokens: float
 ) -> float:
-    """Estimate the goodput, as a start of the search: the batch that fills the pool or takes tpot_s for a step, with
-    the mean request. Infinite if nothing is decoded."""
+    """Estimate a decode instance's goodput, as start of the search: with mean requests, in a batch that fills the KV
+    pool or takes tpot_s per step. Infinite if nothing is decoded."""
     steps = mean_output_tokens - 1
     if steps <= 0:
         return math.inf
@@ -146,7 +146,7 @@ def likely_rate_per_s(
 
 
 def highest_rate_per_s(latency: LatencyModel, lanes: int, max_batch: int, mean_output_tokens: float) -> float:
-    """Upper bound on the rate of a decode instance: its largest batch at all times, and no context to read."""
+    """Return a bound on the requests per second of `lanes` decode engines: full batches, without attention."""
     steps = mean_output_tokens - 1
     if steps <= 0:
         return math.inf

@@ -1,7 +1,7 @@
-"""The requests that a plan must serve: lengths and arrivals at any rate. Pure.
+"""The requests to plan for: lengths and arrivals, at any rate. Pure.
 
-As in DistServe's section 4.1 (arXiv 2401.09670), new requests are drawn from what was seen. The same seed draws the
-same lengths and the same gaps at every rate, so two rates differ in nothing but the rate.
+As in DistServe's section 4.1 (arXiv 2401.09670), requests are sampled from observed ones. One seed gives the same
+lengths and relative gaps at every rate, so that comparisons show only the effect of the rate.
 """
 
 import math
@@ -14,23 +14,22 @@ from kaveri.errors import ConfigError
 from kaveri.workload.requests import PlannedRequest, RequestLengths, gamma_arrivals, plan_requests
 
 LEAST_RUN_S = 60.0
-"""Minimum duration of a simulation. In a shorter one most requests would arrive before the first long answers end, and
-find empty instances."""
+"""Minimum seconds of a simulation; in shorter ones, most requests arrive before the first long answers end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedLoad:
-    """Lengths to draw from, and the burstiness of arrivals."""
+    """Workload to plan for: request lengths to sample from, rate, and burstiness of arrivals."""
 
     lengths: Sequence[RequestLengths]
-    """Lengths of observed requests; each is drawn with equal probability."""
+    """Lengths of observed requests, sampled uniformly."""
     rate_per_s: float
     """Requests per second that the cluster must serve."""
     burstiness: float = 1.0
     """Squared coefficient of variation of the gaps between arrivals; 1: Poisson."""
     recorded_s: Sequence[float] = ()
-    """Arrival times of `lengths`, ascending. Requests then come in that order and with those gaps, scaled to the rate,
-    from a random one on; a mean gap after the last comes the first. Empty: lengths and gaps are drawn."""
+    """Ascending arrival times of `lengths`, replayed in a loop from a random position, with gaps scaled to the rate.
+    Empty: lengths and gaps are sampled."""
 
     def __post_init__(self) -> None:
         if not self.lengths:
@@ -44,13 +43,13 @@ class ExpectedLoad:
     def as_recorded(
         cls, lengths: Sequence[RequestLengths], recorded_s: Sequence[float], rate_per_s: float | None
     ) -> Self:
-        """Use recorded arrivals. rate_per_s: None: the record's own. Raises ConfigError if they are simultaneous."""
+        """Replay recorded arrivals. rate_per_s: None for their own rate. Raises ConfigError if all are at one time."""
         found_per_s = recorded_rate_per_s(recorded_s)
         rate_per_s = found_per_s if rate_per_s is None else rate_per_s
         return cls(lengths=lengths, rate_per_s=rate_per_s, recorded_s=recorded_s)
 
     def draw(self, count: int, rate_per_s: float, seed: int) -> list[PlannedRequest]:
-        """Draw at least `count` requests at that rate, and as many more as LEAST_RUN_S takes."""
+        """Sample at least `count` requests, and at least LEAST_RUN_S (60) seconds of them at that rate."""
         count = max(count, math.ceil(rate_per_s * LEAST_RUN_S))
         rng = random.Random(seed)
         if self.recorded_s:
@@ -70,7 +69,7 @@ class ExpectedLoad:
 
 
 def recorded_rate_per_s(recorded_s: Sequence[float]) -> float:
-    """Requests per second of arrivals in ascending order. Raises ConfigError if no time lies between them."""
+    """Return the requests per second of ascending arrival times. Raises ConfigError if all are equal."""
     span_s = recorded_s[-1] - recorded_s[0]
     if span_s <= 0:
         raise ConfigError(
@@ -80,7 +79,7 @@ def recorded_rate_per_s(recorded_s: Sequence[float]) -> float:
 
 
 def parse_lengths(text: str) -> list[RequestLengths]:
-    """Parse "512,64" or "512,64;100,200": prompt and answer tokens. Raises ConfigError."""
+    """Parse pairs of prompt and answer tokens: "512,64" or "512,64;100,200". Raises ConfigError."""
     found = []
     for part in text.split(";"):
         try:

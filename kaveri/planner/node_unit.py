@@ -19,7 +19,7 @@ from kaveri.planner.placement_search import PhaseOption
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeUnit:
-    """Instances that share machines, with a segment of each in every machine."""
+    """Prefill and decode instances that share machines, with an equal part of each instance in each machine."""
 
     prefill: PhaseOption
     prefill_count: int
@@ -34,20 +34,20 @@ class NodeUnit:
 
     @property
     def goodput_per_s(self) -> float:
-        """Goodput of the slower phase. Each phase was searched by itself."""
+        """Requests per second within the SLOs: the lower of the two phases' goodputs, each found by itself."""
         return min(self.prefill_count * self.prefill.goodput_per_s, self.decode_count * self.decode.goodput_per_s)
 
     def count(self, rate_per_s: float) -> int:
-        """Return how many units carry the rate."""
+        """Return the number of such units that the rate requires."""
         return math.ceil(rate_per_s / self.goodput_per_s - 1e-9)
 
 
 def cheapest_unit(
     prefill_options: Sequence[PhaseOption], decode_options: Sequence[PhaseOption], rate_per_s: float, hardware: Hardware
 ) -> NodeUnit:
-    """Return the unit that carries the rate with the fewest GPUs; of equals, the best per GPU, in few machines.
+    """Return the unit that serves the rate with the fewest GPUs; of equals, the best per GPU, then the smallest.
 
-    Raises ConfigError when no prefill and decode instance with a common number of segments fit into machines.
+    Raises ConfigError when no pair of options, split into the same number of segments, fits into machines.
     """
     units = [
         NodeUnit(
@@ -77,7 +77,7 @@ def _common_divisors(one: int, other: int) -> list[int]:
 
 
 def _divisions(prefill_gpus: int, decode_gpus: int, gpus: int) -> list[tuple[int, int]]:
-    """Return all pairs of counts of prefill and decode segments that fit into one machine."""
+    """Return all pairs (prefill segments, decode segments) that fit into the GPUs of one machine."""
     return [
         (prefill_count, decode_count)
         for prefill_count in range(1, gpus // prefill_gpus + 1)

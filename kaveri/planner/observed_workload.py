@@ -1,11 +1,11 @@
-"""The recent workload of a cluster, as the workload to plan for. Pure.
+"""The recent workload of a running cluster, as input for a plan. Pure.
 
-DistServe replans from observations (arXiv 2401.09670, section 4.3): here the rate and the bursts of arrivals, and the
-lengths of whole answers. Running requests and those cut short are only counted. Soon after a start, short answers are
-over-represented, and the running requests show it.
+DistServe replans from observations (arXiv 2401.09670, section 4.3): here the rate and burstiness of arrivals, and the
+lengths of complete answers. Running requests and those cut short are only counted. Soon after a start, short answers
+are over-represented, which the count of running requests shows.
 
-A pause cannot be distinguished from heavy bursts, so a burstiness above MOST_BURSTINESS is not planned for unless it is
-given. Arrivals may also be used as recorded. The mapping of answers to arrivals is unknown: lengths are drawn.
+A pause looks like heavy bursts, so a burstiness above MOST_BURSTINESS must be given explicitly. Arrivals can also be
+replayed as recorded. It is unknown which answer belongs to which arrival, so lengths are sampled.
 """
 
 import itertools
@@ -22,21 +22,21 @@ FLAG = "--from-cluster"
 LEAST_COUNT = 20
 """Minimum number of arrivals and of answers for an estimate."""
 MOST_BURSTINESS = 10.0
-"""Above it a pause in the traffic is more likely than bursts."""
+"""Above this, a pause in the traffic is more likely than bursts."""
 _LEAST_BURSTINESS = 0.01
-"""Nearly even. Gaps of equal length have no gamma distribution."""
+"""Lower bound: gaps of equal length have no gamma distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSample:
-    """The recent workload of one router."""
+    """Requests that one router observed recently."""
 
     observed_s: float
-    """Length of the observation window in seconds; includes all arrivals below."""
+    """Seconds of observation, up to now; includes all arrivals below."""
     arrived_ago_s: Sequence[float]
     """Seconds since each arrival, in any order."""
     answered: Sequence[tuple[float, RequestLengths]]
-    """Requests with a whole answer: seconds since the end, and the lengths."""
+    """Completed requests: seconds since the end, and the lengths."""
     cut_short_ago_s: Sequence[float]
     """Seconds since the end of requests that were cancelled, failed, or lost their client."""
     running: Sequence[RequestLengths]
@@ -45,27 +45,26 @@ class RouterSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedWorkload:
-    """The workload of a whole cluster."""
+    """Requests that all routers of a cluster observed in the same period."""
 
     router_count: int
     period_s: float
-    """Length of the observation window in seconds."""
+    """Seconds of observation."""
     arrivals_s: tuple[float, ...]
-    """Seconds after the period began, in ascending order."""
+    """Seconds from the start of the period to each arrival, ascending."""
     burstiness: float
     """Squared coefficient of variation of the gaps between arrivals."""
     longest_gap_s: float
-    """Longest gap between two arrivals, in seconds."""
     lengths: tuple[RequestLengths, ...]
-    """Lengths of requests with a whole answer."""
+    """Lengths of completed requests."""
     too_long_count: int
-    """Whole answers that are left out, as they are too long for the planned model."""
+    """Completed requests left out because they exceed the planned model's maximum length."""
     cut_short_count: int
-    """Requests cut short, which are left out."""
+    """Requests that were cancelled, failed, or lost their client; their lengths are left out."""
     running_count: int
-    """Running requests, which are left out."""
+    """Requests in progress; their lengths are left out."""
     longest_running_tokens: int
-    """Longest answer so far among the running requests; 0: none runs."""
+    """Longest partial answer among the running requests; 0 if none runs."""
 
     @property
     def arrival_count(self) -> int:
@@ -77,11 +76,11 @@ class ObservedWorkload:
 
     @property
     def cut_short_share(self) -> float:
-        """Share of ended requests that were cut short. The rate includes them; the plan gives them whole answers."""
+        """Share of ended requests that were cut short. The plan counts them, with lengths of complete answers."""
         return self.cut_short_count / (self.cut_short_count + len(self.lengths) + self.too_long_count)
 
     def demand(self, rate_per_s: float | None, burstiness: float | None) -> ExpectedLoad:
-        """Return the load to plan for. None: as observed. Raises ConfigError if it exceeds MOST_BURSTINESS."""
+        """Return the load to plan for; None: as observed. Raises ConfigError if bursts exceed MOST_BURSTINESS."""
         if burstiness is None and self.burstiness > MOST_BURSTINESS:
             reason = (
                 f"has seen a burstiness of {self.burstiness:.3g}, with a gap of {self.longest_gap_s:.3g} s between two"
@@ -96,19 +95,19 @@ class ObservedWorkload:
         )
 
     def recorded_demand(self, rate_per_s: float | None, seed: int) -> ExpectedLoad:
-        """Return the load for arrivals as recorded, scaled to the rate. None: their rate from the first to the last.
-        Each gets lengths that are drawn. Raises ConfigError if all arrived at one time."""
+        """Return a load that replays the arrivals, with sampled lengths. rate_per_s: None for the rate of the arrivals.
+        Raises ConfigError if all arrived at once."""
         rng = random.Random(seed)
         lengths = tuple(rng.choice(self.lengths) for _ in self.arrivals_s)
         return ExpectedLoad.as_recorded(lengths, self.arrivals_s, rate_per_s)
 
 
 def observed_workload(samples: Sequence[RouterSample], last_s: float, longest: int) -> ObservedWorkload:
-    """Combine the samples of all routers. last_s: older samples do not count. longest: tokens of prompt and answer.
+    """Combine the samples of all routers over the period that all have observed, at most the last `last_s` seconds.
+    longest: maximum tokens of prompt and answer; longer requests are left out.
 
-    Arrivals and answers are those of the time that every router has observed: one that has just started shortens it,
-    and so does a busy one that keeps only its last requests. Otherwise the lengths of idle routers would have too large
-    a share. Raises ConfigError if there are fewer than LEAST_COUNT arrivals or answers.
+    The common period keeps idle routers from being over-represented: new or busy routers remember only a short time.
+    Raises ConfigError if there are fewer than LEAST_COUNT arrivals or answers.
     """
     period_s = min(last_s, *(sample.observed_s for sample in samples))
     ages_s = sorted((ago_s for sample in samples for ago_s in sample.arrived_ago_s if ago_s <= period_s), reverse=True)

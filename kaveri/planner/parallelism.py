@@ -1,4 +1,4 @@
-"""Possible parallel configurations of an instance, and the tokens of KV that they hold. Pure."""
+"""Degrees of parallelism that an instance can have, and the KV capacity that each leaves. Pure."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ USABLE_SHARE = 0.92
 
 @dataclass(frozen=True, slots=True, order=True)
 class Parallelism:
-    """Distribution of one instance over GPUs."""
+    """Degrees of tensor and pipeline parallelism of one instance."""
 
     tp: int
     """Tensor parallelism: GPUs that share each layer (DistServe's intra-op)."""
     pp: int
-    """Pipeline parallelism: stages, one after the other (inter-op)."""
+    """Pipeline parallelism: number of stages (DistServe's inter-op)."""
 
     @property
     def gpus(self) -> int:
@@ -28,13 +28,13 @@ class Parallelism:
 
 
 def kv_tokens(model: ModelShape, hardware: Hardware, parallelism: Parallelism) -> int:
-    """Tokens of KV that fit next to the weights. Below 1: the model does not fit."""
+    """Return the number of tokens whose KV fits next to the weights; below 1, the model does not fit."""
     usable = int(parallelism.gpus * hardware.memory_bytes * USABLE_SHARE) - model.weight_bytes
     return usable // model.kv_token_bytes
 
 
 def parse_parallelism(text: str, field: str) -> Parallelism:
-    """Parse "2,1": TP and PP. Raises ConfigError."""
+    """Parse "TP,PP", such as "2,1". Raises ConfigError, naming `field`."""
     try:
         tp, pp = (int(part) for part in text.split(","))
     except ValueError:
@@ -47,15 +47,14 @@ def parse_parallelism(text: str, field: str) -> Parallelism:
 def require_possible(
     model: ModelShape, hardware: Hardware, parallelism: Parallelism, gpus: int, field: str, *, has_pool: bool = False
 ) -> None:
-    """Raise ConfigError, with the limit, for an impossible configuration. has_pool: its room for KV is known, so its
-    memory is not checked."""
+    """Raise ConfigError if the model cannot run with this parallelism. has_pool: its KV capacity is known to fit."""
     reason = _impossible(model, hardware, parallelism, gpus, has_pool=has_pool)
     if reason:
         raise ConfigError(field, f"is {parallelism.tp},{parallelism.pp}: {reason}")
 
 
 def possible_parallelisms(model: ModelShape, hardware: Hardware, gpus: int) -> tuple[Parallelism, ...]:
-    """Return all that fit: TP in one machine, PP over machines, both dividing the model (DistServe, algorithm 1)."""
+    """Return all parallelisms that fit: TP in one machine, both dividing the model (DistServe, algorithm 1)."""
     found = (
         Parallelism(tp, pp)
         for tp in range(1, min(hardware.gpus_per_node, gpus) + 1)

@@ -25,15 +25,15 @@ from kaveri.planner.pipeline_rate import Period, apart_period, shared_period
 from kaveri.workload.requests import RequestLengths
 
 MICROBATCH_SIZES = (2, 4, 8, 16, 32)
-"""Microbatch sizes of tables 2 to 5."""
+"""Requests per microbatch, as in tables 2 to 5."""
 PRECISION = 0.01
-"""Simulations end when half the interval is at most this share of the mean."""
+"""Relative half-width of the 95 % interval at which simulations end."""
 _FEWEST_MICROBATCHES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineQuestion:
-    """The machines and requests of a plan for the most requests per second, while requests never run out."""
+    """Input of a pipeline plan, which maximizes requests per second on given machines under full load."""
 
     model: ModelShape
     hardware: Hardware
@@ -42,14 +42,14 @@ class PipelineQuestion:
     gpus_per_machine: int
     machines: int
     requests: Sequence[RequestLengths]
-    """Microbatches are drawn from them at random, with replacement."""
+    """Request lengths; microbatches are sampled from them with replacement."""
     alike: bool = False
-    """All requests of a microbatch draw equally many tokens, as in the paper's experiments."""
+    """True if all requests of a microbatch have answers of equal length, as in the paper's experiments."""
     streaming: float = 1.05
-    """m: factor on the time of prompts because their KV is streamed out. Applies to two pipelines only."""
+    """m: factor on prompt time for streaming KV from the prompt to the token pipeline."""
     microbatch_sizes: Sequence[int] = MICROBATCH_SIZES
     most_requests: int = 1 << 16
-    """Bound of each simulation, which ends earlier when its interval is narrow."""
+    """Limit on the requests of one simulation, which ends earlier once its interval is narrow."""
 
     def __post_init__(self) -> None:
         for flag, value in (("--machines", self.machines), ("--gpus-per-machine", self.gpus_per_machine)):
@@ -72,27 +72,27 @@ class PipelineQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """A way to use the machines. `name` is the paper's."""
+    """A division of the machines into pipelines, with its simulated rate. `name` is the paper's."""
 
     name: str
     pipelines: int
-    """Number of pipelines that share the requests: Baseline-DP's d."""
+    """Number of equal pipelines that share the requests: d in Baseline-DP."""
     depth: int
-    """Stages of one pipeline; of the token pipeline if the phases are apart."""
+    """Stages of one pipeline; of the token pipeline if prompts have their own."""
     prompt_depth: int
-    """Stages of the prompt pipeline; 0: one pipeline for both phases."""
+    """Stages of the prompt pipeline; 0 if one pipeline computes prompts and tokens."""
     microbatch: int
     request_s: float = math.nan
-    """Seconds per request while requests never run out."""
+    """Seconds per request under full load."""
     low_s: float = math.nan
     high_s: float = math.nan
     """Upper end of the 95 % interval of `request_s`."""
     request_count: int = 0
-    """Simulated requests, including warm-up and drain."""
+    """Number of simulated requests, including warm-up and drain."""
 
     @property
     def is_precise(self) -> bool:
-        """True if the interval is narrow."""
+        """True if the 95 % interval of request_s is at most PRECISION wide to either side, relative to it."""
         return self.high_s - self.low_s <= 2 * PRECISION * self.request_s
 
     @property
@@ -111,45 +111,45 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """The best of each scheme, and the results of the equations."""
+    """The fastest variant of each scheme, and the results of the paper's equations."""
 
     question: PipelineQuestion
     schemes: tuple[Scheme, ...]
-    """Baseline, Baseline-DP, DéjàVu; without those that do not fit."""
+    """Baseline, Baseline-DP, DéjàVu; those that fit into memory."""
     microbatch: int
-    """Microbatch size used in the equations: the best scheme's."""
+    """Microbatch size of the equations: the fastest scheme's."""
     prompt_machines: float
-    """Equation 7."""
+    """Machines for prompts by equation 7."""
     least_prompt_depth: int
-    """Equation 2."""
+    """Fewest machines that hold the prompt pipeline (equation 2)."""
     least_token_depth: int
-    """Equation 3."""
+    """Fewest machines that hold the token pipeline (equation 3)."""
     apart_pays: bool | None
-    """Equation 5. None: m is outside the range in which it holds."""
+    """True if separate pipelines are faster (equation 5). None: m is out of its range."""
 
     @property
     def best(self) -> Scheme:
-        """The scheme with the highest rate; of equal ones the simplest."""
+        """Scheme with the highest rate; of equals, the simplest."""
         return min(self.schemes, key=lambda scheme: scheme.request_s)
 
     @property
     def is_certain(self) -> bool:
-        """True if the best one's interval does not overlap those of the others."""
+        """True if the best scheme's 95 % interval does not overlap any other's."""
         best = self.best
         return all(best.high_s < other.low_s for other in self.schemes if other is not best)
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A Scheme before it is simulated."""
+    """A scheme to simulate."""
 
     scheme: Scheme
-    """The scheme without its seconds and requests."""
+    """The scheme, without simulation results."""
     period: Callable[[Sequence[int]], Period]
-    """Period of one of the pipelines, from the tokens of its microbatches."""
+    """Computes seconds per microbatch of one pipeline from the answer tokens of its microbatches."""
 
     def simulated(self, question: PipelineQuestion, count: int) -> Scheme:
-        """Simulate with `count` microbatches in a pipeline."""
+        """Simulate `count` microbatches per pipeline."""
         microbatch = self.scheme.microbatch
         found = self.period(_drawn_tokens(question, microbatch, count))
         requests = microbatch * self.scheme.pipelines
@@ -163,7 +163,7 @@ class _Candidate:
 
 
 def plan_pipelines(question: PipelineQuestion) -> PipelinePlan:
-    """Plan the pipelines. Raises ConfigError when the model fits into no pipeline of these machines."""
+    """Find the fastest division of machines into pipelines. Raises ConfigError if the model fits into none."""
     candidates = (
         _baselines(question, "Baseline", [1]),
         _baselines(
@@ -193,7 +193,7 @@ def plan_pipelines(question: PipelineQuestion) -> PipelinePlan:
 
 
 def pass_s(question: PipelineQuestion, microbatch: int) -> tuple[float, float]:
-    """Seconds of a pass of a microbatch through all layers: of prompts of mean length, and of one token each."""
+    """Return a microbatch's seconds through all layers: with prompts of mean length, and with one token each."""
     requests = question.requests
     prompt = round(sum(one.prompt_tokens for one in requests) / len(requests))
     answer = sum(one.output_tokens for one in requests) / len(requests)
@@ -204,7 +204,7 @@ def pass_s(question: PipelineQuestion, microbatch: int) -> tuple[float, float]:
 
 
 def _layer_bytes(question: PipelineQuestion, microbatch: int) -> tuple[float, float, float]:
-    """C, K and W of one layer: KV of a microbatch's longest prompts and answers, and weights."""
+    """Return C, K and W of one layer in bytes: KV of a microbatch's longest prompts and answers, weights."""
     model = question.model
     kv_bytes = model.kv_token_bytes / model.layers * microbatch
     prompt = max(one.prompt_tokens for one in question.requests)
@@ -222,14 +222,14 @@ def _fits(question: PipelineQuestion, depth: int, microbatch: int, prompts_only:
 
 
 def _drawn_tokens(question: PipelineQuestion, size: int, count: int) -> list[int]:
-    """Draw the longest answer of each of `count` microbatches. All schemes of one size get the same microbatches."""
+    """Sample the longest answers, in tokens, of `count` microbatches: the same for all schemes of one size."""
     rng = random.Random(size)
     answers = [one.output_tokens for one in question.requests]
     return [max(rng.choices(answers, k=1 if question.alike else size)) for _ in range(count)]
 
 
 def _fastest(question: PipelineQuestion, candidates: Sequence[_Candidate]) -> Scheme:
-    """Return the fastest scheme; simulate the contenders twice as long until their intervals are narrow."""
+    """Return the fastest candidate, doubling the simulations of contenders until their intervals are narrow."""
     for doublings in itertools.count():
         # Far more than there are stages to fill.
         count = max(_FEWEST_MICROBATCHES, 32 * question.machines) << doublings
@@ -243,7 +243,7 @@ def _fastest(question: PipelineQuestion, candidates: Sequence[_Candidate]) -> Sc
 
 
 def _baselines(question: PipelineQuestion, name: str, ways: Sequence[int]) -> list[_Candidate]:
-    """Return equal pipelines of both phases, one candidate per division of the machines; one is simulated."""
+    """Return candidates with equal pipelines for both phases, for each number of pipelines in `ways`."""
     found = []
     for pipelines, size in itertools.product(ways, question.microbatch_sizes):
         depth = question.machines // pipelines
@@ -256,7 +256,7 @@ def _baselines(question: PipelineQuestion, name: str, ways: Sequence[int]) -> li
 
 
 def _apart(question: PipelineQuestion) -> list[_Candidate]:
-    """Return a prompt pipeline and a token pipeline of one microbatch size, in all divisions of the machines."""
+    """Return candidates with a prompt pipeline and a token pipeline, for all divisions of the machines."""
     found = []
     for size, prompt_depth in itertools.product(question.microbatch_sizes, range(1, question.machines)):
         depth = question.machines - prompt_depth
@@ -273,16 +273,16 @@ def _apart(question: PipelineQuestion) -> list[_Candidate]:
 
 
 def least_prompt_depth(layers: int, prompt_kv_bytes: float, weight_bytes: float, memory_bytes: float) -> int:
-    """Equation 2: the fewest machines whose memory holds the prompt pipeline. Sizes are those of one layer."""
+    """Return the fewest machines whose memory holds the prompt pipeline (equation 2). Sizes are per layer."""
     return math.ceil(layers * (prompt_kv_bytes + weight_bytes) / memory_bytes)
 
 
 def least_token_depth(
     layers: int, prompt_kv_bytes: float, token_kv_bytes: float, weight_bytes: float, memory_bytes: float
 ) -> int:
-    """Equation 3, in whole machines: the fewest that hold the token pipeline, with as many microbatches as stages.
+    """Return the fewest machines that hold the token pipeline with a microbatch per stage (equation 3).
 
-    Raises ConfigError when the KV of one microbatch in all layers leaves no room for weights: then no depth suffices.
+    Raises ConfigError when one microbatch's KV in all layers leaves no room for weights: then no depth suffices.
     """
     left_bytes = memory_bytes - layers * (prompt_kv_bytes + token_kv_bytes)
     if left_bytes <= 0:
@@ -293,21 +293,20 @@ def least_token_depth(
 
 
 def prompt_machines(machines: int, prompt_s: float, token_s: float, new_tokens: float, streaming: float) -> float:
-    """Equations 1 and 7: D_p = D m Y / (m Y + N t), not rounded."""
+    """Return the unrounded number of machines for prompts, D_p = D m Y / (m Y + N t) (equations 1 and 7), with D, Y, t,
+    N and m in order of the parameters."""
     return machines * streaming * prompt_s / (streaming * prompt_s + new_tokens * token_s)
 
 
 def streaming_bound(machines: int) -> float:
-    """Equation 5 holds for m below 2 - 1/D. The paper says m below 2; from this bound on its denominator is not above
-    0, and two pipelines are slower than one for any Y / t."""
+    """Return 2 - 1/D (D: machines), below which the streaming factor m must be for DéjàVu's equation 5. The paper says
+    2; but from this bound on, its denominator is not positive and two pipelines are always slower than one."""
     return 2 - 1 / machines
 
 
 def apart_pays(machines: int, prompt_s: float, token_s: float, streaming: float) -> bool:
-    """Equation 5: Y / t > (D - 1) / (D (2 - m) - 1), for a division of machines without rounding.
-
-    Raises ConfigError for an m outside [1, streaming_bound()).
-    """
+    """Return True if two pipelines beat one by equation 5, Y / t > (D - 1) / (D (2 - m) - 1), with unrounded D, Y, t
+    and m in order of the parameters. Raises ConfigError for an m outside [1, streaming_bound())."""
     if not 1 <= streaming < streaming_bound(machines):
         limit = f"at least 1 and below 2 - 1/D = {streaming_bound(machines):.4g}, where equation 5 holds"
         raise ConfigError("--streaming", f"is {streaming:g}; it must be {limit}")

@@ -1,8 +1,8 @@
-"""Schedule and steady rate of pipelines of equal stages whose microbatches end early: DéjàVu's baseline. Pure.
+"""Schedule and throughput of pipelines of equal stages whose microbatches differ in length (DéjàVu's baseline). Pure.
 
 A microbatch passes all stages once for its prompts and once for each further token. A stage is first come, first
-served. As many microbatches as stages are under way; when one ends, the next one begins: the paper's modified
-FasterTransformer (arXiv 2403.01876, section 5.2.1, appendix B). The rate is that of microbatches that never run out.
+served. There are as many concurrent microbatches as stages; when one ends, the next begins: the paper's modified
+FasterTransformer (arXiv 2403.01876, section 5.2.1, appendix B). The load never runs out.
 """
 
 import heapq
@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BATCHES = 20
-"""Number of batch means; the interval is that of their mean (Law, Simulation Modeling and Analysis, section 9.5.3)."""
+"""Number of batch means in the interval's estimate (Law, Simulation Modeling and Analysis, section 9.5.3)."""
 _T_95 = 2.093
-"""Student's t of BATCHES - 1 degrees of freedom."""
+"""Student's t for BATCHES - 1 degrees of freedom."""
 _WARM_UP_SHARE = 8
-"""1 / this of the ends is left out at the start, at least twice the depth."""
+"""Divisor: this fraction of the microbatches is left out as warm-up, but at least twice the depth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """Seconds per microbatch of one pipeline, with the 95 % interval."""
+    """Mean seconds per microbatch of one pipeline, with the 95 % interval."""
 
     mean_s: float
     low_s: float
@@ -30,11 +30,8 @@ class Period:
 
 
 def shared_period(tokens: Sequence[int], depth: int, prompt_s: float, token_s: float) -> Period:
-    """Period of one pipeline for both phases; see shared_ends().
-
-    Warm-up is left out, and the drain: ends after the last microbatch began. So there must be many more microbatches
-    than stages.
-    """
+    """Return the period of one pipeline for prompts and tokens, without warm-up and drain; it needs many more
+    microbatches than stages. tokens: longest answer of each. prompt_s, token_s: seconds of a pass in one stage."""
     ends = shared_ends(tokens, depth, prompt_s, token_s)
     first, last = max(len(ends) // _WARM_UP_SHARE, 2 * depth), len(ends) - depth
     each = (last - first) // BATCHES
@@ -44,10 +41,10 @@ def shared_period(tokens: Sequence[int], depth: int, prompt_s: float, token_s: f
 
 
 def apart_period(tokens: Sequence[int], prompt_s: float, token_s: float) -> Period:
-    """Period of a prompt pipeline and a token pipeline: the slower one's, as in appendix D's I_dis = max(I_p, I_t).
+    """Return the period of separate prompt and token pipelines: the slower one's (appendix D: I_dis = max(I_p, I_t)).
 
-    Passes of a full pipeline take one time, so its first stage never rests: a microbatch takes the time of its passes
-    in a stage. The first token is the prompt pipeline's. prompt_s, token_s: of one stage of the respective pipeline.
+    In a full pipeline the first stage never rests, so a microbatch takes the time of its passes in one stage. The
+    prompt pipeline samples the first token. prompt_s, token_s: seconds of a pass in one stage of its pipeline.
     """
     each = len(tokens) // BATCHES
     found = _period(
@@ -63,10 +60,10 @@ def _period(means: Sequence[float]) -> Period:
 
 
 def shared_ends(tokens: Sequence[int], depth: int, prompt_s: float, token_s: float) -> list[float]:
-    """Return the end of each microbatch, in the order of the ends, in one pipeline of both phases.
+    """Return the ascending end times of microbatches in one pipeline for prompts and tokens.
 
-    tokens: of the longest answer of each microbatch, at least 1; the prompt pass draws the first. prompt_s, token_s: of
-    one stage.
+    tokens: longest answer of each microbatch, at least 1; the prompt pass samples the first token. prompt_s, token_s:
+    seconds of a pass in one stage.
     """
     waiting = list(tokens)[::-1]
     # Earliest begin of the next pass, a number that keeps the order, passes after this one, and time of a stage.

@@ -1,8 +1,8 @@
-"""Goodput of one instance of each phase, by configuration: DistServe's algorithm 1. Pure.
+"""Finds the goodput of one instance per phase and configuration: DistServe's algorithm 1. Pure.
 
-As in its section 4.1 (arXiv 2401.09670), phases are searched apart. Every (TP, PP) that fits is tried; its goodput is
-found by bisection over simulations of one instance, which end as soon as the attainment is certain. The queue's
-stability bounds the rates (section 3.1).
+The phases are searched separately, as in its section 4.1 (arXiv 2401.09670). The goodput of each (TP, PP) that fits is
+found by bisection over simulations of one instance, which end once the result is certain. The stability of the queue
+bounds the rates (section 3.1).
 """
 
 import enum
@@ -28,12 +28,12 @@ from kaveri.workload.goodput import GoodputSearch, Probe
 from kaveri.workload.requests import PlannedRequest
 
 RESOLUTION = 0.02
-"""The bisection ends when the highest rate that holds and the lowest that fails differ by at most this share."""
+"""Relative difference of the highest feasible and the lowest infeasible rate at which the bisection ends."""
 _MAX_RUNS = 18
 
 
 class PlannedPhase(enum.StrEnum):
-    """Phase of a planned instance."""
+    """Phase that a planned instance serves."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -41,17 +41,17 @@ class PlannedPhase(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PhaseOption:
-    """One configuration of an instance of one phase, and its goodput."""
+    """A configuration of a prefill or decode instance, and its goodput."""
 
     phase: PlannedPhase
     parallelism: Parallelism
     step: StepLatency
     pool: PoolSpec
-    """Pool of one lane; there are PP lanes."""
+    """Engine settings of one simulated engine; a pipeline is simulated as PP engines."""
     alone: float
-    """Share of requests that meet the SLO on an idle instance."""
+    """Share of requests that meet the SLO on an otherwise idle instance."""
     goodput_per_s: float
-    """Requests per second of one instance. 0: it meets the SLO at no rate."""
+    """Highest requests per second of one instance within the SLO; 0 if it meets the SLO at no rate."""
 
     @property
     def per_gpu(self) -> float:
@@ -60,7 +60,7 @@ class PhaseOption:
 
 
 def search_prefill(question: PlanQuestion, parallelism: Parallelism, step: StepLatency) -> PhaseOption:
-    """Find the goodput of one prefill instance by the SLO of TTFT alone."""
+    """Find a prefill instance's goodput: the highest rate at which enough requests meet the TTFT SLO."""
     pool, sample = phase_pool(question, parallelism, step), question.draw()
     stages, latency = parallelism.pp, step.latency
 
@@ -88,7 +88,7 @@ def search_prefill(question: PlanQuestion, parallelism: Parallelism, step: StepL
 
 
 def search_decode(question: PlanQuestion, parallelism: Parallelism, step: StepLatency) -> PhaseOption:
-    """Find the goodput of one decode instance by the SLO of TPOT alone."""
+    """Find the goodput of one decode instance: the highest rate at which enough requests meet the TPOT SLO."""
     pool, sample = phase_pool(question, parallelism, step), question.draw()
     lanes = parallelism.pp
     alone = _share([alone_tpot_s(step.latency, request) for request in sample], question.target.tpot_s)
@@ -108,7 +108,7 @@ def search_decode(question: PlanQuestion, parallelism: Parallelism, step: StepLa
 
 
 def phase_pool(question: PlanQuestion, parallelism: Parallelism, step: StepLatency, tokens: int = 0) -> PoolSpec:
-    """Return the pool of one lane of an instance. tokens: of KV that the instance holds; 0: as many as fit."""
+    """Return settings of one of an instance's PP simulated engines. tokens: its KV capacity; 0: as many as fit."""
     return lane_pool(
         step.latency,
         tokens or kv_tokens(question.model, question.hardware, parallelism),
@@ -131,7 +131,7 @@ def _least_prompt_s(step: StepLatency, request: PlannedRequest, chunk_tokens: in
 def _goodput(
     holds: Callable[[float], bool], likely_per_s: float, highest_per_s: float, alone: float, attain: float
 ) -> float:
-    """Return the highest rate that holds. likely_per_s: where to begin; runs far above the goodput take the longest."""
+    """Return the highest rate for which `holds` is True. likely_per_s: start of the search; overload takes longest."""
     if alone < attain:
         return 0.0
     # No instance can keep up with more.

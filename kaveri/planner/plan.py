@@ -1,4 +1,4 @@
-"""Plans how many instances of which configuration serve a workload within its SLOs. Pure."""
+"""Plans the number and configuration of instances that serve a workload within its SLOs. Pure."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ from kaveri.planner.plan_question import PlanQuestion
 from kaveri.planner.profiles import read_step_latencies
 
 EQUAL_SHARE = 2 * RESOLUTION
-"""Goodputs that differ by less are equal: each is known to within RESOLUTION."""
+"""Relative difference below which goodputs count as equal: each is known to within RESOLUTION."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedCluster:
-    """A simulated cluster, and its predicted attainment."""
+    """A cluster with the attainment predicted by its simulation."""
 
     cluster: PlannedCluster
     attainment: Attainment
@@ -27,42 +27,39 @@ class SimulatedCluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
-    """The cheapest cluster found."""
+    """The cluster with the fewest GPUs that meets the SLOs, and the alternatives tried."""
 
     question: PlanQuestion
     cluster: PlannedCluster
     prefill_options: tuple[PhaseOption, ...]
     decode_options: tuple[PhaseOption, ...]
-    """All options tried, the best per GPU first."""
+    """All configurations tried, in descending order of goodput per GPU."""
     attainment: Attainment
     frontier: tuple[SimulatedCluster, ...]
-    """Simulated clusters with a higher attainment than all cheaper ones, the cheapest first."""
+    """Simulated clusters with a higher attainment than all cheaper ones, cheapest first."""
     without_prefill: Attainment
     """Attainment when one prefill instance dies for good."""
     without_decode: Attainment
     colocated: ColocatedPlan | None
-    """Instances of both phases that serve the rate with fewer GPUs; None: there are none."""
+    """Colocated instances that serve the rate with fewer GPUs; None if there are none."""
 
     @property
     def is_estimate(self) -> bool:
-        """True if a latency model of it was not measured."""
+        """True if a latency model of the cluster was derived from another instead of measured."""
         return self.cluster.prefill.step.is_estimate or self.cluster.decode.step.is_estimate
 
     @property
     def binds(self) -> str:
-        """The SLO that more requests miss; empty: none misses any."""
+        """Name of the SLO, TTFT or TPOT, that more requests miss; empty if none misses any."""
         if not self.attainment.missed_ttft and not self.attainment.missed_tpot:
             return ""
         return "TTFT" if self.attainment.missed_ttft >= self.attainment.missed_tpot else "TPOT"
 
 
 def plan(question: PlanQuestion) -> ClusterPlan:
-    """Plan the fewest GPUs that serve the rate. Algorithm 1 or 2 gives the instances; more are added until enough
-    requests of the whole simulated cluster meet both SLOs: until the lower end of the attainment's interval is the
-    required share.
-
-    Raises ConfigError for a question that no number of GPUs answers, or not so few.
-    """
+    """Find the fewest GPUs that serve the rate. DistServe's algorithm 1 or 2 gives the instances; more are added until
+    the simulated cluster's attainment interval lies at or above the required share. Raises ConfigError if no number of
+    GPUs suffices, or more than the question allows."""
     prefill_options, decode_options = search(question)
     rate = question.demand.rate_per_s
     unit: NodeUnit | None = None
@@ -106,7 +103,7 @@ def plan(question: PlanQuestion) -> ClusterPlan:
 
 
 def frontier(tried: Sequence[SimulatedCluster]) -> tuple[SimulatedCluster, ...]:
-    """Return the clusters whose attainment is certainly higher than that of all cheaper ones, by the lower end."""
+    """Return the clusters whose attainment, at the lower end of its interval, exceeds that of all cheaper ones."""
     found: list[SimulatedCluster] = []
     for one in sorted(tried, key=lambda one: (one.cluster.gpus, -one.attainment.low)):
         if not found or one.attainment.low > found[-1].attainment.low:
@@ -115,10 +112,8 @@ def frontier(tried: Sequence[SimulatedCluster]) -> tuple[SimulatedCluster, ...]:
 
 
 def search(question: PlanQuestion) -> tuple[tuple[PhaseOption, ...], tuple[PhaseOption, ...]]:
-    """Run algorithm 1's two searches: of prefill and of decode, the best goodput per GPU first.
-
-    Raises ConfigError when an SLO cannot be met by any configuration, even alone.
-    """
+    """Return prefill and decode configurations, best goodput per GPU first (DistServe's algorithm 1). Raises
+    ConfigError when no configuration meets an SLO, even without other load."""
     model, hardware = question.model, question.hardware
     asked = question.limits.prefill, question.limits.decode
     for flag, one in zip(("--prefill-tp-pp", "--decode-tp-pp"), asked, strict=True):
@@ -139,33 +134,31 @@ def search(question: PlanQuestion) -> tuple[tuple[PhaseOption, ...], tuple[Phase
 
 
 def best_per_gpu(options: Sequence[PhaseOption]) -> PhaseOption:
-    """Return algorithm 1's choice: the highest goodput per GPU. Of equal ones, the one with the fewest GPUs."""
+    """Return the configuration with the highest goodput per GPU (algorithm 1); of equals, the one with fewest GPUs."""
     best = max(option.per_gpu for option in options)
     equal = [option for option in options if option.per_gpu >= best * (1 - EQUAL_SHARE)]
     return min(equal, key=lambda option: (option.parallelism.gpus, -option.per_gpu))
 
 
 def cheapest(options: Sequence[PhaseOption], rate_per_s: float) -> PhaseOption:
-    """Return the option with the fewest GPUs at that rate; of equal ones, the best per GPU.
-
-    At high rates that is best_per_gpu(). At low rates half an idle instance costs more than a worse configuration.
-    """
+    """Return the configuration that needs the fewest GPUs at that rate: best_per_gpu() at high rates. At low rates,
+    half an idle instance costs more than a worse configuration."""
     able = [option for option in options if option.goodput_per_s > 0]
     least = min(instances(option, rate_per_s) * option.parallelism.gpus for option in able)
     return best_per_gpu([one for one in able if instances(one, rate_per_s) * one.parallelism.gpus == least])
 
 
 def instances(option: PhaseOption, rate_per_s: float) -> int:
-    """Return algorithm 1's replication: n or m."""
+    """Return the number of instances of this configuration that the rate requires."""
     return math.ceil(rate_per_s / option.goodput_per_s - 1e-9)
 
 
 def search_each(
     question: PlanQuestion, candidates: Sequence[Parallelism], search_one: Callable[[Parallelism], PhaseOption]
 ) -> tuple[PhaseOption, ...]:
-    """Search the candidates that may carry the rate with the fewest GPUs. The best per GPU come first.
+    """Find the goodputs of configurations that may need the fewest GPUs, sorted by goodput per GPU.
 
-    candidates: in ascending order of their GPUs. With `same_node` all are tried, because both phases must fit together.
+    candidates: in ascending order of GPUs. With `same_node` all are tried, because both phases must fit together.
     """
     rate, fewest, options = question.demand.rate_per_s, math.inf, []
     for one in candidates:
@@ -206,7 +199,6 @@ def _require_affordable(question: PlanQuestion, cluster: PlannedCluster) -> None
 
 
 def _larger(cluster: PlannedCluster, unit: NodeUnit | None) -> tuple[PlannedCluster, ...]:
-    """Return clusters with one more prefill instance, one more decode instance, or one more unit of both."""
     if unit is None:
         return (
             replace(cluster, prefill_count=cluster.prefill_count + 1),

@@ -1,4 +1,4 @@
-"""A plan as the file that `kaveri up --plan` and `kaveri simulate` read, and as JSON. Pure."""
+"""Writes a plan as JSON, or as the file that `kaveri up --plan` and `kaveri simulate` read. Pure."""
 
 import json
 from dataclasses import asdict
@@ -17,10 +17,8 @@ _NO_FAILURES = FailureSpec()
 
 
 def to_toml(plan: ClusterPlan, latency_files: dict[str, str]) -> str:
-    """Return a file of settings for timed engines. latency_files: latency models that are estimates, name to file.
-
-    A pipeline of PP stages becomes PP instances of one engine each, as the plan was simulated.
-    """
+    """Return the plan as settings for timed engines; a pipeline of PP stages becomes PP instances, as simulated.
+    latency_files: file of each estimated latency model, by the model's name."""
     cluster, question = plan.cluster, plan.question
     lines = [f"# {line}" for line in summary_lines(plan)]
     lines += ["", 'engine = "timed"', f"max_model_len = {question.model.max_model_len}"]
@@ -72,7 +70,7 @@ def to_json(plan: ClusterPlan) -> dict[str, Any]:
 
 
 def summary_lines(plan: ClusterPlan) -> list[str]:
-    """Summarize the plan in a few sentences."""
+    """Describe the plan in lines of text."""
     cluster, question = plan.cluster, plan.question
     arrivals = " as recorded" if question.demand.recorded_s else ""
     copies = f", requests go on from copies ({question.replication})" if cluster.replicates else ""

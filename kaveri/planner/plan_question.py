@@ -1,4 +1,4 @@
-"""The question that a plan answers. Pure."""
+"""Input of a plan: model, hardware, workload, SLOs and limits. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from kaveri.workload.requests import PlannedRequest
 from kaveri.workload.summary import Slo
 
 SEEDS = 5
-"""Number of simulations of a whole cluster, each with draws of its own."""
+"""Number of simulations of a whole cluster, with different seeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloTarget:
-    """SLOs, and the share of requests that must meet both."""
+    """SLOs in seconds, and the share `attain` of requests that must meet both."""
 
     ttft_s: float
     tpot_s: float
@@ -42,12 +42,12 @@ class InstanceLimits:
     """Limits of the planned instances."""
 
     prefill: Parallelism | None = None
-    """Parallelism of prefill instances. None: all that fit are tried."""
+    """Parallelism of prefill instances. None: try all that fit."""
     decode: Parallelism | None = None
     same_node: bool = False
-    """DistServe's algorithm 2: KV never leaves a machine."""
+    """True to keep KV transfers within machines (DistServe's algorithm 2)."""
     chunk_tokens: int | None = None
-    """None: the chunk that saturates the GPUs."""
+    """Prompt tokens per step. None: the smallest chunk that saturates the GPUs."""
     max_batch: int = 256
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class SimulationSettings:
     """Settings of the planner's simulations."""
 
     request_count: int = 1000
-    """Minimum number of requests of each simulation."""
+    """Minimum number of requests per simulation."""
     overheads: Overheads = field(default_factory=Overheads)
     seed: int = 0
 
@@ -71,13 +71,13 @@ class SimulationSettings:
 
     @property
     def cluster_seeds(self) -> range:
-        """Seeds for whole clusters: other draws than those that chose the configuration."""
+        """Seeds of whole-cluster simulations, other than the one that chose the configuration."""
         return range(self.seed + 1, self.seed + 1 + SEEDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuestion:
-    """A question to the planner."""
+    """Input of a plan: model, hardware, workload, SLOs and limits."""
 
     model: ModelShape
     hardware: Hardware
@@ -89,7 +89,7 @@ class PlanQuestion:
     demand: ExpectedLoad
     limits: InstanceLimits = field(default_factory=InstanceLimits)
     replication: ReplicationMode = ReplicationMode.OFF
-    """Placement of copies of decode instances' KV. They count in the whole cluster, and so when an instance dies."""
+    """Placement of decode instances' KV copies, simulated in whole clusters and after a death."""
     simulations: SimulationSettings = field(default_factory=SimulationSettings)
 
     def __post_init__(self) -> None:
@@ -103,11 +103,11 @@ class PlanQuestion:
             )
 
     def price_per_hour(self, gpus: int) -> float:
-        """Return the price of this many GPUs, in US dollars."""
+        """Return the hourly price of this many GPUs, in US dollars."""
         return gpus * self.hardware.price_per_hour
 
     def draw(self, rate_per_s: float | None = None, seed: int | None = None) -> list[PlannedRequest]:
-        """Draw the requests of a simulation. None: at the rate to plan for, with the search's seed."""
+        """Sample the requests of a simulation. None: the rate to plan for, and the configuration search's seed."""
         rate_per_s = self.demand.rate_per_s if rate_per_s is None else rate_per_s
         return self.demand.draw(
             self.simulations.request_count, rate_per_s, self.simulations.seed if seed is None else seed

@@ -1,7 +1,7 @@
-"""One prefill instance by itself: the time of each prompt's computation, pipelines included. Pure.
+"""Simulates one prefill instance alone, with pipeline stages. Pure.
 
-DistServe's simu_prefill (arXiv 2401.09670, algorithm 1): computed prompts go to a decode instance at once, so the
-instance never waits for room. Steps are formed by the engines' own form_step, first come, first served.
+DistServe's simu_prefill (arXiv 2401.09670, algorithm 1): computed prompts leave at once, so blocks never run short.
+Steps are formed by the engines' own form_step, first come, first served.
 """
 
 from collections import deque
@@ -17,10 +17,10 @@ from kaveri.workload.requests import PlannedRequest
 def prefill_ends(
     requests: Sequence[PlannedRequest], latency: LatencyModel, stages: int, chunk_tokens: int
 ) -> Iterator[tuple[PlannedRequest, float]]:
-    """Yield each request with the time of its first token, in that order.
+    """Yield each request with the time of its first token in seconds, ascending.
 
-    stages: of the pipeline. Each takes the same share of a step's seconds. A stage begins a step when it has ended the
-    one before, and when the previous stage has ended this one.
+    stages: pipeline stages, each with an equal share of a step's duration. A stage begins a step when its previous step
+    and the previous stage's part of this step have ended.
     """
     waiting: deque[CountedSequence] = deque()
     free_s = [0.0] * stages

@@ -1,4 +1,4 @@
-"""The latency model of each degree of tensor parallelism: measured, or estimated from a measured one. Pure.
+"""Latency models by degree of tensor parallelism: measured, or estimated from a measured one. Pure.
 
 Estimates follow DistServe's appendix A (arXiv 2401.09670): h, n and m are divided by the degree of tensor parallelism,
 and only the terms that contain them change.
@@ -21,22 +21,22 @@ _CHUNKS = tuple(range(128, 16_384 + 1, 128))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLatency:
-    """Step latencies of an instance of one degree of tensor parallelism."""
+    """Latency model of an instance with one degree of tensor parallelism, and its origin."""
 
     latency: LatencyModel
     file: str
-    """Value of `latency_model` that selects it; empty: no file holds it."""
+    """Value of the setting `latency_model` that selects it; empty if no file contains it."""
     is_estimate: bool
-    """True if it was not measured, but computed from another one."""
+    """True if it was derived from another model or degree instead of measured."""
 
 
 def read_step_latencies(
     profiles: Sequence[str], model: ModelShape, hardware: Hardware, degrees: Sequence[int]
 ) -> dict[int, StepLatency]:
-    """Return step latencies by degree of tensor parallelism; degrees that were not profiled are estimates.
+    """Return latency models by degree of tensor parallelism (TP); degrees without a profile are estimated.
 
-    profiles: bundled families such as opt-13b-a100, bundled names, or files, TP=FILE if TP is not 1. Raises ConfigError
-    for a profile of other hardware. A bundled family of another model is scaled to this one.
+    profiles: bundled families such as opt-13b-a100, bundled names, files, or TP=FILE for TP other than 1. A bundled
+    family of another model is scaled to this one. Raises ConfigError for a profile of other hardware.
     """
     if not profiles:
         raise ConfigError("--profile", "is not given; name a bundled family, or a file of `kaveri profile`")
@@ -47,27 +47,22 @@ def read_step_latencies(
 
 
 def saturating_tokens(latency: LatencyModel) -> int:
-    """Return DistServe's L_m (section 3.1): the smallest chunk that has 95 % of the best throughput of prompts.
-
-    The curve is that of the latency model, whole prompts of one chunk each.
-    """
+    """Return the smallest chunk with 95 % of the best modelled prefill throughput (DistServe's L_m, section 3.1)."""
     curve = [(chunk, chunk / latency.step_s([(0, chunk)])) for chunk in _CHUNKS]
     return find_saturation(curve).chunk_tokens
 
 
 def scaled_to_model(latency: LatencyModel, measured: ModelShape, wanted: ModelShape) -> LatencyModel:
-    """Estimate another model's latency at the same degree of tensor parallelism.
-
-    Matrices scale with L (4h^2 + 2hm), attention with L h. The constant of a prefill step stays as it is (C3), that of
-    a decode step is the time to read the weights (C4).
-    """
+    """Estimate another model's latency at the same tensor parallelism by DistServe's appendix A. Matrix terms scale
+    with layers * (4h^2 + 2hm), attention with layers * h. A prefill step's constant is kept (C3), a decode step's is
+    the time to read the weights (C4)."""
     weights = wanted.layers * wanted.layer_weights / (measured.layers * measured.layer_weights)
     attention = wanted.layers * wanted.hidden_size / (measured.layers * measured.hidden_size)
     return _scaled(latency, f"{wanted.name} as {latency.name}", weights, attention)
 
 
 def scaled_to_degree(latency: LatencyModel, measured_tp: int, wanted_tp: int) -> LatencyModel:
-    """Estimate another degree of tensor parallelism for the same model, without the cost of communication."""
+    """Estimate another degree of tensor parallelism for the same model, ignoring communication."""
     share = measured_tp / wanted_tp
     return _scaled(latency, f"{latency.name} as tp{wanted_tp}", share, share)
 
@@ -118,7 +113,7 @@ def _read(text: str, model: ModelShape, hardware: Hardware) -> dict[int, tuple[S
 
 
 def model_of(profiles: Sequence[str]) -> str:
-    """Return the bundled model in the first profile's name; empty: it names none."""
+    """Return the bundled model that the first profile is named after; empty if there is none."""
     found = [name for name in bundled_models() if profiles and profiles[0].startswith(f"{name}-")]
     return found[0] if found else ""
 

@@ -1,4 +1,4 @@
-"""Compares a plan for a cluster's recent workload with the cluster. Pure."""
+"""Compares a running cluster with a plan for its recent workload. Pure."""
 
 import enum
 from dataclasses import asdict, dataclass
@@ -13,7 +13,7 @@ from kaveri.planner.running_cluster import RunningCluster
 
 
 class Advice(enum.StrEnum):
-    """Advice about the cluster."""
+    """Advice to keep or change the running cluster."""
 
     KEEP = "keep"
     CHANGE = "change"
@@ -21,7 +21,7 @@ class Advice(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replan:
-    """A plan next to the running cluster. Both were judged by the same simulations."""
+    """A plan for the observed workload, next to the running cluster; both simulated in the same way."""
 
     observed: ObservedWorkload
     running: RunningCluster
@@ -31,20 +31,20 @@ class Replan:
 
     @property
     def fewest_gpus(self) -> int:
-        """Fewest GPUs that serve the workload, with phases apart or on the same instances."""
+        """Fewest GPUs found to serve the workload, on separate or colocated instances."""
         colocated = self.plan.colocated
         return self.plan.cluster.gpus if colocated is None else colocated.gpus
 
     @property
     def advice(self) -> Advice:
-        """CHANGE if too few requests provably meet the SLOs, or fewer GPUs do as well; else KEEP, so that noise does
-        not move the cluster to and fro."""
+        """CHANGE if the cluster certainly misses the SLOs or fewer GPUs suffice; else KEEP, so noise changes
+        nothing."""
         misses = self.attainment.high < self.plan.question.target.attain
         return Advice.CHANGE if misses or self.fewest_gpus < self.running.gpus else Advice.KEEP
 
     @property
     def reason(self) -> str:
-        """Reason for the advice, with its figures."""
+        """Explanation of the advice, with its figures."""
         attain, fewest = self.plan.question.target.attain, self.fewest_gpus
         judged = verdict(self.attainment, attain)
         enough = f"{fewest} GPU is enough" if fewest == 1 else f"{fewest} GPUs are enough"
@@ -59,7 +59,7 @@ class Replan:
 
 
 def verdict(attainment: Attainment, attain: float) -> str:
-    """Describe the running cluster's attainment. attain: required share."""
+    """Describe in words whether the running cluster's attainment meets `attain`, the required share."""
     if attainment.high < attain:
         return f"what runs misses {attain:.0%}"
     if attainment.low < attain:
@@ -68,7 +68,7 @@ def verdict(attainment: Attainment, attain: float) -> str:
 
 
 def replan_lines(found: Replan) -> list[str]:
-    """Describe the result in a few sentences, to follow the plan's own."""
+    """Describe observations, running cluster and advice in lines of text, to follow those of the plan."""
     found_now = observed_lines(found.plan.question, found.observed, found.running, found.attainment)
     return [*found_now, f"{found.advice}: {found.reason}"]
 
@@ -76,7 +76,7 @@ def replan_lines(found: Replan) -> list[str]:
 def observed_lines(
     question: PlanQuestion, observed: ObservedWorkload, running: RunningCluster, attainment: Attainment
 ) -> list[str]:
-    """Describe the observations without a plan. attainment: of the running cluster."""
+    """Describe the observed workload and the running cluster in lines of text. attainment: of that cluster."""
     so_far = f" (up to {observed.longest_running_tokens} tokens so far)" if observed.running_count else ""
     routers = f"{observed.router_count} router{'' if observed.router_count == 1 else 's'}"
     cut_short = f" ({observed.cut_short_share:.0%}; planned as whole answers)" if observed.cut_short_count else ""
@@ -97,7 +97,7 @@ def observed_lines(
 
 
 def replan_json(found: Replan) -> dict[str, Any]:
-    """Return the plan's JSON with the other findings."""
+    """Return the plan's JSON, with the advice, the running cluster and the observed workload."""
     observed = found.observed
     return {
         **to_json(found.plan),

@@ -1,8 +1,7 @@
-"""The present instances of a cluster, as a cluster to simulate. Pure.
+"""The running instances of a cluster, as input for a simulation. Pure.
 
-A view gives their number, their phases, and the tokens of KV that their pools hold. It does not give their GPUs, chunks
-and batches: the degree of tensor parallelism is given, or read from the layout of their KV, and the rest is taken as
-for a plan.
+The cluster view gives their number, phases, and KV capacity in tokens. The degree of tensor parallelism is given, or
+read from their KV layouts; chunk and batch sizes, which it lacks, are those of a plan.
 """
 
 import math
@@ -25,24 +24,24 @@ TP_FLAG = "--running-tp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningInstances:
-    """Instances that serve the same phases now, and accept requests."""
+    """Equal running instances that accept requests for the same phases."""
 
     count: int
     tp: int
     """GPUs of each instance."""
     pool_tokens: int
-    """Tokens of KV in the smallest of their pools; 0: not known."""
+    """Smallest KV capacity among the instances, in tokens; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningCluster:
-    """Prefill and decode instances, or instances of both phases; never both kinds."""
+    """Running prefill and decode instances, or running colocated instances; never a mix."""
 
     prefill: RunningInstances | None = None
     decode: RunningInstances | None = None
     colocated: RunningInstances | None = None
     is_current: bool = True
-    """False: the cluster's store cannot be reached, and instances that have died since are counted too."""
+    """False if the cluster's store cannot be reached, so that dead instances may be counted."""
 
     @property
     def gpus(self) -> int:
@@ -57,11 +56,11 @@ class RunningCluster:
 
 
 def running_cluster(view: ClusterView, model: str, tps: Sequence[int]) -> RunningCluster:
-    """model: as the routers name it. tps: degrees of tensor parallelism, of prefill and of decode, or one for all;
-    empty: as the instances' layouts say. Instances that drain are left out.
+    """Return the instances of a model that accept requests; draining ones are left out. tps: degrees of tensor
+    parallelism of prefill and decode, or one for both; empty: read from the instances' KV layouts.
 
-    Raises ConfigError for a cluster that answers no request, or has both kinds of instances, or instances of unlike
-    tensor parallelism in one phase.
+    Raises ConfigError for a cluster that lacks a phase, mixes separate and colocated instances, or has different tensor
+    parallelism within a phase.
     """
     prefill, decode = view.ready(Phase.PREFILL, model), view.ready(Phase.DECODE, model)
     for phase, some in ((Phase.PREFILL, prefill), (Phase.DECODE, decode)):
@@ -85,10 +84,8 @@ def running_cluster(view: ClusterView, model: str, tps: Sequence[int]) -> Runnin
 
 
 def running_attainment(question: PlanQuestion, running: RunningCluster) -> Attainment:
-    """Return the share of requests that meet both SLOs on the running instances, simulated as a plan is.
-
-    Raises ConfigError for a degree of tensor parallelism that the model cannot have.
-    """
+    """Simulate the running cluster, as a plan is, and return the share of requests that meet both SLOs. Raises
+    ConfigError for a degree of tensor parallelism that the model cannot have."""
     if running.colocated is not None:
         return _colocated_attainment(question, running.colocated)
     assert running.prefill is not None
@@ -104,7 +101,7 @@ def running_attainment(question: PlanQuestion, running: RunningCluster) -> Attai
 
 
 def parse_tps(text: str) -> tuple[int, ...]:
-    """Parse "2", or "2,1" of prefill and decode. Empty: none. Raises ConfigError."""
+    """Parse degrees of tensor parallelism: "2", or "2,1" for prefill and decode; empty for none. Raises ConfigError."""
     if not text:
         return ()
     try:
@@ -117,7 +114,7 @@ def parse_tps(text: str) -> tuple[int, ...]:
 
 
 def _instances(some: Sequence[ViewedInstance], tp: int, which: str) -> RunningInstances:
-    """tp: 0: as their layouts say. which: their phases, for errors."""
+    """tp: 0 to read it from the layouts. which: name of the instances, for errors."""
     layouts = [one.record.layout for one in some]
     pools = [
         one.load.total_blocks * layout.block_tokens
@@ -132,7 +129,7 @@ def _instances(some: Sequence[ViewedInstance], tp: int, which: str) -> RunningIn
 
 
 def _option(question: PlanQuestion, some: RunningInstances, phase: PlannedPhase) -> PhaseOption:
-    """Return the option of the running instances. Figures of the search are NaN."""
+    """Return the running instances as an option of a plan, with NaN for goodput."""
     model, parallelism = question.model, Parallelism(some.tp, 1)
     # A stage of a pipeline runs as an instance of its own (kaveri.planner.plan_file), without room for the whole model.
     require_possible(model, question.hardware, parallelism, some.tp, TP_FLAG, has_pool=some.pool_tokens > 0)

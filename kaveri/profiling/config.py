@@ -1,4 +1,4 @@
-"""The settings of `kaveri profile`; read from flags and KAVERI_* variables."""
+"""Settings of `kaveri profile`, read from flags and KAVERI_* variables."""
 
 from dataclasses import dataclass
 

@@ -19,11 +19,10 @@ from kaveri.profiling.plan import StepPlan
 _SEED = 20240118
 _ROUND_S = 0.05
 _ROUND_RUNS = 10
-"""Max repetitions of a short step per round, where it is repeated for _ROUND_S seconds to average out noise."""
+"""Maximum repetitions per round of a step shorter than _ROUND_S, to average out noise."""
 _FILL_TOKENS = 512
-"""Chunk size for computing the copied context; not measured."""
+"""Chunk size for computing the context that is copied; not measured."""
 _PARAMS = ResolvedParams(max_tokens=1, seed=0)
-"""Sampling parameters of a client's defaults."""
 
 
 @dataclass(slots=True)
@@ -50,8 +49,8 @@ def measure_steps(
     on_step: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[tuple[PrefillPoint, ...], tuple[DecodePoint, ...]]:
-    """Run every step once per round, in `rounds` rounds after a warm-up round; temporary slowdowns then hardly change
-    any step's median. The runner is not attached to a pool yet. on_step: called (rounds + 1) * steps times."""
+    """Measure each step of the plan in `rounds` rounds, after one to warm up, so that slowdowns hardly change medians.
+    Attaches `runner` to a new KV pool. on_step: called (rounds + 1) * steps times."""
     prefills = [_Step(prompts, prefill=True) for prompts in plan.prefill]
     decodes = [_Step(((context - 1, context),) * batch, prefill=False) for batch, context in plan.decode]
     bench = _Bench(runner, total_blocks, max(stop for step in (*prefills, *decodes) for _, stop in step.ranges))
@@ -88,10 +87,10 @@ def _token_count(step: _Step) -> int:
 
 
 class _Bench:
-    """Measuring bench: a prompt, its KV, and a pool into which that KV is copied as the context of steps.
+    """A prompt with its KV, and a pool into which that KV is copied as the context of measured steps.
 
-    Every sequence of a step is this prompt on its own blocks: its KV is real, and caches are as cold as for the same
-    number of different requests.
+    Every sequence of a step is this prompt in blocks of its own: the KV is real, and caches are as cold as with
+    different requests.
     """
 
     def __init__(self, runner: ModelRunner, total_blocks: int, prompt_tokens: int) -> None:
@@ -109,7 +108,7 @@ class _Bench:
         self._context = self._pool.memory[:, : len(block_ids)].copy()
 
     def run(self, step: _Step, clock: Callable[[], float]) -> float:
-        """Run a step. Returns the runner's time in seconds."""
+        """Run a step. Returns its duration in seconds, without the preparation."""
         each = self._layout.block_count(step.ranges[0][1])
         if step.ranges[0][0] > 0:
             self._lay(len(step.ranges), each)
@@ -127,7 +126,7 @@ class _Bench:
         return clock() - began_s
 
     def _lay(self, count: int, each: int) -> None:
-        """Copy the prompt's first blocks to `count` sequences of `each` blocks."""
+        """Copy the prompt's first `each` blocks to each of `count` sequences."""
         if self._laid[0] >= count and self._laid[1] == each:
             return
         for index in range(count):
@@ -145,4 +144,4 @@ class _Bench:
 
 
 def _ignore_layer(layer: int) -> None:
-    """Layer listener that does nothing."""
+    """Do nothing when the KV of a layer is computed."""

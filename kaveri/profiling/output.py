@@ -13,7 +13,7 @@ _FORMATS = (".svg", ".png", ".pdf")
 
 
 def check_output(flag: str, path: Path) -> None:
-    """Raise ConfigError, naming the flag, if no file can be written there. Leaves an existing file unchanged."""
+    """Raise ConfigError, naming `flag`, if `path` cannot be written. Leaves an existing file unchanged."""
     if not path.parent.is_dir():
         raise ConfigError(flag, f"there is no folder {path.parent}")
     if path.is_dir():
@@ -44,5 +44,5 @@ def save_figure(figure: "Figure", path: Path) -> None:
 
 
 def not_written(flag: str, path: Path, error: OSError) -> ConfigError:
-    """Build the error for a file that could not be written after all."""
+    """Build the error for an output file whose writing failed."""
     return ConfigError(flag, f"{path} cannot be written: {error.strerror or error}")

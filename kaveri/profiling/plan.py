@@ -8,7 +8,7 @@ from kaveri.errors import ConfigError
 from kaveri.latency.fit import COEFFICIENTS
 
 MAX_CHUNK_TOKENS = 2048
-"""Max chunk size: four times the saturating chunk of OPT-13B on an A100 in both papers."""
+"""Largest chunk: four times the saturating chunk of OPT-13B on an A100 in both papers."""
 _PACKED_TOKENS = (256, 1024)
 _PACKED_PROMPTS = (16, 64, 256)
 _CHUNKS_BEHIND_CONTEXT = (64, 256, 512)
@@ -28,13 +28,13 @@ class StepLimits:
     block_tokens: int
 
     def holds(self, count: int, tokens: int) -> bool:
-        """Return True if the pool holds `count` sequences of `tokens` each, and the model one of them."""
+        """Return True if the KV pool holds `count` sequences of `tokens` tokens, and the model one of them."""
         return tokens <= self.max_model_len and count * -(-tokens // self.block_tokens) <= self.total_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Steps to measure, without duplicates."""
+    """Steps to measure in a profile, without duplicates."""
 
     prefill: tuple[Prompts, ...]
     decode: tuple[tuple[int, int], ...]
@@ -42,7 +42,7 @@ class StepPlan:
 
 
 def plan_steps(limits: StepLimits, quick: bool) -> StepPlan:
-    """Choose the steps. quick: about a third of them. Raises ConfigError when the engine is too small for a fit."""
+    """Choose steps to measure; about a third if `quick`. Raises ConfigError if the limits allow too few for a fit."""
     chunks = chunk_sizes(limits, quick)
     prefill = [_as_few_prompts(chunk, limits.max_model_len) for chunk in chunks]
     prefill += [
@@ -87,6 +87,5 @@ def _doubling(most: int, factor: int) -> list[int]:
 
 
 def _as_few_prompts(tokens: int, max_model_len: int) -> Prompts:
-    """Split `tokens` into as few prompts as possible: one if the model is long enough."""
     full, rest = divmod(tokens, max_model_len)
     return ((0, max_model_len),) * full + (((0, rest),) if rest else ())

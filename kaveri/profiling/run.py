@@ -1,4 +1,4 @@
-"""Runs a profiling: builds the engine's runner, measures, fits, writes, plots and prints the findings."""
+"""Runs `kaveri profile`: builds the engine's runner, measures, fits, writes, plots, and prints the findings."""
 
 import importlib.metadata
 import statistics
@@ -31,7 +31,7 @@ _UNSTEADY = 1.25
 
 
 def run_profile(config: ProfileConfig) -> None:
-    """Measure and write a profile; takes minutes. Prints findings to stdout, progress to stderr. Raises ConfigError."""
+    """Measure and write a profile; takes minutes. Prints results to stdout, progress to stderr. Raises ConfigError."""
     out = Path(config.out).expanduser()
     plot = Path(config.plot).expanduser() if config.plot else None
     # Check the outputs before minutes of measuring.
@@ -68,7 +68,7 @@ def profile_runner(
     config: ProfileConfig,
     console: Console,
 ) -> Profile:
-    """Measure and fit a runner without a pool. console: for the progress. Raises ConfigError."""
+    """Profile a runner that has no KV pool yet. console: for the progress bar. Raises ConfigError."""
     limits = StepLimits(
         max_chunk_tokens=config.max_chunk_tokens,
         max_batch=config.max_batch,
@@ -106,7 +106,7 @@ def profile_runner(
 
 
 def describe(profile: Profile) -> list[str]:
-    """Summarize the findings in a few lines for the terminal."""
+    """Summarize a profile in a few lines for the terminal."""
     engine, found = profile.engine, profile.saturation
     lines = [f"{engine.model} on the {engine.engine} engine, {engine.dtype}, {engine.device}: {profile.machine}"]
     if found.reached:

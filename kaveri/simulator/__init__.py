@@ -1,1 +1,1 @@
-"""Simulates a cluster in virtual time, with the decisions of the services: see docs/planning.md."""
+"""Simulates a cluster in virtual time, with the decision code of the services (docs/planning.md)."""

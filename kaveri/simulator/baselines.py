@@ -1,7 +1,7 @@
-"""Schedulers of other systems, for comparison: one engine that computes prompts and draws tokens. Pure.
+"""Simulates schedulers of other systems, for comparison: each instance prefills and decodes on one engine. Pure.
 
-Steps are formed from counted tokens and blocks, and last as long as the latency model says. Steps that only draw tokens
-are grouped until a request arrives, ends, or lacks a block.
+Steps last as long as the latency model says. Decode-only steps form one event, until a request arrives, ends or lacks a
+block.
 """
 
 import math
@@ -19,7 +19,7 @@ from kaveri.workload.requests import PlannedRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineSpec:
-    """Settings of one instance."""
+    """Settings of one simulated instance that batches by `rule`."""
 
     rule: BaselineRule
     latency: LatencyModel
@@ -27,13 +27,12 @@ class BaselineSpec:
     block_tokens: int = 16
     max_batch: int = 256
     step_tokens: int = 2048
-    """prefill-first: most prompt tokens of a step, unless it has one prompt only. token-budget: total tokens of a step.
-    beside: tokens of its chunks. whole-batch ignores it."""
+    """Token limit of a step: prompt tokens for prefill-first (a lone longer prompt is taken), all tokens for
+    token-budget, tokens of prompt chunks for beside; unused for whole-batch."""
     step_prompts: int = 256
-    """Most prompts of a step of whole prompts."""
+    """Limit on whole prompts per step."""
     swap_token_s: float | None = None
-    """Seconds to move the KV of one token to host memory or back, for a request that lacks blocks. None: its tokens are
-    computed again."""
+    """Seconds to move one token's KV to host memory or back when a request is preempted. None: recompute it."""
 
     def __post_init__(self) -> None:
         for name in ("total_blocks", "block_tokens", "max_batch", "step_tokens", "step_prompts"):
@@ -45,8 +44,6 @@ class BaselineSpec:
 
 @dataclass(slots=True, eq=False)
 class _BaselineRequest:
-    """A request at the instance. Compared by identity."""
-
     number: int
     prompt: int
     output: int
@@ -62,13 +59,13 @@ class _BaselineRequest:
 
     @property
     def pending(self) -> int:
-        """Tokens to compute before the next one is drawn."""
+        """Tokens whose KV must be computed before the next token is sampled."""
         return self.tokens - self.computed
 
 
 def baseline_of(cluster: ClusterSpec, rule: BaselineRule) -> BaselineSpec:
-    """Return an instance with the pool and the batch of the cluster's decode instances, and the chunks of its prefill
-    instances. As in vLLM 0.2, a step of whole prompts takes as many tokens as the longest request has."""
+    """Return settings with the cluster's decode pool and batch limit. A step holds one prefill chunk, or with rules
+    that take whole prompts as many tokens as the longest request, as in vLLM 0.2."""
     pool = cluster.decode.engine
     whole = rule in (BaselineRule.PREFILL_FIRST, BaselineRule.WHOLE_BATCH)
     return BaselineSpec(
@@ -82,9 +79,9 @@ def baseline_of(cluster: ClusterSpec, rule: BaselineRule) -> BaselineSpec:
 
 
 def simulate_baseline(spec: BaselineSpec, requests: Sequence[PlannedRequest], count: int = 1) -> RunTable:
-    """Distribute the requests round robin over `count` equal instances, and run until all have ended.
+    """Simulate `count` equal instances that receive the requests round robin, until all have ended.
 
-    Raises ConfigError for a request that does not fit into a pool alone.
+    Raises ConfigError for a request that exceeds an instance's pool.
     """
     if count < 1:
         raise ConfigError("count", f"is {count}; there must be at least 1 instance")
@@ -104,7 +101,7 @@ def simulate_baseline(spec: BaselineSpec, requests: Sequence[PlannedRequest], co
 
 class _BaselineInstance:
     def __init__(self, spec: BaselineSpec, requests: Sequence[PlannedRequest], numbers: range, table: RunTable) -> None:
-        """numbers: of the requests that are placed here."""
+        """numbers: indices of the requests for this instance."""
         for number in numbers:
             lengths = requests[number].lengths
             if -(-(lengths.prompt_tokens + lengths.output_tokens) // spec.block_tokens) > spec.total_blocks:
@@ -113,13 +110,12 @@ class _BaselineInstance:
         self._spec = spec
         self._requests = requests
         self._coming = deque(numbers)
-        """Numbers of the requests that have not arrived."""
         self._table = table
         self._now_s = 0.0
         self._free = spec.total_blocks
         self._waiting: deque[_BaselineRequest] = deque()
         self._prefilling: deque[_BaselineRequest] = deque()
-        """Admitted, and not computed completely."""
+        """Admitted requests whose prompts are not fully computed."""
         self._running: list[_BaselineRequest] = []
         self._swapped: deque[_BaselineRequest] = deque()
 
@@ -165,7 +161,7 @@ class _BaselineInstance:
             self._decode()
 
     def _whole_prompts(self) -> list[_BaselineRequest]:
-        """Return the prompts of a step, first come, first served; none while a request is in host memory."""
+        """Dequeue prompts for a step, first come first served; none while a request is swapped to host memory."""
         spec, taken = self._spec, list[_BaselineRequest]()
         tokens = 0
         while self._waiting and not self._swapped and len(taken) < spec.step_prompts:
@@ -178,7 +174,7 @@ class _BaselineInstance:
         return taken
 
     def _padded_batch(self) -> list[_BaselineRequest]:
-        """Return the next batch that fits until its end."""
+        """Dequeue the next batch of requests whose prompts and whole answers fit into the pool."""
         taken = list[_BaselineRequest]()
         while self._waiting and len(taken) < self._spec.max_batch:
             one = self._waiting[0]
@@ -223,7 +219,7 @@ class _BaselineInstance:
     # Results of a step.
 
     def _computed(self, one: _BaselineRequest) -> None:
-        """Record that all its tokens are computed, and one more is drawn."""
+        """Record that all tokens of a request are computed and its next one is sampled."""
         one.computed = one.tokens
         one.drawn += 1
         if one.drawn == 1:
@@ -263,7 +259,7 @@ class _BaselineInstance:
         self._drew(steps, rest_s)
 
     def _drew(self, steps: int, rest_s: float) -> None:
-        """Record that the running requests have drawn a token in each step. rest_s: of the steps after the first."""
+        """Record `steps` decode steps of the running requests. rest_s: duration of all but the first."""
         first_end_s = self._now_s - rest_s
         if steps > 1:
             self._table.gaps(rest_s / (steps - 1), (steps - 1) * len(self._running))
@@ -295,7 +291,7 @@ class _BaselineInstance:
         return sum(max(0, self._block_count(one.tokens + steps) - one.blocks) for one in self._running)
 
     def _take(self, one: _BaselineRequest, tokens: int) -> bool:
-        """Take the blocks that it lacks for this many tokens. False: there are too few."""
+        """Allocate the blocks that a request lacks to hold `tokens` tokens. False if too few are free."""
         more = max(0, self._block_count(tokens) - one.blocks)
         if more > self._free:
             return False
@@ -308,7 +304,7 @@ class _BaselineInstance:
         one.blocks = 0
 
     def _grow(self) -> None:
-        """Give each running request a block for its next token; the latest give theirs up if need be."""
+        """Give each running request a block for its next token; preempt the latest if blocks run out."""
         index = 0
         while index < len(self._running):
             one = self._running[index]

@@ -1,7 +1,7 @@
-"""A simulated instance of both phases: prompts are decoded where they are computed, on one engine and pool. Pure.
+"""A simulated colocated instance: prefill and decode share one engine and one pool of KV blocks. Pure.
 
-It mirrors services/instance around services/prefill and services/decode: prompts enter the pool next to the room that
-the admission policy keeps for answers, and a computed prompt is adopted at once, without a push.
+It mirrors services/instance around services/prefill and services/decode. The admission policy keeps blocks for decoding
+requests, and a computed prompt starts to decode at once, without a KV transfer.
 """
 
 from kaveri.policy.prompt_queue import prompt_fits
@@ -13,7 +13,7 @@ from kaveri.simulator.sequence import CountedSequence
 
 
 class SimulatedColocated(DecodeSide, SimulatedPrefill):
-    """A prefill instance whose engine also decodes. It never asks for room elsewhere."""
+    """Simulated instance that prefills and decodes on one engine, without KV transfers."""
 
     def accept(self, attempt: SimulatedAttempt) -> None:
         self.touch()
@@ -24,7 +24,7 @@ class SimulatedColocated(DecodeSide, SimulatedPrefill):
         super()._submit_again(None)
 
     def _has_room(self, attempt: SimulatedAttempt) -> bool:
-        """Return True if there is room next to the share of answers."""
+        """Return True if the prompt fits next to the blocks kept for decoding requests."""
         computing = self._queue.computing
         first = next(iter(computing), None)
         kept = self._batch.kept_blocks(self._timeline.now_s, None if first is None else self._member_of(first))
@@ -33,7 +33,7 @@ class SimulatedColocated(DecodeSide, SimulatedPrefill):
         return prompt_fits(attempt.token_count, counts, kept, self.engine.free_blocks, block_tokens)
 
     def _begin_search(self, attempt: SimulatedAttempt) -> None:
-        """Adopt a computed prompt. There is always room."""
+        """Start to decode a computed prompt here, instead of searching for a decode instance."""
         if attempt.first_token_s < 0:
             return
         sequence, now_s = attempt.sequence, self._timeline.now_s

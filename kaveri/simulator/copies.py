@@ -1,7 +1,7 @@
-"""Copies of a simulated instance's requests at others: holders are chosen, blocks sent in the background. Pure.
+"""Copies of a simulated instance's KV in other instances' memory, to resume its requests after its death. Pure.
 
-They mirror services/decode/replicator.py and holder.py, and kaveri/engine/copier.py. Nothing waits for a copy. Sent
-blocks are computed at the services' polls, every 0.1 s, and when the instance dies: no block takes an event of its own.
+They mirror services/decode/replicator.py and holder.py, and kaveri/engine/copier.py. No request waits for a copy. Sent
+blocks are counted every 0.1 s, as the services poll, and when the instance dies, without an event per block.
 """
 
 import math
@@ -29,46 +29,44 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DOUBLINGS = 0.1, 5.0, 6
 
 @dataclass(slots=True, eq=False)
 class OwnedRequest:
-    """A request that decodes here. Hashed by identity."""
+    """A request that decodes on this instance, with the state of its KV copies at others."""
 
     attempt: SimulatedAttempt
     sequence: CountedSequence
     held: HeldKv | None = None
-    """Its growing copy."""
+    """Copy that still receives blocks."""
     former: HeldKv | None = None
-    """A copy that grows no more."""
+    """Earlier copy that receives no more blocks."""
     unsent_from: int = 0
-    """Number of computed tokens at which the next block can be sent."""
+    """Number of computed tokens that completes the next block to send."""
     failures: int = 0
-    """Consecutive failures; they double the pauses."""
+    """Consecutive failures; each doubles the pause before the next holder search."""
     none_before_s: float = 0.0
-    """Earliest time of the next holder search."""
+    """Earliest time of the next search for an instance to hold a copy."""
 
 
 class _BlockSender:
-    """Sends blocks of copies in the background, one by one, round robin over the copies."""
+    """Sends KV blocks to copies in the background, round robin over the requests."""
 
     def __init__(self, timeline: Timeline, instance: SimulatedInstance, layout: KvLayout, blocks_per_s: float) -> None:
-        """blocks_per_s: 0: no limit."""
+        """blocks_per_s: 0 for no limit."""
         self.line: deque[OwnedRequest] = deque()
-        """Requests with a copy, in the order in which they send."""
+        """Requests with a growing copy, in the order in which they send."""
         self._timeline = timeline
         self._instance = instance
         self._block_tokens = layout.block_tokens
         self._blocks_per_s = blocks_per_s
         self._sent_until_s = 0.0
         self._unsent_blocks = 0.0
-        """Sent fraction of the next block."""
 
     def add(self, owned: OwnedRequest, held: HeldKv) -> None:
-        """Begin to send a request's blocks to a new copy."""
         self.send()
         owned.held = held
         owned.unsent_from = self._block_tokens
         self.line.append(owned)
 
     def send(self) -> None:
-        """Account for blocks sent since the last call."""
+        """Mark the blocks that were sent since the last call, at the rate limit, as received by the copies."""
         now_s = self._timeline.now_s
         elapsed_s, self._sent_until_s = now_s - self._sent_until_s, now_s
         if not self.line:
@@ -90,7 +88,7 @@ class _BlockSender:
         self._unsent_blocks = due if due < 1 else 0.0
 
     def _ready(self) -> list[tuple[OwnedRequest, int]]:
-        """Return the requests that have complete blocks to send, with their number, in rotated order."""
+        """Return the requests with complete unsent blocks and the number of these; rotate the round-robin order."""
         self.line.rotate(-1)
         more = self._instance.engine.computed_by_run
         found: list[tuple[OwnedRequest, int]] = []
@@ -105,7 +103,7 @@ class _BlockSender:
         return found
 
     def _send_of(self, owned: OwnedRequest, blocks: int) -> int:
-        """Send at most `blocks` blocks of a request. Returns how many."""
+        """Send at most `blocks` blocks of a request. Returns the number sent."""
         held = owned.held
         assert held is not None
         if held.is_gone or not held.is_growing:
@@ -125,13 +123,12 @@ class _BlockSender:
 
 
 class _HolderChoice:
-    """Chooses holders for an instance's copies by its view and their refusals."""
+    """Chooses instances to hold KV copies (holders), by their reported loads and recent refusals."""
 
     def __init__(self, mode: ReplicationMode, owner: InstanceRecord, rng: random.Random) -> None:
         self.view = ClusterView()
-        """View as of the monitor's last broadcast."""
         self.holders: dict[str, HeldCopies] = {}
-        """Holders by instance id. One that has died answers that it cannot be reached."""
+        """Memory for copies by instance id. A dead instance answers Unavailable."""
         self.asked_count = 0
         self._mode = mode
         self._owner = owner
@@ -141,7 +138,7 @@ class _HolderChoice:
         self._none_before_s = 0.0
 
     def choose(self, number: int, needed_bytes: int, now_s: float) -> ViewedInstance | None:
-        """Choose the instance to ask for a copy of a request. None: no instance can be asked now."""
+        """Choose an instance to ask for memory for request `number`'s copy; None if none can be asked now."""
         if self.asked_count >= COPY_REQUESTS_MAX or now_s < self._none_before_s:
             return None
         found = choose_holder(
@@ -159,12 +156,12 @@ class _HolderChoice:
         self._resting_until_s[instance_id] = rests_until_s
 
     def pause_s(self, failures: int) -> float:
-        """Draw the pause of a request after this many consecutive failures."""
+        """Draw the pause, in seconds, after consecutive failures to copy a request: exponential, with jitter."""
         pause_s: float = _FIRST_PAUSE_S * (0.5 + self._rng.random() / 2) * 2 ** min(failures, _DOUBLINGS)
         return min(_LONGEST_PAUSE_S, pause_s)
 
     def forget_old(self, now_s: float) -> None:
-        """Forget rests that are over, and work that the view shows."""
+        """Forget expired refusals, and memory requests that reported loads include by now."""
         self._unconfirmed.retain(self.view)
         if self._resting_until_s:
             rests = self._resting_until_s
@@ -172,7 +169,7 @@ class _HolderChoice:
 
 
 class OwnedCopies:
-    """Copies of the requests of one incarnation of an instance."""
+    """Copies, at other instances, of the requests of one incarnation (run of the process) of an instance."""
 
     def __init__(self, timeline: Timeline, spec: ClusterSpec, instance: SimulatedInstance, layout: KvLayout) -> None:
         record, copies = instance.record, spec.decode.copies
@@ -185,20 +182,19 @@ class OwnedCopies:
         self.choice = _HolderChoice(copies.replication, record, rng)
         self._sender = _BlockSender(timeline, instance, layout, _blocks_per_s(spec, layout))
         self._owned: dict[int, OwnedRequest] = {}
-        """Owned requests by number."""
         self._alone: dict[OwnedRequest, None] = {}
-        """Owned requests that have no copy, and for which no holder is asked."""
+        """Requests that have no copy and have not asked a holder for one."""
         self._looks = False
         self._looked_s = -COPY_LOOK_S
 
     def follow(self, attempt: SimulatedAttempt, sequence: CountedSequence) -> None:
-        """Start to copy a request that decodes here."""
+        """Start to copy the KV of a request that decodes on this instance."""
         owned = self._owned[attempt.request.number] = OwnedRequest(attempt, sequence)
         self._alone[owned] = None
         self._look_soon()
 
     def end(self, attempt: SimulatedAttempt) -> None:
-        """End a request whose answer is complete."""
+        """Drop the copies of a request whose answer is complete."""
         owned = self._owned.pop(attempt.request.number)
         for held in (owned.held, owned.former):
             if held is not None:
@@ -209,7 +205,7 @@ class OwnedCopies:
         owned.held = owned.former = None
 
     def die(self) -> None:
-        """Kill the process. Requests can be resumed from the present state of their copies."""
+        """Stop as the process dies. Each request can resume from the blocks sent to its copy so far."""
         self._sender.send()
         for owned in self._owned.values():
             held = owned.held or owned.former
@@ -226,7 +222,7 @@ class OwnedCopies:
         return not self._owned and not self._sender.line
 
     def copy_lost(self, held: HeldKv) -> None:
-        """Handle the end of a copy: the holder takes no more of it."""
+        """Handle a copy that accepts no more blocks: search for another holder after a pause."""
         owned = self._owned.get(held.number)
         if owned is None or owned.held is not held:
             return
@@ -300,7 +296,7 @@ class OwnedCopies:
 
 
 class InstanceCopies:
-    """Copies at and from one incarnation of an instance."""
+    """Copies of an instance's requests at others (`owned`), and its copies of others' requests (`held`)."""
 
     def __init__(self, router: InstanceRouter, instance: SimulatedInstance) -> None:
         layout = instance.record.layout
@@ -311,14 +307,14 @@ class InstanceCopies:
         self._router = router
         self._instance = instance
         self._resuming: dict[SimulatedAttempt, None] = {}
-        """Attempts that have room, and whose copies are being moved into the engine."""
+        """Attempts whose copies are being moved into blocks of the engine."""
 
     @property
     def is_dead(self) -> bool:
         return self.held.is_dead
 
     def resume(self, attempt: SimulatedAttempt) -> None:
-        """Resume a request from the copy in `attempt.replica`."""
+        """Resume another instance's request from its copy here, `attempt.replica`, or report that it cannot be."""
         router, replica, held = self._router, attempt.replica, self.held.find(attempt.request.number)
         assert replica is not None
         sequence, held_tokens = None, 0

@@ -1,4 +1,4 @@
-"""Simulated decode instances: the services' decisions about room, line and batch around a counted engine. Pure.
+"""Simulated decode instances: KV reservations, their queue, and batch admission around a counted engine. Pure.
 
 They mirror services/decode/instance.py and replicated.py, event by event.
 """
@@ -19,16 +19,15 @@ from kaveri.simulator.member import SimulatedLoad
 from kaveri.simulator.sequence import CountedSequence
 
 _LINE_LOOK_S = 0.05
-"""Poll interval while requests wait for room. Freed blocks are noticed at once, so this only finds blocks that are no
-longer kept for requests that do not land."""
+"""Poll interval while requests wait for blocks: finds blocks no longer kept for requests that never arrive."""
 
 
 _COUNTED = BatchMember(0)
-"""Member of a batch whose policy only counts its members."""
+"""Placeholder for admission policies that only count the members of the batch."""
 
 
 class DecodeSide(SimulatedInstance):
-    """The decoding requests of an instance, and their copies. Sequences are owned by their attempts."""
+    """Decode half of a simulated instance: its decoding requests, and their KV copies at other instances."""
 
     def __init__(self, router: InstanceRouter, record: InstanceRecord) -> None:
         super().__init__(router, record)
@@ -58,7 +57,7 @@ class DecodeSide(SimulatedInstance):
     # Requests that are resumed from copies.
 
     def reserve_resumed(self, attempt: SimulatedAttempt) -> CountedSequence | None:
-        """Take room ahead of all waiting requests. None: there is none."""
+        """Allocate blocks, ahead of waiting requests, to resume a request from a copy. None if too few are free."""
         self.touch()
         self._serial += 1
         attempt.heavy = self._spec.prefill.thresholds.is_heavy(None, attempt.request.prompt_tokens)
@@ -79,7 +78,7 @@ class DecodeSide(SimulatedInstance):
         return sequence
 
     def land_resumed(self, sequence: CountedSequence, held_tokens: int) -> None:
-        """Handle the copy's arrival in the engine. It is admitted before those that wait for a place in the batch."""
+        """Start to decode a resumed request, ahead of others; its copy had the KV of `held_tokens` tokens."""
         self.touch()
         sequence.owner.decode = self
         self._decoding[sequence.number] = sequence
@@ -121,7 +120,7 @@ class DecodeSide(SimulatedInstance):
         self._batch.preempt(sequence.number)
 
     def touch(self) -> None:
-        """Advance the state before blocks are taken, or a load is changed."""
+        """Apply due heartbeats and engine steps, before blocks are taken or the load changes."""
         if self.is_dead:
             return
         now_s = self._timeline.now_s
@@ -163,7 +162,7 @@ class DecodeSide(SimulatedInstance):
         return FreeRoom(self.engine.blocks.free_count, 0, self.engine.admitted_count)
 
     def _decode_load(self, time_s: float, others: SimulatedLoad) -> SimulatedLoad:
-        """Load of a heartbeat, as DecodeRoom.load(). others: of requests that do not decode; changed and returned."""
+        """Add the decoding requests to `others`, the rest of the instance's load at `time_s`, and return it."""
         engine = self.engine
         if self._keeps_blocks:
             # The policy has to know of the steps.
@@ -181,8 +180,6 @@ class DecodeSide(SimulatedInstance):
 
 
 class _Waiting(NamedTuple):
-    """A request in line for room."""
-
     number: int
     attempt: SimulatedAttempt
     member: BatchMember
@@ -190,7 +187,7 @@ class _Waiting(NamedTuple):
 
 
 class SimulatedDecode(DecodeSide):
-    """A decode instance. A request's reserved sequence is its room."""
+    """Simulated decode instance. Prefill instances reserve blocks (a sequence), then push KV into them."""
 
     def __init__(self, router: InstanceRouter, record: InstanceRecord) -> None:
         super().__init__(router, record)
@@ -202,7 +199,8 @@ class SimulatedDecode(DecodeSide):
     def reserve(
         self, attempt: SimulatedAttempt, waits: bool, answer: Callable[[CountedSequence | KaveriError], object]
     ) -> None:
-        """Ask for room. `answer` is called when there is some, or with the refusal; with `waits` perhaps later."""
+        """Reserve KV blocks for a request and call `answer` with their sequence or an error. If too few are free, queue
+        when `waits` is True, otherwise fail."""
         if self.is_dead:
             answer(self._unreachable())
             return
@@ -223,12 +221,12 @@ class SimulatedDecode(DecodeSide):
             answer(refusal)
 
     def leave_line(self, attempt: SimulatedAttempt) -> None:
-        """Take a request that wants no more room out of the line. Idempotent."""
+        """Remove a request from the queue for KV blocks. Idempotent."""
         if self._in_line.pop(attempt.key, None) is not None and not self.is_dead:
             self.room.leave_line(attempt.key)
 
     def give_back(self, reserved: CountedSequence) -> None:
-        """Release the room of a request that does not need it."""
+        """Release KV blocks reserved for a request that does not need them."""
         if reserved.number in self._decoding and not self.is_dead:
             self.touch()
             self._forget(reserved)
@@ -236,7 +234,7 @@ class SimulatedDecode(DecodeSide):
             self._give_room()
 
     def land(self, reserved: CountedSequence) -> None:
-        """Handle the landing of a request's KV."""
+        """Start to decode a request whose KV has arrived in its reserved blocks."""
         self.touch()
         reserved.owner.landed_s = self._timeline.now_s
         self._batch.land(reserved.number)

@@ -1,9 +1,9 @@
-"""An engine that computes in steps, with blocks that are counted and seconds that a latency model gives. Pure.
+"""A simulated engine: KV blocks are counted, and a latency model gives the duration of each step. Pure.
 
-The steps of a batch that cannot change are one event, a run, in closed form: the seconds of its steps are an arithmetic
-series. An arrival in the batch, an end, or blocks that run short cut the run at the right step. Steps with chunks of
-prompts are one event each. While a request that lost its blocks waits or is recomputed, the engine goes step by step
-with kaveri.engine.stepwise's own Residency and form_step.
+Consecutive steps of an unchanged decode batch form a run, which is one event: their durations are an arithmetic series.
+A request that joins or ends, or a shortage of blocks, cuts the run at the right step. Each step with prompt chunks is
+one event. While a preempted request waits or is recomputed, each step is simulated with kaveri.engine.stepwise's own
+Residency and form_step.
 """
 
 import math
@@ -20,85 +20,83 @@ from kaveri.simulator.spec import Overheads, PoolSpec
 from kaveri.simulator.timeline import Timeline
 
 _ALMOST = 1e-9
-"""Tolerance, as a share of a step, for the end of a step in floating point."""
+"""Tolerance for the end of a step in floating point, as a share of the step."""
 
 
 class EngineListener:
-    """Receives the engine's events, at their times. Ignores those that a subclass does not override."""
+    """Interface for a simulated engine's events, called at their times. By default each method does nothing."""
 
     def before_step_ends(self) -> None:
-        """A step ends: the next calls report it, and may change the engine."""
+        """Called before the results of an ended step are reported; those calls may change the engine."""
 
     def prefill_started(self, sequence: CountedSequence) -> None:
-        """The sequence's first chunk begins."""
+        """Called when a prompt's first chunk begins."""
 
     def prefill_advanced(self, sequence: CountedSequence) -> None:
-        """A chunk that was not the last has been computed."""
+        """Called when a chunk of a prompt other than the last has been computed."""
 
     def first_token(self, sequence: CountedSequence) -> None:
-        """The sequence's prompt is computed. Also its last token if none remains."""
+        """Called when a prompt is computed and its first token sampled, which may be the only one."""
 
     def drew(self, steps: int, gap_count: int, step_s: float, resting: list[CountedSequence]) -> None:
-        """The running requests have drawn a token in each of `steps` steps, of `step_s` on average. gap_count: tokens
-        that followed another one. resting: admitted, and not running."""
+        """Called after `steps` decode steps of `step_s` seconds on average. gap_count: sampled tokens, without each
+        request's first decode step here. resting: admitted requests that wait outside the batch."""
 
     def drew_some(self, sequences: list[CountedSequence], gap_count: int, step_s: float) -> None:
-        """Only these have drawn a token in one step. gap_count: tokens that followed another one."""
+        """Called after a step in which only these requests sampled a token. gap_count: those after a first one here."""
 
     def drew_first(self, sequence: CountedSequence, time_s: float) -> None:
-        """The sequence's first decode step ended at that time."""
+        """Called after the first decode step of a request, which ended at `time_s`."""
 
     def ended(self, sequence: CountedSequence) -> None:
-        """The sequence has drawn its last token."""
+        """Called when a request has sampled its last token."""
 
     def preempted(self, sequence: CountedSequence) -> None:
-        """The sequence has given its blocks up."""
+        """Called when a request has lost its KV blocks; it is recomputed later."""
 
     def stepped(self) -> None:
-        """A step is over, and all of its results have been reported."""
+        """Called after all results of a step have been reported."""
 
 
 class _StepTimes:
-    """Seconds of a step: those of the latency model, and what the services take."""
+    """Computes the seconds of a step: latency model plus overheads of the services."""
 
     def __init__(self, pool: PoolSpec, overheads: Overheads) -> None:
         self._latency = pool.latency
         self._overheads = overheads
         self._fits = [pool.latency.decode_fit(count) for count in range(pool.max_batch + 1)]
-        """Latency fits by number of running requests."""
 
     def decode_s(self, count: int, context: int) -> tuple[float, float]:
-        """Seconds of a step that only decodes, and by how many each next one is longer."""
+        """Return the seconds of a decode-only step and the increase per further step. context: tokens in the batch."""
         fit = self._fits[count]
         step_s = fit.step_s + (context * fit.context_token_s + count * fit.request_s) + self._overheads.decode_step_s
         return step_s, count * fit.context_token_s
 
     def mixed_s(self, spans: list[tuple[int, int]], count: int, context: int) -> float:
-        """Seconds of a step with chunks next to `count` running requests."""
+        """Return the seconds of a step with prompt chunks (first position, token count) and `count` decodes."""
         return self._latency.mixed_step_s(spans, count, context) + self._overheads.prefill_step_s
 
     def step_s(self, spans: list[tuple[int, int]], has_chunks: bool) -> float:
-        """Seconds of a step that was formed from single sequences."""
+        """Return the seconds of a step given as (first position, token count) of each sequence."""
         overhead_s = self._overheads.prefill_step_s if has_chunks else self._overheads.decode_step_s
         return self._latency.step_s(spans) + overhead_s
 
 
 class _Run:
-    """The steps under way: step j takes first_step_s + j * more_s."""
+    """Consecutive steps simulated as one event: step j takes first_step_s + j * more_s."""
 
     def __init__(self) -> None:
         self.began_s = 0.0
         self.steps = 0
-        """1: a lone step, which nothing cuts."""
+        """1: a single step, which cannot be shortened."""
         self.first_step_s = 0.0
         self.more_s = 0.0
 
     def seconds(self, steps: int) -> float:
-        """Seconds of the first `steps` steps."""
         return steps * self.first_step_s + self.more_s * (steps * (steps - 1) // 2)
 
     def ended_steps(self, time_s: float) -> int:
-        """Steps of several that have ended by then; not the last one, which is an event."""
+        """Return the number of steps ended by `time_s`, without the run's last, whose end is an event."""
         elapsed_s, first, more_s = time_s - self.began_s, self.first_step_s, self.more_s
         if elapsed_s < first:
             return 0
@@ -116,7 +114,7 @@ class _Run:
 
 
 class CountedEngine:
-    """Both sides of a stepwise engine (kaveri.engine.stepwise.lifecycle)."""
+    """Simulated engine for prefill and decode that counts tokens and blocks instead of storing them."""
 
     def __init__(
         self, timeline: Timeline, pool: PoolSpec, layout: KvLayout, overheads: Overheads, listener: EngineListener
@@ -133,34 +131,33 @@ class CountedEngine:
         self._waiting = cast(list[CountedSequence], residency.waiting)
         self._batch = RunningBatch(cast(list[CountedSequence], residency.running), pool.block_tokens)
         self._by_steps = False
-        """True while a request lacks blocks, or computes its tokens again: sequences hold their own tokens."""
+        """True while a request is preempted or recomputed: each step is one event, and sequences store their tokens."""
         self._run = _Run()
         self._busy = False
-        """True while a run or step is under way."""
         self._dead = False
         self._version = 0
-        """Number of the end that is due; those scheduled before it are void."""
+        """Version of the scheduled step end; ends scheduled with an older one are void."""
         self._planned: list[tuple[CountedSequence, int]] = []
-        """Step by step: the step's sequences and their tokens. Otherwise its chunks."""
+        """Sequences and token counts of the current step; prompt chunks only, unless _by_steps."""
         self._lands_parts = False
-        """True once a request has landed without all of its KV."""
+        """True once a request has been resumed with part of its KV."""
         self.last_step_began_s = 0.0
-        """Begin of the step that ends now; within a run, of any of its steps."""
+        """Start of the step that ends now; within a run, of any of its steps."""
 
     # Blocks.
 
     @property
     def free_blocks(self) -> int:
-        """Free blocks after the last step that sync() has seen."""
+        """Number of free KV blocks after the last step that sync() has applied."""
         return self.blocks.free_count
 
     @property
     def admitted_count(self) -> int:
-        """Number of requests that run or wait for a place in the batch."""
+        """Number of decoding requests in the batch or waiting for a place in it."""
         return len(self._batch.members) + len(self._waiting)
 
     def open(self, sequence: CountedSequence, token_count: int) -> bool:
-        """Take the blocks of this many tokens. False: there is no room now."""
+        """Allocate blocks for `token_count` tokens. False if too few are free, or a preempted request needs them."""
         wanted, blocks = -(-token_count // self._pool.block_tokens), self.blocks
         if wanted > blocks.free_count or (self._waiting and self._residency.short_of_blocks):
             return False
@@ -173,20 +170,20 @@ class CountedEngine:
     # Requests.
 
     def prefill(self, sequence: CountedSequence) -> None:
-        """Queue a prompt whose blocks are open."""
+        """Queue a prompt whose blocks open() has allocated."""
         self.prefilling.append(sequence)
         self._work_came()
 
     def land(self, sequence: CountedSequence) -> None:
-        """Land a request whose blocks are open: its KV is here, and its first token is drawn."""
+        """Add a request that has its prompt's KV and first token; it decodes once admit() is called."""
         sequence.computed = sequence.tokens
         sequence.tokens += 1
         self._residency.land(sequence)
         self._blocks_may_be_taken()
 
     def land_partly(self, sequence: CountedSequence, held_tokens: int) -> None:
-        """Land a request whose blocks are open with the KV of its first `held_tokens`. All its tokens are known. The
-        batch computes the others, step by step."""
+        """Add a resumed request that has the KV of its first `held_tokens` tokens. After admit(), the batch recomputes
+        the rest, step by step."""
         assert 0 < held_tokens < sequence.tokens
         self._lands_parts = True
         sequence.computed = held_tokens
@@ -194,7 +191,7 @@ class CountedEngine:
         self._blocks_may_be_taken()
 
     def adopt(self, sequence: CountedSequence) -> bool:
-        """Turn a computed prompt into a landed request. False: it had to give its blocks up."""
+        """Let a computed prompt decode once admit() is called. False if it was preempted for lack of a block."""
         self._residency.land(sequence)
         preempted = self._residency.make_whole(sequence)
         if not preempted and self._run.steps > 1:
@@ -203,12 +200,12 @@ class CountedEngine:
         return not preempted
 
     def admit(self, sequence: CountedSequence) -> None:
-        """Let a landed request run from the next step on."""
+        """Let a request added by land(), land_partly() or adopt() decode from the next step on."""
         self._residency.admit(sequence)
         self._work_came()
 
     def end(self, sequence: CountedSequence) -> None:
-        """End a request here; its blocks are freed as soon as nothing can touch them."""
+        """End a request; its blocks are freed once no step or transfer uses them."""
         if sequence.done:
             return
         sequence.done = True
@@ -225,31 +222,31 @@ class CountedEngine:
         self._settle(sequence)
 
     def token_count(self, sequence: CountedSequence) -> int:
-        """Tokens of prompt and answer, after the last step that sync() has seen."""
+        """Return the tokens of prompt and answer after the last step that sync() has applied."""
         if sequence.phase is SequencePhase.RUNNING and not self._by_steps:
             return sequence.offset_tokens + self._batch.steps
         return sequence.tokens
 
     @property
     def computed_by_run(self) -> int | None:
-        """Term to add to `offset_tokens` of a running request to get the tokens whose KV is here, after the last step
-        that sync() has seen. None: `computed` of each holds."""
+        """Number to add to a running request's `offset_tokens` to get its tokens with KV, as of sync(). None: use its
+        `computed` instead."""
         return None if self._by_steps else self._batch.steps - 1
 
     @property
     def step_began_s(self) -> float:
-        """Time at which the step under way began."""
+        """Start time of the current step."""
         return self._run.began_s
 
     def stop(self) -> None:
-        """Stop the engine: no event follows."""
+        """Stop the engine: it raises no further events."""
         self._dead = True
         self._version += 1
 
     # Runs.
 
     def sync(self, time_s: float) -> None:
-        """Apply the steps of the run that have ended by then; not the last one, which is an event."""
+        """Apply the steps that ended by `time_s`, except the last one scheduled, whose end is an event of its own."""
         run, batch = self._run, self._batch
         if run.steps <= 1 or not (steps := run.ended_steps(time_s)):
             return
@@ -263,7 +260,7 @@ class CountedEngine:
         run.steps -= steps
 
     def room_at(self, time_s: float) -> tuple[int, int]:
-        """Free blocks, and the KV tokens of all requests that decode here, after the steps that have ended by then."""
+        """Return the free blocks, and the KV tokens of all decoding requests, after the steps ended by `time_s`."""
         free, batch = self.blocks.free_count, self._batch
         context = 0
         if self._residency.landed or self._waiting:
@@ -277,13 +274,13 @@ class CountedEngine:
         return free, context
 
     def _settle(self, sequence: CountedSequence) -> None:
-        """Free the blocks of a request that has ended, unless something can still touch them."""
+        """Free an ended request's blocks, unless a step or transfer still uses them."""
         if sequence.done and not (sequence.in_step or sequence.transfer_open):
             self.blocks.release(sequence)
             self._blocks_may_be_taken()
 
     def _blocks_may_be_taken(self) -> None:
-        """Retry for a request that lacks blocks, while nothing runs: free ones, or those of a landed one."""
+        """Begin a step if the engine is idle and requests wait, as a preempted one may get blocks now."""
         if self._waiting and not self._busy:
             self._begin()
 
@@ -296,7 +293,6 @@ class CountedEngine:
             self._cut()
 
     def _cut(self) -> None:
-        """End the run with the step under way."""
         if self._run.steps > 1:
             self.sync(self._timeline.now_s)
             if self._run.steps > 1:
@@ -304,7 +300,7 @@ class CountedEngine:
                 self._schedule()
 
     def _shorten(self) -> None:
-        """Shorten the run if need be: blocks were taken."""
+        """Shorten the run of steps if blocks that it needs were taken."""
         # sync() was called before blocks were taken.
         steps = self._batch.steps_with_blocks(self._run.steps, self.blocks.free_count)
         if steps < self._run.steps:
@@ -316,7 +312,6 @@ class CountedEngine:
         self._timeline.at(self._run.began_s + self._run.seconds(self._run.steps), self._over, self._version)
 
     def _begin(self) -> None:
-        """Form the next run or step, if there is anything to do."""
         # A prompt that begins may cause the arrival of another, which must not begin a second step.
         self._busy, self._run.steps = True, 1
         waiting, batch = self._waiting, self._batch
@@ -357,7 +352,7 @@ class CountedEngine:
                 self._listener.prefill_started(sequence)
 
     def _note_first_steps(self) -> int:
-        """Report the first step of the requests that joined the batch; it has ended. Returns how many these are."""
+        """Report the first decode step of requests that joined the batch. Returns their number."""
         batch, time_s = self._batch, self._run.began_s + self._run.first_step_s
         joined, batch.joined = batch.joined, []
         if batch.ended_outside:
@@ -419,12 +414,11 @@ class CountedEngine:
         run.began_s = self._timeline.now_s
 
     def _end_chunks(self) -> list[CountedSequence]:
-        """Return the sequences whose chunks are computed."""
         planned, self._planned = self._planned, []
         return [sequence for sequence, tokens in planned if self._end_chunk(sequence, tokens)]
 
     def _end_chunk(self, sequence: CountedSequence, tokens: int) -> bool:
-        """Apply a sequence's part of a step. False: it has ended meanwhile."""
+        """Apply one sequence's tokens of a step. False if the request was ended during it."""
         sequence.in_step = False
         if sequence.done:
             self._settle(sequence)
@@ -467,7 +461,7 @@ class CountedEngine:
         self._schedule()
 
     def _end_step(self) -> list[CountedSequence]:
-        """Return the sequences whose chunks of prompts are computed."""
+        """Apply a step. Returns the sequences whose prompt chunks it computed."""
         drawn: list[CountedSequence] = []
         computed: list[CountedSequence] = []
         gap_count = 0

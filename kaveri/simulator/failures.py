@@ -1,4 +1,4 @@
-"""Deaths and restarts of simulated instances: scheduled, or drawn. Pure."""
+"""Deaths and restarts of simulated instances, at given or random times. Pure."""
 
 import math
 import re
@@ -11,7 +11,7 @@ _FORM = re.compile(r"([a-z]+-\d+)@(\d+(?:\.\d+)?)s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """Death of a process. Its state is lost, and its peers' connections break at once."""
+    """Death of an instance's process at `at_s` seconds: its state is lost, and connections to it break at once."""
 
     instance_id: str
     at_s: float
@@ -19,13 +19,13 @@ class Death:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureSpec:
-    """Deaths of instances, and the times of their return."""
+    """Scheduled and random deaths of simulated instances, and the time until they restart."""
 
     deaths: tuple[Death, ...] = ()
     mtbf_s: float | None = None
-    """Mean time between the deaths of one instance, drawn from an exponential distribution. None: none are drawn."""
+    """Mean seconds between random deaths of one instance, exponentially distributed. None: no random deaths."""
     repair_s: float | None = 5.0
-    """Seconds from a death until the instance is back, with an empty pool. None: it does not come back."""
+    """Seconds from a death to the restart, with an empty KV pool. None: no restart."""
 
     def __post_init__(self) -> None:
         for name, value in (("mtbf", self.mtbf_s), ("repair", self.repair_s)):
@@ -36,14 +36,14 @@ class FailureSpec:
                 raise ConfigError("fail", f"is at {death.at_s!r} s; it must be a time of at least 0")
 
     def require_known(self, instance_ids: tuple[str, ...]) -> None:
-        """Raise ConfigError for the death of an instance that does not exist."""
+        """Raise ConfigError if a scheduled death names an instance other than these."""
         for death in self.deaths:
             if death.instance_id not in instance_ids:
                 raise ConfigError("fail", f"names {death.instance_id!r}; there are {', '.join(instance_ids)}")
 
 
 def parse_death(text: str) -> Death:
-    """Parse "decode-1@30s". Raises ConfigError."""
+    """Parse an instance and its time of death, such as "decode-1@30s". Raises ConfigError."""
     found = _FORM.fullmatch(text)
     if found is None:
         raise ConfigError("fail", f"is {text!r}; write an instance and a time, such as decode-1@30s")

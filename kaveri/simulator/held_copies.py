@@ -1,4 +1,4 @@
-"""Copies that a simulated instance holds of others' requests: their memory, and evictions when it is full. Pure.
+"""Copies of other instances' KV in a simulated instance's memory, with evictions when it is full. Pure.
 
 It mirrors services/decode/holder.py and kaveri/kv/replicas, with blocks that are counted.
 """
@@ -21,26 +21,25 @@ _FULL_RETRY_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class HeldKv:
-    """One copy of another instance's request. Hashed by identity."""
+    """A copy, in this instance's memory, of the KV of another instance's request."""
 
     holder: "HeldCopies"
     on_lost: Callable[["HeldKv"], object]
-    """Called when the copy is gone before its owner has dropped it."""
+    """Called when the copy accepts no more blocks although its owner has not dropped it."""
     number: int
-    """Number of the request."""
     blocks: int
-    """Blocks that it has room for."""
+    """Allocated blocks."""
     sent_blocks: int = 0
-    """The watermark."""
+    """Blocks received so far."""
     is_growing: bool = True
-    """True while its owner may add to it. Otherwise it waits for a router, for the grace time."""
+    """True while its owner may add blocks. Otherwise it is kept for orphan_grace_s, to resume the request from."""
     is_gone: bool = False
     starved_since_s: float = math.inf
-    """Time since which there is no block for its owner's tokens."""
+    """Time since which memory lacks for the next block; infinite if there is some."""
 
 
 class HeldCopies:
-    """Copies held by one incarnation of an instance, at most one of each request."""
+    """Copies of other instances' requests in one instance's memory, at most one per request."""
 
     def __init__(self, timeline: Timeline, spec: CopySpec, instance: SimulatedInstance, layout: KvLayout) -> None:
         self.record = instance.record
@@ -66,8 +65,8 @@ class HeldCopies:
         return self._layout.layer_count * self._layout.block_bytes
 
     def open(self, on_lost: Callable[["HeldKv"], object], number: int, token_count: int) -> "HeldKv | KaveriError":
-        """Take room for a copy of a request of this many tokens. A former copy of it is dropped first. When the memory
-        is full, copies that are far cheaper to compute again are dropped, and the owner has to ask again."""
+        """Allocate a copy for a request of `token_count` tokens, in place of its former one. If memory is full, return
+        NoCapacity and evict copies far cheaper to recompute. on_lost: called if the copy ends early."""
         if self.is_dead:
             return Unavailable("the holder cannot be reached")
         self._touch()
@@ -93,8 +92,8 @@ class HeldCopies:
         return held
 
     def grow(self, held: HeldKv) -> bool:
-        """Give the copy room for one more block than it has of the KV. False: there is none, and its owner is notified
-        when that has lasted too long."""
+        """Allocate memory for the block after the received ones. False if none is free; if that lasts too long, the
+        copy is closed and its owner notified."""
         self._touch()
         wanted = held.sent_blocks + 1 - held.blocks
         taken = max(0, min(wanted, self._free_blocks))
@@ -110,14 +109,13 @@ class HeldCopies:
         return taken >= wanted
 
     def _shut_if_starved(self, held: HeldKv) -> None:
-        """Shut a copy that has lacked a block for too long: its owner may find another holder."""
         is_late = self._timeline.now_s - held.starved_since_s >= COPY_STARVED_S * ALMOST_ALL
         if held.is_growing and not held.is_gone and is_late:
             self.shut(held)
             held.on_lost(held)
 
     def shut(self, held: HeldKv) -> None:
-        """Shut a copy to its owner. It is kept for the grace time."""
+        """Accept no more blocks for a copy, and drop it after orphan_grace_s seconds."""
         held.is_growing = False
         held.starved_since_s = math.inf
         self._starved.pop(held, None)
@@ -127,12 +125,12 @@ class HeldCopies:
         return self._held.get(number)
 
     def usable_tokens(self, held: HeldKv, context_tokens: int) -> int:
-        """Tokens, of context_tokens, that a request can resume from: whole blocks, without the last token."""
+        """Return how many of context_tokens have held KV that a resume can use: whole blocks, not the last token."""
         block_tokens = self._layout.block_tokens
         return min(held.sent_blocks, (context_tokens - 1) // block_tokens) * block_tokens
 
     def drop(self, held: HeldKv) -> None:
-        """Free its memory. Idempotent."""
+        """Free a copy's memory. Idempotent."""
         if held.is_gone:
             return
         self._touch()
@@ -144,7 +142,7 @@ class HeldCopies:
             self._timeline.post(held.on_lost, held)
 
     def die(self) -> None:
-        """Kill the process: all copies are lost."""
+        """Drop all copies: the process has died."""
         self.is_dead = True
         for held in tuple(self._held.values()):
             self.drop(held)
@@ -153,5 +151,5 @@ class HeldCopies:
         return not self._held and not self._starved and self._free_blocks == self._spec.replica_blocks
 
     def _touch(self) -> None:
-        """Record the last heartbeat before the load is changed."""
+        """Record due heartbeats before the load changes."""
         self._instance.member.take_beats(self._timeline.now_s)

@@ -1,4 +1,4 @@
-"""Requests of a simulation, their attempts, and the processes that serve them. Pure."""
+"""Simulated requests, their attempts (placements on instances), and the base class of instances. Pure."""
 
 import math
 import random
@@ -23,7 +23,7 @@ _NO_SETBACK = RetryState()
 
 @dataclass(slots=True)
 class LossAccount:
-    """Cost of lost instances for one request, as in kaveri.client.answer.ServerTiming."""
+    """Delay and recomputed tokens that lost instances cost one request; fields as in the SDK's ServerTiming."""
 
     since_s: float = math.nan
     """Time of the last token before a loss, or of the loss if there was none; NaN: no loss is pending."""
@@ -33,23 +33,23 @@ class LossAccount:
     stall_s: float = 0.0
 
     def lost(self, since_s: float) -> None:
-        """Record the loss of its instance. A second loss before the next token counts with the first."""
+        """Record the loss of an instance. since_s: time of the request's last token, when the stall begins."""
         if math.isnan(self.since_s):
             self.since_s = since_s
 
     def computes_again(self, tokens: int) -> None:
-        """Record that a prefill instance computes this many tokens again."""
+        """Count `tokens` as recomputed by a prefill instance, if the request has lost an instance."""
         if not math.isnan(self.since_s):
             self.recomputed_tokens += tokens
 
     def resumed(self, tokens: int, held_tokens: int) -> None:
-        """Record that a request of this many tokens resumes at its copy, which has the KV of `held_tokens`."""
+        """Record that a request of `tokens` tokens resumes from a copy with the KV of `held_tokens` of them."""
         self.resumes += 1
         self.held_tokens += held_tokens
         self.recomputed_tokens += tokens - held_tokens
 
     def drew(self, drawn_s: float) -> None:
-        """Record the first token after a loss."""
+        """Record the time of the first token after a loss, which ends the stall."""
         if not math.isnan(self.since_s):
             self.stall_s += drawn_s - self.since_s
             self.since_s = math.nan
@@ -57,49 +57,47 @@ class LossAccount:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """A request as its client and its router see it. Times are seconds of the timeline."""
+    """A request as its client and router know it. Times are simulated seconds."""
 
     number: int
     due_s: float
     prompt_tokens: int
     output_tokens: int
     length: TokenRange | None = None
-    """The answer's length as known to the cluster."""
+    """Range of the answer's token count, as known to the cluster."""
     generated: int = 0
-    """Tokens of the answer that the router has."""
+    """Answer tokens that the router has received."""
     last_token_s: float = math.nan
-    """Time of its last token, as far as the router had it when an instance was lost."""
+    """Time of the last token that the router is known to have."""
     attempt_count: int = 0
     retry: RetryState = _NO_SETBACK
     losses: LossAccount | None = None
-    """Cost of losses; None: no instance was lost."""
 
 
 @dataclass(slots=True)
 class KvPush:
-    """Progress of a push. KV is sent layer by layer while its step computes."""
+    """Progress of a prompt's KV transfer to a decode instance, layer by layer while prefill computes."""
 
     since_s: float
     tokens: int = 0
-    """Tokens that link_free_s covers."""
+    """Tokens whose KV the link has sent by link_free_s."""
     link_free_s: float = 0.0
-    """Time at which the link has sent their KV."""
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedAttempt:
-    """One placement of a request on a prefill instance, through to its end. Hashed by identity."""
+    """An attempt: one placement of a request on a prefill and then a decode instance, until it ends or fails."""
 
     request: SimulatedRequest
     prefill: "SimulatedInstance"
     key: str = field(init=False)
     generated: int = field(init=False)
     token_count: int = field(init=False)
-    """Tokens to compute. The policies' Prompt."""
+    """Tokens to prefill: the prompt, and answer tokens of earlier attempts."""
     is_over: bool = False
     decode: "SimulatedInstance | None" = None
     sequence: CountedSequence | None = None
-    """Its sequence at prefill."""
+    """Its sequence in the prefill instance's engine."""
     place_search: PlaceSearch | None = None
     heavy: bool = False
     arrived_s: float = -1.0
@@ -108,9 +106,9 @@ class SimulatedAttempt:
     landed_s: float = -1.0
     push: KvPush | None = None
     replica: ReplicaLocation | None = None
-    """Copy from which it can be resumed after the loss of its instance."""
+    """Copy of its KV at another instance, to resume from after a loss."""
     resumed_from: "SimulatedAttempt | None" = None
-    """The attempt that prefill computed, if this one was resumed from a copy."""
+    """Attempt that was prefilled, if this one was resumed from a copy."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -121,7 +119,7 @@ class SimulatedAttempt:
 
 
 class InstanceRouter(Protocol):
-    """The router, as instances call it; see SimulatedRouter."""
+    """Interface of the simulated router for instances; implemented by SimulatedRouter."""
 
     timeline: Timeline
     spec: ClusterSpec
@@ -141,7 +139,7 @@ class InstanceRouter(Protocol):
 
 
 class SimulatedInstance(EngineListener):
-    """One incarnation of an instance. It is alive from start() to die()."""
+    """Base of simulated instances: one incarnation (run of the process), alive from start() to die()."""
 
     member: BeatingMember
 
@@ -157,7 +155,7 @@ class SimulatedInstance(EngineListener):
         self.is_dead = False
 
     def start(self, first_beat_s: float) -> None:
-        """Send heartbeats from that time on."""
+        """Send heartbeats, the first at `first_beat_s`."""
         self.member = BeatingMember(self._timeline, self.record, first_beat_s, self._load_at)
 
     def die(self) -> None:
@@ -166,7 +164,7 @@ class SimulatedInstance(EngineListener):
         self.member.stop()
 
     def is_empty(self) -> bool:
-        """True if nothing is left here."""
+        """Return True if no request is left and all KV blocks are free. Ignores the blocks of a dead instance."""
         return self.is_dead or self.engine.free_blocks == self.pool.total_blocks
 
     def before_step_ends(self) -> None:
@@ -175,7 +173,7 @@ class SimulatedInstance(EngineListener):
             self.member.take_beats(now_s)
 
     def _load_at(self, time_s: float, sequence_number: int) -> SimulatedLoad:
-        """Load of the heartbeat of that time and number."""
+        """Return the load that heartbeat `sequence_number`, at `time_s`, reports."""
         raise NotImplementedError
 
     # Calls that an attempt's prefill or decode instance takes.

@@ -1,7 +1,7 @@
-"""Simulated instances as views show them: loads as of the last heartbeat, computed when they are read. Pure.
+"""Simulated instances in cluster views: loads as of the last heartbeat, computed when they are read. Pure.
 
-An instance sends heartbeats at fixed intervals. They are no events: the content of the last heartbeat is recorded
-before the instance changes, and when its load is read.
+Heartbeats are not events: the content of the last due one is recorded before the instance changes, and when its load is
+read.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from kaveri.simulator.timeline import Timeline
 
 HEARTBEAT_INTERVAL_S = 0.1
 ALMOST_ALL = 1 - 1e-6
-"""Share of an interval after which it counts as over, for rounding."""
+"""Share of an interval that counts as the whole, to absorb rounding."""
 
 
 @dataclass(slots=True)
 class SimulatedLoad:
-    """An InstanceLoad with the fields that simulated instances have. Made at every heartbeat, so it is cheap."""
+    """Load of a simulated instance in one heartbeat, readable as an InstanceLoad. Cheap to make."""
 
     state: ClassVar[InstanceState] = InstanceState.READY
     phases: ClassVar[tuple[Phase, ...]] = ()
@@ -48,7 +48,7 @@ _FIGURES = attrgetter(*(entry.name for entry in fields(SimulatedLoad)[1:]))
 
 
 class BeatingMember:
-    """A ViewedInstance whose heartbeats arrive at once."""
+    """A simulated instance as views show it (ViewedInstance), with heartbeats that arrive without delay."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class BeatingMember:
         first_beat_s: float,
         load_at: Callable[[float, int], SimulatedLoad],
     ) -> None:
-        """load_at: the load at a time, with the number of its heartbeat. Not called with a time before the instance's
-        last change."""
+        """load_at: returns the load at a time, for the heartbeat of the given number. The time is never before the
+        instance's last change."""
         self.record = record
         self._timeline = timeline
         self._first_beat_s = first_beat_s
@@ -68,11 +68,11 @@ class BeatingMember:
         self._former = self._load
         self.next_beat_s = first_beat_s + HEARTBEAT_INTERVAL_S
         self.last_beat_s = first_beat_s
-        """Time of the last heartbeat of an instance that has died."""
+        """After death: time of the last heartbeat."""
 
     @property
     def load(self) -> InstanceLoad:
-        """Load as of its last heartbeat."""
+        """Load in the instance's last heartbeat."""
         now_s = self._timeline.now_s
         if now_s >= self.next_beat_s:
             self.take_beats(now_s)
@@ -81,7 +81,7 @@ class BeatingMember:
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds since that heartbeat."""
+        """Seconds since the instance's last heartbeat."""
         beat_s = self.last_beat_s if self.next_beat_s == float("inf") else self.next_beat_s - HEARTBEAT_INTERVAL_S
         return self._timeline.now_s - beat_s
 
@@ -91,7 +91,7 @@ class BeatingMember:
         self.next_beat_s = float("inf")
 
     def take_beats(self, until_s: float) -> None:
-        """Record the last heartbeat until then."""
+        """Record the last heartbeat due by `until_s`."""
         beat_s = self.next_beat_s
         if until_s < beat_s:
             return
@@ -109,28 +109,28 @@ class BeatingMember:
         self.next_beat_s = first_s + (next_beat + 1) * interval_s
 
     def load_as_of(self, time_s: float) -> SimulatedLoad:
-        """Load in the last heartbeat until then, which was at most one interval ago."""
+        """Return the load in the last heartbeat by `time_s`, which is at most one heartbeat interval ago."""
         self.take_beats(time_s)
         load: SimulatedLoad = self._load if self.next_beat_s - HEARTBEAT_INTERVAL_S <= time_s else self._former
         return load
 
 
 class Broadcasts:
-    """The cluster monitor's broadcasts: time of the last one, and their number."""
+    """Times and number of the cluster monitor's periodic broadcasts of instance loads."""
 
     def __init__(self, timeline: Timeline, interval_s: float) -> None:
         self.timeline = timeline
         self._interval_s = interval_s
         self._last_s = 0.0
         self.count = 1
-        """Broadcasts until none_before_s, except those that last() has not computed."""
+        """Number of broadcasts as of the last call of last()."""
         self.none_before_s = 0.0
-        """Time before which there is no other one."""
+        """Time before which no further broadcast is due."""
         self.scheduled_s = -1.0
-        """Time of the next one that is an event; in the past: none is."""
+        """Time of the scheduled broadcast event; in the past if none is scheduled."""
 
     def last(self) -> tuple[float, int]:
-        """Return the time of the last one, and its number."""
+        """Return the time of the last broadcast, and the number of broadcasts so far."""
         if self.timeline.now_s >= self.none_before_s:
             missed = int((self.timeline.now_s - self._last_s) / self._interval_s)
             if missed > 0:
@@ -140,11 +140,11 @@ class Broadcasts:
         return self._last_s, self.count
 
     def next_s(self) -> float:
-        """Time at which the next one is due."""
+        """Return the time at which the next broadcast is due."""
         return self.last()[0] + self._interval_s
 
     def make(self) -> None:
-        """Make one at once; the next is due an interval later."""
+        """Broadcast now; the next broadcast is due an interval later."""
         self.scheduled_s = -1.0
         self.last()
         if self.timeline.now_s > self._last_s:
@@ -154,7 +154,7 @@ class Broadcasts:
 
 
 class HeardMember:
-    """A ViewedInstance as of the cluster monitor's last broadcast."""
+    """A simulated instance as views show it (ViewedInstance), as of the cluster monitor's last broadcast."""
 
     def __init__(self, source: BeatingMember, broadcasts: Broadcasts) -> None:
         self.record = source.record
@@ -162,13 +162,13 @@ class HeardMember:
         self._broadcasts = broadcasts
         self._taken_count = 1
         self._behind = 0
-        """Heartbeats that no broadcast has carried, since another one came before the next broadcast."""
+        """Heartbeats that a later one replaced before any broadcast."""
         self._newest: Any = source.load
         self._load: Any = self._newest
 
     @property
     def load(self) -> InstanceLoad:
-        """Load as of the last broadcast. Its number rises with each broadcast that carried a newer heartbeat, as in
+        """Load as of the last broadcast. Its sequence number grows with each broadcast of a newer heartbeat, as in
         kaveri.cluster.monitored_membership."""
         broadcasts = self._broadcasts
         if broadcasts.count != self._taken_count or broadcasts.timeline.now_s >= broadcasts.none_before_s:
@@ -190,5 +190,5 @@ class HeardMember:
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds since the heartbeat in the broadcast, or a little less."""
+        """Seconds since the last heartbeat, which may be newer than the broadcast one."""
         return self._source.heartbeat_age_s

@@ -1,4 +1,4 @@
-"""A simulated prefill instance: queue, engine, and the search for room at decode. Pure.
+"""A simulated prefill instance: prompt queue, engine, and search for free KV blocks at decode instances. Pure.
 
 It mirrors services/prefill: role.py, room_finder.py and decode_placer.py, event by event.
 """
@@ -38,22 +38,22 @@ from kaveri.simulator.sequence import CountedSequence
 
 @dataclass(slots=True, eq=False)
 class _PendingReserve:
-    """A Reserve call under way."""
+    """A call under way that reserves KV blocks at a decode instance."""
 
     attempt: SimulatedAttempt
     target: ViewedInstance
     waits: bool
     patient_until_s: float
     decode: SimulatedDecode | None = None
-    """The incarnation of it that was asked."""
+    """Incarnation of `target` that received the call."""
     reserved: CountedSequence | None = None
-    """The granted room, while the answer is in flight."""
+    """Reserved blocks, while the answer is in flight."""
     is_dropped: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class SeekingRequest:
-    """A request that searches for room."""
+    """A prefill instance's request that searches for a decode instance with free KV blocks."""
 
     attempt: SimulatedAttempt
     questions: dict[str, _PendingReserve] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class SeekingRequest:
     none_since_s: float = -1.0
     version: int = 0
     reserved: CountedSequence | None = None
-    """Its room."""
+    """Sequence reserved at the decode instance found."""
 
     def seeker(self) -> Seeker[str]:
         attempt = self.attempt
@@ -75,7 +75,7 @@ class SeekingRequest:
 
 
 class SimulatedPrefill(SimulatedInstance):
-    """A prefill instance, or the prefill side of an instance of both phases."""
+    """Simulated prefill instance, or the prefill half of a colocated instance."""
 
     def __init__(self, router: InstanceRouter, record: InstanceRecord) -> None:
         super().__init__(router, record)
@@ -90,17 +90,17 @@ class SimulatedPrefill(SimulatedInstance):
         self._waiting_count = 0
         self._retries = False
         self._searches: dict[SimulatedAttempt, SeekingRequest] = {}
-        """Searches for room of the live requests that have begun one."""
+        """Searches for a decode instance, by live attempt."""
         self._seeking: dict[SeekingRequest, None] = {}
-        """Requests that wait for an answer or a change of the view."""
+        """Searches that wait for an answer or a new broadcast."""
         self.view = ClusterView()
-        """View as of the monitor's last broadcast."""
+        """Decode instances as of the monitor's last broadcast."""
         self.peers: dict[str, SimulatedDecode] = {}
 
     # Calls of the router.
 
     def accept(self, attempt: SimulatedAttempt) -> None:
-        """Queue a request, or refuse it."""
+        """Queue a request for prefill, or refuse it if the queue is full or the instance is dead."""
         if self.is_dead:
             error = Unavailable(f"{self.record.instance_id} cannot be reached")
             self._router.lost(attempt, error, Setback.UNREACHED)
@@ -156,7 +156,6 @@ class SimulatedPrefill(SimulatedInstance):
             self.engine.prefill(sequence)
 
     def _has_room(self, attempt: SimulatedAttempt) -> bool:
-        """Return True if the prompt may take free blocks, if there are enough."""
         return True
 
     def _submit_again(self, _: None) -> None:
@@ -212,7 +211,7 @@ class SimulatedPrefill(SimulatedInstance):
         self._look(seeking)
 
     def broadcast_heard(self) -> None:
-        """Handle a change of the view: all that wait search again, in the order in which they began to wait."""
+        """Repeat the waiting searches for decode instances after a broadcast of loads, longest wait first."""
         waiting, self._seeking = self._seeking, {}
         self._search.retain(self.view)
         for seeking in waiting:
@@ -314,7 +313,7 @@ class SimulatedPrefill(SimulatedInstance):
             self._look(seeking)
 
     def _drop(self, seeking: SeekingRequest, instance_id: str) -> None:
-        """Give up a question, and the room that its answer may have brought."""
+        """Cancel a Reserve call, and release the decode instance's blocks that it may have reserved."""
         question = seeking.questions.pop(instance_id)
         question.is_dropped = True
         self._search.forget(seeking.attempt.key, instance_id)
@@ -349,7 +348,7 @@ class SimulatedPrefill(SimulatedInstance):
             self._finish_push(attempt, attempt.push)
 
     def _push_chunk(self, attempt: SimulatedAttempt, push: KvPush) -> None:
-        """Push the tokens that the ending step has computed of a prompt whose push is open."""
+        """Send the KV that the ending step computed to the decode instance."""
         assert attempt.sequence is not None
         now_s, layers = self._timeline.now_s, self._spec.prefill.layer_count
         computed = min(attempt.sequence.computed, attempt.token_count)
@@ -373,7 +372,7 @@ class SimulatedPrefill(SimulatedInstance):
         self._timeline.at(lands_s, self._landed, self._searches[attempt].reserved)
 
     def push_failed(self, reserved: CountedSequence) -> None:
-        """Handle the loss of the decode instance: the KV is still here, and is pushed elsewhere."""
+        """Handle the death of the decode instance during a KV push: search for another, as the KV is still here."""
         attempt: SimulatedAttempt = reserved.owner
         seeking = self._searches.get(attempt)
         if attempt.is_over or seeking is None or seeking.reserved is not reserved:

@@ -1,4 +1,4 @@
-"""A simulated run as the JSON of `kaveri bench`, and its differences from a real run."""
+"""Formats simulated runs as the JSON of `kaveri bench`, and compares them with measured runs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -25,7 +25,7 @@ def report_of(
     too_long: int,
     all_rows: bool,
 ) -> dict[str, Any]:
-    """Return the output of `kaveri bench --json` for these runs. all_rows: False for rows of failed requests only."""
+    """Return simulated runs in the format of `kaveri bench --json`. all_rows: if False, list failed requests only."""
     summaries = [summarize(table.columns(), slo, phases) for table in tables]
     return {
         "target": "simulated",
@@ -45,7 +45,7 @@ def report_of(
 
 
 def rows(table: RunTable, all_rows: bool = True) -> Iterator[dict[str, Any]]:
-    """Return each request as JSON values, with the names of `kaveri bench`."""
+    """Yield each request as a row of `kaveri bench --json`. all_rows: if False, failed requests only."""
     run = table.columns()
     ttft_s, tpot_s, jct_s = run.ttft_s(), run.tpot_s(), run.jct_s()
     # The name of the unknown instance, -1, comes last.
@@ -77,7 +77,7 @@ def rows(table: RunTable, all_rows: bool = True) -> Iterator[dict[str, Any]]:
 
 
 def requests_of(run: Mapping[str, Any]) -> list[PlannedRequest]:
-    """Return the requests of a run in the JSON of `kaveri bench`, with their planned times. Raises ConfigError."""
+    """Return a `kaveri bench --json` run's requests; arrival times count from the first. Raises ConfigError."""
     try:
         found = [
             (float(row["due_s"]), RequestLengths(int(row["prompt_tokens"]), int(row["output_tokens"])))
@@ -93,7 +93,7 @@ def requests_of(run: Mapping[str, Any]) -> list[PlannedRequest]:
 
 
 def differences(measured: Mapping[str, Any], simulated: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Compare figure by figure: measured, simulated, relative difference; for attainment, in points."""
+    """Compare a measured and a simulated run: relative difference of latencies, attainment in percentage points."""
     found: list[dict[str, Any]] = []
     for name in _COMPARED:
         for figure in _FIGURES:

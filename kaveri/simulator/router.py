@@ -1,4 +1,4 @@
-"""The simulated router: places requests on prefill instances, retries them, and records their ends. Pure.
+"""The simulated router: places requests on prefill instances, retries them, and records results. Pure.
 
 It mirrors services/router/request_placer.py, event by event.
 """
@@ -30,10 +30,10 @@ _HOPELESS = (InvalidArgument, LayoutMismatch)
 
 
 class SimulatedRouter:
-    """The only router of its cluster, and so the cluster monitor."""
+    """Simulated router, the only one of its cluster; also the cluster monitor, which broadcasts loads."""
 
     def __init__(self, timeline: Timeline, spec: ClusterSpec, table: RunTable, seeds: random.Random) -> None:
-        """seeds: draws the seeds of all parts of the cluster."""
+        """seeds: source of the seeds of router and instances."""
         self.timeline = timeline
         self.spec = spec
         self.seeds = seeds
@@ -43,16 +43,15 @@ class SimulatedRouter:
         self._line: dict[SimulatedRequest, None] = {}
         self._line_looks = False
         self._unserved: dict[SimulatedRequest, float] = {}
-        """Requests that wait outside the line for an instance of a missing phase, with the time since when."""
+        """Requests that wait for an instance of a missing phase, with the start of the wait."""
         self.table = table
         self.gaps = table.gaps
         self.view = ClusterView()
         self.prefills: dict[str, SimulatedPrefill] = {}
         self.holders: dict[str, InstanceCopies] = {}
-        """Instances that hold copies."""
+        """Instances that hold copies of KV."""
         self.broadcasts = Broadcasts(timeline, spec.router.monitor_interval_s)
         self.on_end: Callable[[SimulatedRequest], object] = lambda _: None
-        """Called when a request has ended."""
 
     # Calls of clients.
 
@@ -68,7 +67,7 @@ class SimulatedRouter:
         self.timeline.send(self._place, request)
 
     def _place(self, request: SimulatedRequest) -> None:
-        """Search for an instance, unless others have waited longer."""
+        """Send a request to a prefill instance, or queue it after those that wait longer."""
         if missing_phases(self.view, MODEL):
             self._unserved[request] = self.timeline.now_s
             self._look_at_line_later()
@@ -130,7 +129,7 @@ class SimulatedRouter:
                 return
 
     def _wait_for_instances(self, phase: Phase) -> None:
-        """Make each request wait by itself, not in the line, while nothing can be placed."""
+        """Hold all queued requests while `phase` has no instance; fail those that waited unavailable_after_s."""
         now_s = self.timeline.now_s
         for request in self._line:
             self._unserved.setdefault(request, now_s)
@@ -146,7 +145,7 @@ class SimulatedRouter:
     # Events of instances.
 
     def started(self, attempt: SimulatedAttempt) -> None:
-        """Record that its first chunk has begun."""
+        """Handle the start of a request's first prefill chunk."""
         self.timeline.send(self._confirm, attempt)
 
     def _confirm(self, attempt: SimulatedAttempt) -> None:
@@ -155,7 +154,7 @@ class SimulatedRouter:
             self._look_at_line(None)
 
     def drew_first(self, attempt: SimulatedAttempt, drawn_s: float) -> None:
-        """Record that prefill has drawn a token."""
+        """Record that the prefill instance sampled a token at `drawn_s`."""
         request = attempt.request
         request.generated = attempt.generated + 1
         request.last_token_s = drawn_s
@@ -165,7 +164,7 @@ class SimulatedRouter:
             request.losses.drew(drawn_s)
 
     def finished(self, attempt: SimulatedAttempt, first_step_s: float = -1.0, preemptions: int = 0) -> None:
-        """Record that it has drawn its last token. first_step_s: end of its first decode step, or less than 0."""
+        """Record a request's last token. first_step_s: end of its first decode step; negative if there was none."""
         end_s = self.timeline.now_s
         attempt.is_over = True
         attempt.request.generated = attempt.request.output_tokens
@@ -173,8 +172,7 @@ class SimulatedRouter:
         self.on_end(attempt.request)
 
     def decode_lost(self, attempt: SimulatedAttempt) -> None:
-        """Handle the death of the instance that decoded the request. The next attempt avoids it if it has prefilled the
-        request as well."""
+        """Handle the death of a request's decode instance. The retry avoids it if it also prefilled the request."""
         attempt.is_over = True
         is_both = attempt.prefill.record.phases == BOTH_PHASES
         at_fault = attempt.prefill.record if is_both and attempt.resumed_from is None else None
@@ -182,14 +180,14 @@ class SimulatedRouter:
         self._set_back(attempt, Setback.LOST, at_fault, Unavailable(f"{name} has died"))
 
     def not_resumed(self, attempt: SimulatedAttempt) -> None:
-        """Handle the refusal of its copy's holder to resume it."""
+        """Handle an instance's refusal to resume a request from the KV copy that it holds."""
         attempt.is_over = True
         attempt.request.attempt_count -= 1
         attempt.replica = None
         self._set_back(attempt, Setback.REFUSED, None, NoCapacity("decode", 0.0))
 
     def resume_lost(self, attempt: SimulatedAttempt) -> None:
-        """Handle the death of its copy's holder before it was resumed."""
+        """Handle the death of the instance that was to resume a request from its KV copy."""
         attempt.is_over = True
         self._set_back(attempt, Setback.LOST, None, Unavailable("the holder of its copy has died"))
 
@@ -200,7 +198,7 @@ class SimulatedRouter:
         setback: Setback = Setback.LOST,
         retry_after_s: float = 0.0,
     ) -> None:
-        """Handle the end of an attempt at its prefill instance without an answer."""
+        """Handle the failure of an attempt (placement of a request) at prefill: retry, or fail the request."""
         self._confirm(attempt)
         attempt.is_over = True
         if isinstance(error, _HOPELESS):
@@ -253,7 +251,7 @@ class SimulatedRouter:
     # Role of the cluster monitor.
 
     def wake_at_broadcast(self) -> None:
-        """Wake a prefill instance at the next broadcast."""
+        """Schedule the next broadcast of loads as an event that wakes the prefill instances."""
         next_s = self.broadcasts.next_s()
         if self.broadcasts.scheduled_s < self.timeline.now_s:
             self.broadcasts.scheduled_s = next_s

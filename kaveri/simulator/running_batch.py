@@ -1,4 +1,4 @@
-"""The running requests of a simulated engine in closed form: their tokens follow from the number of steps. Pure."""
+"""The decode batch of a simulated engine in closed form: tokens follow from the number of steps. Pure."""
 
 import heapq
 from bisect import bisect_left
@@ -11,31 +11,29 @@ _ADMISSION = attrgetter("admission")
 
 
 class RunningBatch:
-    """Requests that draw one token each in every step."""
+    """Decode batch in which each request samples one token per step."""
 
     def __init__(self, members: list[CountedSequence], block_tokens: int) -> None:
-        """members: the engine's running requests, in order of admission; shared."""
+        """members: the engine's own list of running requests, in order of admission."""
         self.members = members
         self.steps = 0
-        """Steps taken so far."""
         self.joined: list[CountedSequence] = []
         """Members whose first step has not ended."""
         self.ended_outside: list[CountedSequence] = []
-        """Members that were ended by a caller; they leave with the step under way."""
+        """Members ended by a caller; they leave after the current step."""
         self._block_tokens = block_tokens
         self._offset_sum = 0
         self._counts = [0] * block_tokens
-        """Members by offset_tokens modulo block_tokens."""
+        """Number of members by offset_tokens modulo block_tokens."""
         self.ends: list[tuple[int, int, CountedSequence]] = []
-        """Heap by end_step; entries of members that have left stay until then."""
+        """Heap by end_step; may contain members that have left."""
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of all members."""
+        """Total tokens (prompts and answers) of all members."""
         return self._offset_sum + len(self.members) * self.steps
 
     def join(self, sequence: CountedSequence) -> None:
-        """Let a request run."""
         sequence.phase = SequencePhase.RUNNING
         members = self.members
         # Earlier members were admitted earlier, unless they came back.
@@ -46,7 +44,7 @@ class RunningBatch:
         self._count_in(sequence)
 
     def recount(self) -> None:
-        """Take the members' tokens from the sequences, after steps that were tracked one by one."""
+        """Recompute the totals from the sequences, which were updated step by step meanwhile."""
         self._offset_sum = 0
         self._counts = [0] * self._block_tokens
         self.ends = []
@@ -55,7 +53,7 @@ class RunningBatch:
             self._count_in(sequence)
 
     def write_back(self, missing: int) -> None:
-        """Write the members' tokens to the sequences. missing: tokens of each that have no block yet."""
+        """Store the members' token counts in their sequences. missing: tokens of each that have no block yet."""
         for sequence in self.members:
             sequence.tokens = sequence.offset_tokens + self.steps
             sequence.computed = sequence.tokens - 1
@@ -63,7 +61,7 @@ class RunningBatch:
             sequence.block_ids = [0] * -(-(sequence.tokens - missing) // self._block_tokens)
 
     def take_leaving(self) -> list[CountedSequence]:
-        """Remove the members that draw their last token in this step, or were ended by a caller."""
+        """Remove and return members that sample their last token in this step or were ended by a caller."""
         leaving: list[CountedSequence] = []
         last_step = self.steps + 1
         while self.ends and self.ends[0][0] <= last_step:
@@ -80,7 +78,7 @@ class RunningBatch:
         return leaving
 
     def growth(self, steps: int) -> int:
-        """Blocks that the members take with the ends of this many steps."""
+        """Return the number of blocks that the members allocate in the next `steps` steps."""
         size, counts = self._block_tokens, self._counts
         whole, rest = divmod(steps, size)
         # Step `step` from here counts at -(self.steps + step - 1) % size.
@@ -92,11 +90,11 @@ class RunningBatch:
         return whole * len(self.members) + blocks
 
     def crossing(self, step: int) -> int:
-        """Number of members that need another block when step `step` from here has ended."""
+        """Return the number of members that need another block after `step` more steps."""
         return self._counts[-(self.steps + step - 1) % self._block_tokens]
 
     def steps_with_blocks(self, most: int, free: int) -> int:
-        """Steps of at most `most` before `free` blocks run short: only after the last may there be too few."""
+        """Return the number of steps, up to `most`, that `free` blocks suffice for; they may run out after the last."""
         count, size = len(self.members), self._block_tokens
         if count * ((most - 1) // size + 1) <= free:
             return most

@@ -1,4 +1,4 @@
-"""One request inside a simulated engine: its tokens are counted, not kept. Pure."""
+"""A request in a simulated engine: its tokens and blocks are counted, not stored. Pure."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -8,10 +8,10 @@ from kaveri.engine.stepwise.sequence import SequencePhase
 
 @dataclass(slots=True, eq=False)
 class CountedSequence:
-    """The sequence that kaveri.engine.stepwise's Residency and form_step work on, with counts for tokens and blocks.
+    """Request in a simulated engine, with counts of tokens and blocks, for the code of kaveri.engine.stepwise.
 
-    `tokens`, `computed` and `block_ids` hold while the engine goes step by step. In a run of steps the engine keeps
-    `offset_tokens` and `end_step` only.
+    `tokens`, `computed` and `block_ids` are valid while each step is simulated by itself; while a run of steps is one
+    event, only `offset_tokens` and `end_step` are.
     """
 
     is_scored: ClassVar = False
@@ -21,13 +21,12 @@ class CountedSequence:
     is_suspect: ClassVar = False
 
     number: int
-    """Unique in the engine."""
     owner: Any
-    """The caller's."""
+    """Any object of the engine's caller."""
     tokens: int
-    """Prompt and the answer so far."""
+    """Tokens of the prompt and the answer so far."""
     remaining: int
-    """Tokens that it will still draw, at least 1."""
+    """Tokens still to generate, at least 1."""
     phase: SequencePhase
     computed: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -38,9 +37,9 @@ class CountedSequence:
     """A push reads or writes its blocks."""
     done: bool = False
     offset_tokens: int = 0
-    """Within a run: its tokens minus the steps of the engine."""
+    """In a run: its tokens minus the engine's step count."""
     end_step: int = 0
-    """Within a run: the step of the engine in which it draws its last token."""
+    """In a run: number of the engine's step that samples its last token."""
     first_step_s: float = -1.0
     """End of its first decode step."""
     mirrored: int = 0
@@ -49,29 +48,29 @@ class CountedSequence:
 
     @property
     def token_ids(self) -> range:
-        """Only its length is right: the number of tokens."""
+        """A range whose length is the number of tokens; its values mean nothing."""
         return range(self.tokens)
 
     @property
     def pending(self) -> int:
-        """Tokens whose KV must be computed before the next one can be drawn."""
+        """Tokens whose KV must be computed before the next token is sampled."""
         return self.tokens - self.computed
 
     @property
     def touched(self) -> bool:
-        """True if a step or a transfer can still touch its blocks."""
+        """True while a step or a transfer may use its blocks."""
         return self.in_step or self.transfer_open
 
 
 class CountedBlocks:
-    """A BlockAllocator that counts blocks without block numbers."""
+    """Block allocator that counts free blocks, without block numbers."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.free_count = total
 
     def allocate(self, owner: object, count: int) -> list[int]:
-        """Take blocks. There must be enough."""
+        """Take `count` blocks, which must be free. Returns placeholder numbers."""
         assert count <= self.free_count, f"{count} of {self.free_count} blocks"
         self.free_count -= count
         return [0] * count

@@ -1,7 +1,7 @@
-"""Runs a simulation of a cluster and its requests. Pure: the same spec and requests give the same table.
+"""Simulates a cluster and its requests. Pure: the same spec and requests give the same table.
 
-No decision is made in this package: placement, ordering, admission, room and retries are those of kaveri.policy, steps
-those of kaveri.engine.stepwise. The services' work between two decisions is written down again, event by event.
+Decisions are those of kaveri.policy (placement, ordering, admission, reservation, retries), steps those of
+kaveri.engine.stepwise. The services' work between decisions is written anew, event by event.
 """
 
 import gc
@@ -25,15 +25,15 @@ from kaveri.workload.requests import PlannedRequest
 
 
 def simulate(spec: ClusterSpec, requests: Sequence[PlannedRequest], concurrency: int | None = None) -> RunTable:
-    """Send the requests at their times, or in a closed loop of `concurrency`, and run until all have ended.
+    """Simulate requests at their arrival times, or `concurrency` at a time, until all have ended.
 
-    Raises ConfigError for requests that are not in the order of their times.
+    Raises ConfigError for requests that are not in order of arrival.
     """
     return Simulation(spec, requests, concurrency).run()
 
 
 class Simulation:
-    """One run. `router`, `prefills` and `decodes` may be read after it."""
+    """One simulation run of a cluster. `router`, `prefills` and `decodes` can be inspected after run()."""
 
     def __init__(self, spec: ClusterSpec, requests: Sequence[PlannedRequest], concurrency: int | None = None) -> None:
         if not requests:
@@ -83,7 +83,7 @@ class Simulation:
         self._present.add(instance_id)
 
     def _show_members(self) -> None:
-        """Give router and prefill instances new views: instances have joined or left."""
+        """Give router and prefill instances new cluster views, after instances joined or left."""
         members: dict[str, ViewedInstance] = {}
         heard: dict[str, ViewedInstance] = {}
         for instance_id, prefill in self.prefills.items():
@@ -101,7 +101,7 @@ class Simulation:
             self._show_holders(view)
 
     def _show_holders(self, decodes: ClusterView) -> None:
-        """Update the holders. decodes: as of the monitor's last broadcast."""
+        """Tell instances which others can hold KV copies. decodes: view as of the monitor's last broadcast."""
         holding, broadcasts = self.router.holders, self.router.broadcasts
         heard: dict[str, ViewedInstance] = {
             name: HeardMember(one.member, broadcasts)
@@ -196,7 +196,7 @@ class Simulation:
         return SimulatedRequest(number, due_s, lengths.prompt_tokens, lengths.output_tokens)
 
     def check_conservation(self) -> None:
-        """Assert that every request ended once, and that nothing is left."""
+        """Assert that each request ended exactly once, and that no request or block is left anywhere."""
         assert all(ends == 1 for ends in self.table.ends), "a request ended never, or more than once"
         empty = {name: one.is_empty() for name, one in self.prefills.items()}
         empty |= {name: one.is_empty() for name, one in self.decodes.items()}

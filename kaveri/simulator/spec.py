@@ -1,4 +1,4 @@
-"""Specification of a simulation: the cluster, its engines, its links, its overheads. Pure.
+"""Specification of a simulation: cluster, engines, links, overheads. Pure.
 
 The names and defaults of settings are those of the services.
 """
@@ -19,7 +19,7 @@ from kaveri.simulator.failures import FailureSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-    """An engine and its pool."""
+    """Settings of one engine: latency model, pool of KV blocks, limits of a step."""
 
     latency: LatencyModel
     total_blocks: int = 32_768
@@ -31,7 +31,7 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSpec:
-    """Prefill instances."""
+    """Settings of prefill instances."""
 
     engine: PoolSpec
     max_queue: int = 256
@@ -45,14 +45,14 @@ class PrefillSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopySpec:
-    """Copies of KV at other instances, and memory for those of others."""
+    """Settings of KV copies (replicas) at other instances, and of the memory for them."""
 
     replication: ReplicationMode = ReplicationMode.OFF
     replica_blocks: int = 65_536
     """Blocks that fit into `replica_memory`."""
     replica_min_tokens: int = 256
     blocks_per_s: float = 0.0
-    """Most blocks that one instance copies in a second, from `replication_rate`. 0: no limit but the link's."""
+    """Limit on the blocks that one instance copies per second, from `replication_rate`. 0: only the link limits."""
     orphan_grace_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class CopySpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSpec:
-    """Decode instances."""
+    """Settings of decode instances."""
 
     engine: PoolSpec
     decode_policy: AdmissionPolicy = AdmissionPolicy.GREEDY
@@ -80,19 +80,19 @@ class DecodeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """The router."""
+    """Settings of the router."""
 
     placement_policy: PlacementPolicy = PlacementPolicy.POWER_OF_TWO
     max_attempts: int = 8
     unavailable_after_s: float = 120.0
     monitor_interval_s: float = 0.1
     lengths_known: bool = True
-    """True if a request states the length of its answer, as with `kaveri bench` without --natural-length."""
+    """True if requests state their answer's length, as in `kaveri bench` without --natural-length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """Seconds that the services take beyond the engines' steps. All 0: they take no time."""
+    """Seconds that Kaveri's services take in addition to the engines' steps."""
 
     hop_s: float = 0.0
     """A message from one process to another."""
@@ -101,7 +101,7 @@ class Overheads:
     decode_step_s: float = 0.0
     """A step without chunks, beyond the latency model."""
     push_tail_s: float = 0.0
-    """From a push's last byte to the landing."""
+    """From the last sent byte of a prompt's KV until the request can join the decode batch."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -116,14 +116,14 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """A cluster of one router, with prefill and decode instances, or with instances of both phases."""
+    """A simulated cluster: one router, and either prefill and decode instances or colocated ones."""
 
     prefill_count: int
     decode_count: int
     prefill: PrefillSpec
     decode: DecodeSpec
     colocated_count: int = 0
-    """Instances of both phases. Above 0: there are no others, and `prefill` and `decode` have the same engine."""
+    """Instances that prefill and decode. Above 0: there are no others, and `prefill` and `decode` have one engine."""
     router: RouterSpec = field(default_factory=RouterSpec)
     link: LinkSpeed | None = None
     """Between any two instances; None: pushes take no time."""

@@ -1,8 +1,7 @@
 """Reads a simulation from the file that `kaveri up --config` reads. Raises ConfigError, naming file and key.
 
-Of the sections [up], [router], [prefill], [decode] and [colocated], and the common settings before them, it uses those
-that a simulation supports. The engine is the timed one, whatever `engine` says: a simulation takes its time from
-`latency_model`.
+It follows those settings of [up], [router], [prefill], [decode] and [colocated], and those before the sections, that a
+simulation supports. Whatever `engine` says, steps take the time of `latency_model`.
 """
 
 import enum
@@ -51,11 +50,11 @@ _REPLICA_MEMORY = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ReadSpec:
-    """A spec, and the settings of its file that a simulation does not follow."""
+    """A spec read from a file, and the file's settings that a simulation ignores."""
 
     spec: ClusterSpec
     not_simulated: tuple[str, ...]
-    """Settings as "[section] key"."""
+    """Ignored settings as "[section] key"."""
 
 
 def read_spec(
@@ -63,8 +62,8 @@ def read_spec(
     known: Mapping[str, Collection[str]],
     preset: Mapping[str, Mapping[str, object]] | None = None,
 ) -> ReadSpec:
-    """Read the part of a spec that such a file has. known: section to the settings that its service has; others are
-    refused. preset: sections, used for settings that the file lacks."""
+    """Read a simulation from a `kaveri up` file. known: valid keys by section; ConfigError for others. preset: values
+    by section, for keys that the file lacks."""
     table = _read_toml(path, "SPEC")
     preset = preset or {}
     shared = {key: value for key, value in table.items() if not isinstance(value, dict)}
@@ -109,7 +108,7 @@ def _not_simulated(
     sections: Mapping[str, Mapping[str, object]],
     preset: Mapping[str, Mapping[str, object]],
 ) -> tuple[str, ...]:
-    """Return the settings that a simulation does not follow. Raises ConfigError for those that no service has."""
+    """Return the settings that a simulation ignores. Raises ConfigError for settings that no service has."""
     found: list[str] = []
     for section, values in sections.items():
         if section not in known:
@@ -137,7 +136,7 @@ def _not_simulated(
 
 
 def read_overheads(path: Path) -> Overheads:
-    """Read a TOML file with some of the fields of Overheads, in seconds."""
+    """Read Overheads from a TOML file with any of its fields, in seconds. Raises ConfigError."""
     table = _read_toml(path, "--overheads")
     names = [entry.name for entry in fields(Overheads)]
     for key, value in table.items():
@@ -187,7 +186,7 @@ class _Section:
             raise self._error(key, value, f"one of {', '.join(str(member.value) for member in kind)}") from error
 
     def fields_of(self, kind: type, keys: Sequence[str]) -> dict[str, Any]:
-        """Return those of the keys that are given, as arguments of a spec whose fields have their names and types."""
+        """Return the given ones of `keys`, parsed as the types of `kind`'s fields of the same names."""
         types, found = get_type_hints(kind), dict[str, Any]()
         for key in keys:
             if key not in self.values:

@@ -1,4 +1,4 @@
-"""The columns of a simulated run, filled while it runs."""
+"""Results of a simulated run as columns, filled while it runs."""
 
 import math
 from array import array
@@ -20,25 +20,25 @@ from kaveri.workload.run_columns import (
 
 
 class RunTable:
-    """One row per request, in planned order. Times are seconds of the run."""
+    """Results of a simulated run, one row per request in planned order. Times are simulated seconds."""
 
     def __init__(self, count: int, instance_ids: tuple[str, ...], losses: Sequence[str] = SERVER_LOSSES) -> None:
-        """losses: empty if instances are never lost."""
+        """losses: columns for the cost of lost instances; empty if none can be lost."""
         self._numbers = {instance_id: number for number, instance_id in enumerate(instance_ids)}
         self.times = {name: array("d", [math.nan]) * count for name in ("due_s", "first_s", "last_s", *SERVER_PHASES)}
         self._losses = {name: array("d", [0.0]) * count for name in losses}
         self._tokens = {name: array("q", [0]) * count for name in ("prompt", "planned", "received")}
         self._placements = {name: array("q", [-1]) * count for name in ("prefill", "decode")}
         self._failures: dict[int, tuple[str, str]] = {}
-        """Error name and reason, by request."""
+        """Error name and reason, by request number."""
         self.attempts = array("q", [0]) * count
         self.preemptions = array("q", [0]) * count
         self.ends = array("q", [0]) * count
-        """Times that each request has ended: once, if all is well."""
+        """How often each request has ended: once, if the simulation is correct."""
         self._gaps = array("d"), array("q")
 
     def gaps(self, gap_s: float, count: int) -> None:
-        """Record `count` tokens, at least 1, that have followed another one of their answer after gap_s."""
+        """Record `count` tokens, at least 1, that each followed the previous one of its answer after gap_s seconds."""
         seconds, counts = self._gaps
         seconds.append(gap_s)
         counts.append(count)
@@ -49,7 +49,7 @@ class RunTable:
         self._tokens["planned"][number] = output_tokens
 
     def place(self, number: int, prefill_id: str, decode_id: str = "") -> None:
-        """Record the instances that have served a request. decode_id: empty: nothing was decoded."""
+        """Record the instances that served a request. decode_id: empty if it was not decoded."""
         self._placements["prefill"][number] = self._numbers[prefill_id]
         if decode_id:
             self._placements["decode"][number] = self._numbers[decode_id]
@@ -66,8 +66,8 @@ class RunTable:
     def answered(
         self, attempt: SimulatedAttempt, last_s: float, first_step_s: float, end_s: float, preemptions: int
     ) -> None:
-        """Record an answer. last_s: when its client had the last token. first_step_s: end of its first decode step, or
-        less than 0. end_s: when its last token was drawn."""
+        """Record a complete answer. last_s: arrival of the last token at the client. first_step_s: end of the first
+        decode step, negative if none. end_s: time at which the last token was sampled."""
         request, times = attempt.request, self.times
         number = request.number
         self.end(number, request.attempt_count, request.generated)
@@ -88,12 +88,12 @@ class RunTable:
         times["decode_s"][number] = end_s - first_step_s if first_step_s >= 0 else 0.0
 
     def reason(self, number: int) -> str:
-        """Return why the request failed."""
+        """Return why a request failed; empty if it did not."""
         return self._failures.get(number, ("", ""))[1]
 
     def tpot_s(self, number: int) -> float:
-        """Return the time per output token after the first of a request that has ended; NaN without a second one,
-        infinite if it failed."""
+        """Return a request's seconds per output token after the first: NaN for an answer of one token, infinite if it
+        failed."""
         if number in self._failures:
             return math.inf
         more = self._tokens["received"][number] - 1

@@ -1,4 +1,4 @@
-"""The simulator's clock and its events. Pure."""
+"""The clock and the event queue of a simulation. Pure."""
 
 import heapq
 from collections.abc import Callable
@@ -6,17 +6,17 @@ from typing import Any
 
 
 class Timeline:
-    """Calls in the order of their times; those of one time in the order of scheduling."""
+    """Event queue and clock: makes scheduled calls by time, at equal times in order of scheduling."""
 
     def __init__(self, hop_s: float = 0.0) -> None:
-        """hop_s: seconds of a message from one process to another."""
+        """hop_s: seconds that a message between processes takes."""
         self.now_s = 0.0
         self.hop_s = hop_s
         self._calls: list[tuple[float, int, Callable[[Any], object], Any]] = []
         self._count = 0
 
     def at(self, time_s: float, call: Callable[[Any], object], argument: Any = None) -> None:
-        """Schedule `call(argument)` at a time that is not past."""
+        """Schedule `call(argument)` at `time_s`, which must not be in the past."""
         self._count += 1
         heapq.heappush(self._calls, (time_s, self._count, call, argument))
 
@@ -26,18 +26,18 @@ class Timeline:
         heapq.heappush(self._calls, (self.now_s + delay_s, self._count, call, argument))
 
     def post(self, call: Callable[[Any], object], argument: Any = None) -> None:
-        """Schedule `call(argument)` a hop later, never within this call."""
+        """Schedule `call(argument)` after one message delay, `hop_s`; never make it within this call."""
         self.after(self.hop_s, call, argument)
 
     def send(self, call: Callable[[Any], object], argument: Any) -> None:
-        """Schedule `call(argument)` a hop later, or make it now if hops take no time."""
+        """Schedule `call(argument)` after one message delay, `hop_s`; if that is 0, make it now."""
         if self.hop_s:
             self.after(self.hop_s, call, argument)
         else:
             call(argument)
 
     def run_until(self, until_s: float) -> None:
-        """Make all calls that are due by then, including those that they schedule."""
+        """Make all calls due by `until_s`, including those scheduled meanwhile."""
         calls, pop = self._calls, heapq.heappop
         while calls and calls[0][0] <= until_s:
             time_s, _, call, argument = pop(calls)

@@ -77,7 +77,6 @@ async def test_a_run_says_what_it_was_made_with_and_drives_the_gateway_over_http
     for run in (by_http["runs"][0], by_grpc["runs"][0]):
         assert (run["answered"], run["errors"]) == (6, {})
         assert all(row["received_tokens"] == row["output_tokens"] for row in run["rows"])
-    # The same workload over either door.
     assert [row["prompt_tokens"] for row in by_http["runs"][0]["rows"]] == [
         row["prompt_tokens"] for row in by_grpc["runs"][0]["rows"]
     ]

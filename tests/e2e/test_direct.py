@@ -1,7 +1,4 @@
-"""Clients that read answers at the decode instances get what routers would have sent them.
-
-tests/e2e/test_vllm_grpc_exactness.py freezes such an instance; the simulated cluster loses them in every way.
-"""
+"""Clients that read answers at decode instances get the routers' answers. test_vllm_grpc_exactness.py freezes one."""
 
 import asyncio
 import random

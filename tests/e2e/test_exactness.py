@@ -30,7 +30,7 @@ def make_prompts(seed: int) -> list[tuple[int, ...]]:
 
 
 def reference(folder: Path, device: str, prompts: list[tuple[int, ...]], max_tokens: int) -> list[tuple[int, ...]]:
-    """Greedy answers of transformers' own generate, one prompt at a time."""
+    """Return greedy answers of transformers' own generate, one prompt at a time."""
     model = PlainTransformers(folder, device=device)
     return [tuple(model.answer(prompt, max_tokens)) for prompt in prompts]
 
@@ -99,7 +99,6 @@ async def test_greedy_answers_equal_generate_with_all_requests_in_flight(
 
 
 async def _check_sampled(client: AsyncClient) -> None:
-    """Sampled answers with one seed are equal however they were placed and batched."""
     prompts = make_prompts(seed=2)[:12]
     params = [
         SamplingParams(max_tokens=MAX_TOKENS, temperature=0.7 + 0.05 * number, top_p=0.9, top_k=50, seed=number)
@@ -114,5 +113,4 @@ async def _check_sampled(client: AsyncClient) -> None:
     tokens = [answer.token_ids for answer in together]
     assert [answer.token_ids for answer in alone] == tokens
     assert [answer.token_ids for answer in others[::-1]] == tokens
-    # Sampling is really on: another seed gives other answers.
     assert len(set(tokens)) == len(tokens)

@@ -155,7 +155,6 @@ async def test_a_certificate_reads_answers_at_decode_and_an_api_key_opens_the_pu
 
 
 async def _check_public_doors(public: str, trusts: TlsFiles, key: str, small: str) -> None:
-    """A key opens the router's public port, and its limit holds there."""
     four = SamplingParams(max_tokens=4, ignore_eos=True)
     async with AsyncClient(public, tls=trusts, api_key=key, timeout_s=_WITHIN_S) as client:
         answer = await client.generate("hello", params=four)

@@ -1,7 +1,4 @@
-"""Every panel and every rule of deploy/ finds series in a real Prometheus that scrapes a real cluster through /sd.
-
-Grafana itself is not run: its variables are put in here as Grafana would.
-"""
+"""Panels and rules of deploy/ find series in a Prometheus that scrapes a cluster via /sd. Grafana is not run."""
 
 import asyncio
 import contextlib
@@ -80,7 +77,6 @@ class Observed:
         assert events.endswith("data: [DONE]\n\n")
 
     async def until(self, condition: Callable[[], AsyncIterator[str]]) -> None:
-        """Sends requests until nothing is missing. condition: names what is."""
         give_up_at_s = time.monotonic() + WITHIN_S
         # The first is enough: all queries together keep a core busy for a second.
         while missing := await _first(condition()):
@@ -90,12 +86,12 @@ class Observed:
             await self.ask()
 
     def discovered(self) -> dict[str, Any]:
-        """What the first router's /sd names, by instance id."""
+        """Targets that the first router's /sd lists, by instance id."""
         groups = json.loads(read_page(f"127.0.0.1:{self._ports[0]}", "sd"))
         return {group["labels"]["kaveri_instance_id"]: group for group in groups}
 
     def exposed(self) -> set[str]:
-        """The names of all metrics that the living processes declare, also of those without a series."""
+        """Names of all metrics that running processes declare, also of those without a series."""
         names: set[str] = set()
         for port in self._ports:
             with contextlib.suppress(OSError):
@@ -129,7 +125,7 @@ async def observed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ob
 
 
 def _panels() -> Iterator[tuple[str, str]]:
-    """Title and expression of each query, with what Grafana puts in for its variables."""
+    """Yield title and expression of each query, with Grafana's variables filled in."""
     for path in sorted(DASHBOARDS.glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel["targets"]:
@@ -138,7 +134,7 @@ def _panels() -> Iterator[tuple[str, str]]:
 
 
 def _rules() -> Iterator[tuple[str, str]]:
-    """Name and expression of each rule; a comparison with a threshold gives 0 or 1."""
+    """Yield name and expression of each rule; a comparison with a threshold gives 0 or 1."""
     for rule in (rule for group in rule_groups() for rule in group["rules"]):
         if "record" in rule:
             yield f"record {rule['record']}", rule["record"]
@@ -211,7 +207,6 @@ async def test_every_panel_has_series_after_an_instance_was_lost_and_the_loss_ra
     reading = Reading(observed.client.stream(prompt_token_ids=range(1, 60), params=params))
     try:
         await reading.has(30)
-        # The only request now.
         view = await observed.cluster.wait_for_view(lambda view: bool(_decoding(view)))
         (owner,) = _decoding(view)
         await observed.cluster.kill(owner)

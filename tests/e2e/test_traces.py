@@ -72,7 +72,6 @@ async def test_one_trace_over_gateway_router_prefill_and_decode(receiver: SpanRe
         assert status == 0
         for text in ("by-name: length, ", "attempt 1 to prefill-0", f"trace {_trace_id(cluster)}", "decode-0"):
             assert text in shown
-    # The processes have ended, and have sent what they had.
     by_service: dict[str, set[str]] = {}
     spans = [(service, span) for service, span in receiver.spans if span.trace_id.hex() == _TRACE_ID]
     assert len({span.trace_id for _, span in receiver.spans}) == 2

@@ -47,7 +47,7 @@ class _Up:
         self.target = match[1]
 
     def children(self) -> dict[int, psutil.Process]:
-        """Every descendant ever seen; call it before they can be gone."""
+        """All descendants seen so far; call it before they can have exited."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 self._seen.setdefault(child.pid, child)
@@ -121,7 +121,6 @@ def test_requests_and_status_succeed_after_the_ready_line_and_sigterm_leaves_not
         assert decode["state"] == "ready"
         assert decode["free_blocks"] == decode["total_blocks"] > 0
         assert instances["decode-0"]["heartbeat_age_s"] < 1.0
-        # The file's section, and the flag of a role, are for those services alone.
         assert prefill["total_blocks"] == 128 * decode["total_blocks"]
         assert "--chunk-tokens 7" in " ".join(up.child_of("prefill").cmdline())
         for target in (first, f"127.0.0.1:{free_port()},{second}"):
@@ -201,7 +200,6 @@ def _post(url: str) -> Any:
 
 
 def _fails_to_start(tmp_path: Path, flags: tuple[str, ...], within_s: float) -> str:
-    """The error line, once the rules for bad input are seen to hold."""
     started_at_s = time.monotonic()
     with _up(tmp_path, *flags) as up:
         while up.process.poll() is None:

@@ -24,7 +24,6 @@ async def test_greedy_answers_are_the_sdks_whole_and_streamed() -> None:
 
 
 async def _check_frozen(cluster: LocalCluster) -> None:
-    """A decode instance freezes while the SDK and a gateway read there: the answers are those that it began."""
     prompts = [f"Count from {number} to {number + 40}." for number in range(1, 7)]
     params = SamplingParams(temperature=0, max_tokens=LONG_TOKENS, ignore_eos=True)
     async with AsyncClient(cluster.target, timeout_s=WITHIN_S) as relayed:

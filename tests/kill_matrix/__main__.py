@@ -20,7 +20,6 @@ from tests.kill_matrix.plan import HitKind
 
 
 def main() -> int:
-    """Returns 1 when anything was wrong."""
     default = MatrixOptions()
     parser = argparse.ArgumentParser(prog="python -m tests.kill_matrix", description=__doc__.partition("\n")[0])
     parser.add_argument("--engine", choices=tuple(ENGINES), default=default.engine)

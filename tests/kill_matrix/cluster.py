@@ -1,4 +1,4 @@
-"""The cluster of the kill matrix: two routers, two prefill and three decode instances, a predictor; what it holds."""
+"""The cluster of the kill matrix, and the check that nothing is left in it at rest."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from tests.support.metrics_pages import read_page
 ORPHAN_GRACE_S = 3.0
 _STEP_S = "0.02"
 _REST_S = ORPHAN_GRACE_S + 12.0
-"""Orphans and kept answers end with their grace; the rest is for heartbeats and a busy machine."""
+"""Orphans and kept answers end after their grace; the rest is for heartbeats and a busy machine."""
 ENGINES: dict[str, dict[str, Any]] = {
     "fake": {
         "engine": "fake",
@@ -43,12 +43,10 @@ _EMPTY = {
         'kaveri_kv_blocks{state="held"}',
     ),
 }
-"""Metrics that are 0 at rest, by role. Labels that are not named are added up."""
+"""Metrics that are 0 at rest, by role; series with other labels are summed."""
 _THREAD_SLACK = 12
-"""A decode instance has one thread for each instance that sends to it (two of prompts, two of copies), two for each of
-the two that it sends copies to, and those of executors that had nothing to do at first."""
+"""KV senders and receivers start a thread per peer (decode: up to eight), executors when they have work."""
 _DESCRIPTOR_SLACK = 40
-"""Connections to Redis and among instances come and go."""
 _MEMORY_SLACK_BYTES = 64 * 2**20
 _ERROR = re.compile(r'"level": ?"(?:error|critical)"|^Traceback|^\w*Error\b|SIGSEGV|Fatal')
 
@@ -78,17 +76,16 @@ class Rest:
     cluster: LocalCluster
     metrics_port: int
     new: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    """By role: most threads, descriptors and resident bytes of a process after the first requests."""
+    """Most threads, descriptors and resident bytes of a process after the first requests, by role."""
     _log_offsets: dict[str, int] = field(default_factory=dict)
 
     def remember(self) -> None:
-        """What processes hold now is what they may hold."""
         for name, found in self._held().items():
             before = self.new.get(_role(name), (0, 0, 0))
             self.new[_role(name)] = tuple(map(max, before, found))  # type: ignore[assignment]
 
     async def problems(self) -> list[str]:
-        """Waits until nothing is left; else one line for each thing that is."""
+        """Wait until nothing is left of any request. Returns one line for each thing that is."""
         found: list[str] = []
         give_up_s = asyncio.get_running_loop().time() + _REST_S
         while asyncio.get_running_loop().time() < give_up_s:
@@ -153,7 +150,6 @@ class Rest:
 
 
 def count_events(cluster: LocalCluster) -> dict[str, int]:
-    """Log lines of all lives about requests that moved, and the tokens that were computed again."""
     counts = {"attempt_lost": 0, "owner_changed": 0, "request_reattached": 0, "request_resumed": 0}
     recomputed = 0
     for name in cluster.stack.instance_ids:

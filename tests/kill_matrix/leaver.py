@@ -1,7 +1,4 @@
-"""A client that asks without a break and leaves many answers: the process that the kill matrix kills as a client.
-
-usage: python -m tests.kill_matrix.leaver SEED TARGET...
-"""
+"""A client that sends requests and abandons streams, for the kill matrix to kill. Arguments: SEED TARGET..."""
 
 import asyncio
 import random

@@ -1,7 +1,7 @@
-"""The links of a local cluster as connections that can be cut: bytes stay where they are, and nothing is reset.
+"""Connections of a local cluster that can be cut: bytes wait where they are, and nothing is reset.
 
-Every instance listens on 127.0.0.1 and is known to the others as an address of its own, 127.0.1.N, where its links
-listen on the same ports. Redis has one address for each instance. Who has opened a connection the kernel knows.
+Every instance listens on 127.0.0.1 and is known to the others as an address of its own, 127.0.1.N, where Links listens
+on the same ports. Redis has one address per instance. The kernel knows who opened a connection.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ CLIENT = "client"
 _SCAN_S = 0.25
 _SLOW_SCAN_S = 1.0
 _NEW_FOR_S = 10.0
-"""A process is looked at more often until it has opened no port for so long."""
+"""Processes that opened a port within this time are scanned more often."""
 _LISTENING = "0A"
 _MAPPED = "0000000000000000FFFF0000"
 
 
 class Links:
-    """All connections between the processes of one cluster. For one event loop."""
+    """Connections between the processes of one cluster, which can be cut. Not thread-safe."""
 
     def __init__(self, instance_ids: Sequence[str]) -> None:
         self._hosts = {name: f"127.0.1.{number}" for number, name in enumerate(instance_ids, 1)}
@@ -42,7 +42,7 @@ class Links:
 
     @contextlib.contextmanager
     def between_processes(self) -> Iterator[None]:
-        """LocalStacks that start while the context lasts have these links."""
+        """Connect LocalStacks (local clusters) that start in this context over these links."""
 
         starting = ""
 
@@ -66,14 +66,14 @@ class Links:
             yield
 
     async def open(self) -> None:
-        """Listens for the instances' connections to Redis. Before the stack starts."""
+        """Listen for the instances' connections to Redis. Call before the stack starts."""
         for name in self._hosts:
             server = await asyncio.start_server(self._to_redis(name), "127.0.0.1", 0)
             self._redis_ports[name] = server.sockets[0].getsockname()[1]
             self._servers[REDIS, self._redis_ports[name]] = server
 
     def follow(self, pids: Callable[[], Mapping[str, int]]) -> None:
-        """Listens wherever the instances do, from now on. pids: of all that run now, by name."""
+        """Listen wherever the instances do from now on. pids: returns ids of running processes by name."""
         self._pids = pids
         self._tasks = [asyncio.create_task(self._scan()), asyncio.create_task(self._find_sources())]
 
@@ -87,14 +87,14 @@ class Links:
             pair.close()
 
     def cut(self, name: str, others: Collection[str]) -> None:
-        """Nothing passes between it and the others, until heal()."""
+        """Stop all traffic between a process and `others` until heal()."""
         for other in others:
             ends: frozenset[str | None] = frozenset((name, other))
             self._cut[ends] = self._cut.get(ends, 0) + 1
         self._find_sources_now()
 
     def heal(self, name: str, others: Collection[str]) -> None:
-        """Ends one cut(). What was sent meanwhile arrives."""
+        """End one cut(). Bytes sent meanwhile arrive."""
         for other in others:
             ends = frozenset((name, other))
             self._cut[ends] -= 1
@@ -103,7 +103,7 @@ class Links:
         self._apply()
 
     def _apply(self) -> None:
-        """While anything is cut, connections whose source is not known yet stand still as well."""
+        """Stop cut connections, and while anything is cut also those of unknown source."""
         for pair in self._pairs:
             pair.stand_still(bool(self._cut) if pair.source is None else pair.ends in self._cut)
 
@@ -114,7 +114,7 @@ class Links:
                 self._find_sources_now()
 
     def _find_sources_now(self) -> None:
-        """Only when something is cut: it reads the tables of all processes."""
+        """Find unknown sources; slow, as it reads the tables of all processes."""
         unknown = [pair for pair in self._pairs if pair.source is None]
         if unknown:
             inodes = {each.address: each.inode for each in _sockets()}
@@ -172,10 +172,7 @@ class Links:
 
 
 class _LinkedPair(RelayedConnection):
-    """One connection and what it is passed on over."""
-
     def __init__(self, target: str, peer: tuple[str, int], source: str | None = None) -> None:
-        """peer: the address that it came from. source: None: not known yet."""
         super().__init__()
         self.target = target
         self.peer = peer

@@ -1,4 +1,4 @@
-"""Clients that ask without a break while processes die, and compare every answer with that of an undisturbed run."""
+"""Clients that send requests while processes die, and compare each answer with that of an undisturbed run."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from tests.kill_matrix.plan import MatrixQuestion, RequestPhase
 from tests.support.reading import Reading
 
 REQUEST_TIMEOUT_S = 300.0
-"""Five vLLM engines that start at once keep two cores busy for two minutes; no answer can go on meanwhile."""
+"""Five vLLM engines that start at once keep two cores busy for two minutes, which delays all answers."""
 _REFUSED_PAUSE_S = 0.1
 _LEARN_TRIES = 5
 _LONGEST = 5
@@ -25,17 +25,16 @@ _LONGEST = 5
 class MatrixAnswers:
     exact: int = 0
     refused: int = 0
-    """Sendings that no router has taken: none could be reached. They are sent again."""
+    """Requests sent while no router could be reached; they are sent again."""
     failed: list[str] = field(default_factory=list)
-    """One line each: wrong, lost, repeated or too late."""
     pauses_s: list[float] = field(default_factory=list)
-    """The longest of each answer, before its first piece or between two."""
+    """Longest pause of each answer, before its first chunk or between two."""
     longest: list[tuple[float, str, str]] = field(default_factory=list)
-    """The longest of all: seconds, request and time of the day."""
+    """Longest pauses of all: seconds, request and time of day."""
     reattached: int = 0
     resumed: int = 0
     placed_again: int = 0
-    """Attempts that were lost and not resumed, as far as the last router knows: their prompts are computed again."""
+    """Attempts that were lost and not resumed: their prompts are recomputed."""
     recomputed_tokens: int = 0
 
 
@@ -46,14 +45,12 @@ class AskedRequest:
 
     @property
     def owner(self) -> inference_pb2.OwnerHint:
-        """Which instances have it, as far as its client knows."""
+        """Instances that have the request, as far as its client knows."""
         owner: inference_pb2.OwnerHint = self._stream._sessions.received.owner  # type: ignore[attr-defined]
         return owner
 
 
 class MatrixLoad:
-    """A fixed number of clients, each with one request at a time."""
-
     def __init__(
         self, client: AsyncClient, questions: Sequence[MatrixQuestion], seed: int, logprob_tolerance: float
     ) -> None:
@@ -71,7 +68,6 @@ class MatrixLoad:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def learn(self) -> Sequence[Completion]:
-        """Asks every question of the undisturbed cluster."""
         self._expected = await asyncio.gather(*(self._undisturbed(question) for question in self._questions))
         return self._expected
 
@@ -80,7 +76,7 @@ class MatrixLoad:
         self._tasks = [asyncio.create_task(self._run()) for _ in range(client_count)]
 
     async def pause(self, within_s: float) -> list[str]:
-        """No client begins a request until go_on(). Returns, when all have ended, or the time is over, what has not."""
+        """Stop new requests until go_on(), and wait for those in flight. Returns one line for each that hangs."""
         self._open.clear()
         try:
             async with asyncio.timeout(within_s):
@@ -101,7 +97,7 @@ class MatrixLoad:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def reaches(self, phase: RequestPhase, within_s: float) -> AskedRequest | None:
-        """The next request that gets into a phase; None when none does in time."""
+        """Return the next request that reaches a phase; None if none does in time."""
         future: asyncio.Future[AskedRequest] = asyncio.get_running_loop().create_future()
         self._waiting[phase].append(future)
         try:

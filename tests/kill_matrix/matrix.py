@@ -30,12 +30,12 @@ from tests.support.redis_fixture import free_port
 
 _CUTS = (HitKind.CUT_OFF, HitKind.LINK_CUT)
 _PHASE_WITHIN_S = 1.0
-"""A fault that waits longer for its phase happens anyway."""
+"""A fault happens anyway if no request reaches its phase within this time."""
 _READY_WITHIN_S = 180.0
 _SLOT_S = 2.5
-"""A fault whose process is not back after so long lets the next one begin."""
+"""A fault lets the next one begin after this time, even if its process is not back."""
 _ENDED_WITHIN_S = 60.0
-"""Requests end within so long once nothing is wrong any more."""
+"""Requests end within this time once no fault is active."""
 _DRAIN_GRACE_S = 20.0
 _LEARNED_WITHIN_S = 300.0
 _ROUTER_PORTS = (12_000, 30_000)
@@ -51,13 +51,9 @@ class MatrixOptions:
     kinds: tuple[HitKind, ...] = (HitKind.KILLED, HitKind.FROZEN)
     clients: int = 8
     together: int = 3
-    """Most faults at once."""
     lease_ttl_s: float = 1.0
-    """More on a machine that is too busy for the instances' heartbeats."""
     keep_logs: bool = False
-    """Also when nothing was wrong."""
     rest_every: int = 100
-    """Faults between two looks at what is left."""
 
 
 @dataclass(slots=True)
@@ -81,7 +77,6 @@ class KillMatrix:
         self._links = links
         self._rng = random.Random(f"faults {options.seed}")
         self._hit: set[str] = set()
-        # Processes that something happens to now.
         self._slots = asyncio.Semaphore(options.together)
         self._slots_taken: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,7 +103,7 @@ class KillMatrix:
             await self._end_leaver()
 
     async def _next_fault(self) -> bool:
-        """False: everything of its role is hit already."""
+        """Cause a fault. False if every process of its role is hit already."""
         fault = draw_fault(self._rng, self._options.kinds)
         await self._slots.acquire()
         asked = await self._load.reaches(fault.phase, _PHASE_WITHIN_S)
@@ -217,7 +212,6 @@ class KillMatrix:
             self._links.heal(target, others)
 
     def _note_deaths(self) -> None:
-        """No process ends that was not hit. It is started again, so that the run goes on."""
         for name in (*self._cluster.stack.instance_ids, REDIS):
             process = self._cluster.stack.process(name)
             if process.exit_status is not None and name not in self._hit:
@@ -260,7 +254,7 @@ def say(line: str) -> None:
 
 
 async def run_matrix(options: MatrixOptions) -> dict[str, Any]:
-    """A cluster, its load and all faults. Returns the account; "violations" is empty when nothing was wrong."""
+    """Run a cluster, its load and all faults. Returns the account; its "violations" are empty if all was well."""
     over_links = any(kind in _CUTS for kind in options.kinds)
     metrics_port = free_port()
     settings = stack_settings(options.engine, metrics_port, over_links=over_links)
@@ -313,7 +307,7 @@ async def _learn(load: MatrixLoad, questions: Sequence[MatrixQuestion], engine: 
 
 
 async def _warm_up(load: MatrixLoad, rest: Rest, clients: int) -> None:
-    """So many requests at once as there will be: processes then hold what they may hold."""
+    """Run as many requests at once as later, so that processes reach their usual resource use."""
     load.start(clients)
     async with asyncio.timeout(_LEARNED_WITHIN_S):
         while load.answers.exact < 3 * clients and not load.answers.failed:  # noqa: ASYNC110

@@ -1,4 +1,4 @@
-"""What a run of the kill matrix asks and what it breaks. Drawn from a seed; no clock, no I/O."""
+"""Questions and faults of a kill matrix run, drawn from a seed. Pure."""
 
 import enum
 import random
@@ -9,7 +9,6 @@ from kaveri import SamplingParams
 
 FREEZES_S = (0.3, 1.0, 5.0)
 MOST_DOWN_S = 1.0
-"""A killed process is started again within so long."""
 _STOP_TEXT = "the"
 
 
@@ -17,15 +16,15 @@ class HitKind(enum.StrEnum):
     KILLED = "killed"
     FROZEN = "frozen"
     CUT_OFF = "cut off"
-    """Nothing passes between it and all others, Redis and the clients included."""
+    """No traffic with any other process, Redis and clients included."""
     LINK_CUT = "link cut"
-    """Nothing passes between it and one other."""
+    """No traffic with one other process."""
     DRAINED = "drained"
-    """SIGTERM, and a new life."""
+    """Stopped by SIGTERM, then restarted."""
 
 
 class RequestPhase(enum.StrEnum):
-    """Where a request is when the fault happens: the first one that gets there once the fault is due."""
+    """Phase of a request at which a fault happens: when the next request reaches it."""
 
     SENT = "sent"
     FIRST_TOKEN = "first token"
@@ -37,24 +36,24 @@ class RequestPhase(enum.StrEnum):
 class Aim(enum.StrEnum):
     ANY = "any"
     OWNER = "owner"
-    """The one that has the request."""
+    """Instance that has the request."""
     HOLDER = "holder"
-    """The one that has its copy."""
+    """Instance that has the copy of its KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnFault:
-    """One fault. Which process it hits is known when it happens."""
+    """A fault to cause. The process that it hits is chosen when it happens."""
 
     kind: HitKind
     role: str
     aim: Aim
     phase: RequestPhase
     after_s: float
-    """Behind the phase's event."""
+    """After the request reaches the phase."""
     lasts_s: float
     choice: float
-    """[0, 1): which of several."""
+    """Selects one of several processes; in [0, 1)."""
 
 
 _WEIGHTS = {"router": 4, "prefill": 4, "decode": 7, "redis": 1, "predictor": 0.5, "client": 1}

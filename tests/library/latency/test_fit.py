@@ -18,7 +18,6 @@ LIMITS = StepLimits(max_chunk_tokens=2048, max_batch=64, max_model_len=2048, tot
 
 
 def prefill_points(plan: StepPlan) -> list[PrefillPoint]:
-    """Without their times."""
     return [PrefillPoint(prompts=prompts, times=times(1.0)) for prompts in plan.prefill]
 
 
@@ -70,7 +69,6 @@ def test_the_error_is_of_points_that_the_fit_has_not_seen() -> None:
     ]
     points[3] = replace(points[3], times=times(points[3].times.median_s / 3))
     _, error = fit_prefill(points)
-    # Predicted from the others it is three times too long.
     assert error.largest == pytest.approx(2.0, rel=0.01)
 
 

@@ -130,5 +130,4 @@ def test_a_late_chunk_counts_for_all_that_it_attends_to() -> None:
     times = StepTimes(median_s=1.0, min_s=1.0, max_s=1.0, repeats=1)
     point = PrefillPoint(prompts=((0, 10), (100, 130)), times=times)
     assert point.tokens == 40
-    # As much as the whole prompt of 130 tokens, less its first 100.
     assert point.squared_tokens == 10**2 + 130**2 - 100**2

@@ -1,4 +1,4 @@
-"""Where more tokens in a step stop being of use: on curves whose answer is known."""
+"""The saturating chunk size is found on curves whose answer is known."""
 
 import random
 from collections.abc import Callable
@@ -18,7 +18,6 @@ def curve(throughput: Callable[[int], float]) -> list[tuple[int, float]]:
 
 
 def knee(chunk: int) -> float:
-    """Rises in proportion up to 384 tokens, and no further."""
     return 10.0 * min(chunk, 384)
 
 

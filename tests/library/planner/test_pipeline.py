@@ -62,7 +62,6 @@ def test_equation_5_does_not_hold_up_to_two_as_the_paper_says() -> None:
 
 
 def test_memory_bounds_the_depths() -> None:
-    # 64 layers of 2 GB, 0.25 GB and 0.25 GB of KV, machines of 80 GB.
     assert least_prompt_depth(64, 0.25e9, 2e9, 80e9) == 2
     assert least_token_depth(64, 0.25e9, 0.25e9, 2e9, 80e9) == 3
     with pytest.raises(ConfigError, match=r"no depth helps"):
@@ -71,7 +70,6 @@ def test_memory_bounds_the_depths() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_a_full_pipeline_is_as_fast_as_equation_4_says(depth: int) -> None:
-    """Appendix D: depth microbatches take I_c each, from the first pass to the last stage's end of the last."""
     prompt_s, token_s, tokens = 1.0, 0.1, 30
     ends = shared_ends([tokens] * depth, depth, prompt_s, token_s)
     # The last stages of the last pass; the prompt draws the first token.
@@ -94,7 +92,6 @@ def test_every_microbatch_ends_after_all_its_passes(seed: int) -> None:
     assert ends == sorted(ends)
     least_s = sorted(depth * (prompt_s + (count - 1) * token_s) for count in tokens)
     assert all(end_s >= least - 1e-9 for end_s, least in zip(ends, least_s, strict=True))
-    # Each stage is busy for all passes.
     busy_s = sum(prompt_s + (count - 1) * token_s for count in tokens)
     assert busy_s <= ends[-1] <= depth * busy_s + 1e-9
 
@@ -134,14 +131,14 @@ def test_schemes_use_the_machines_and_fit() -> None:
 
 
 def long_tailed(count: int) -> list[RequestLengths]:
-    """As in the conversations of the Azure trace: most answers are short, so microbatches end at unlike times."""
+    """Lengths as in the Azure conversation trace: most answers are short, so microbatches differ in length."""
     rng = random.Random(3)
     answers = [min(1000, round(rng.lognormvariate(4.9, 0.8)) + 1) for _ in range(count)]
     return [RequestLengths(1000, answer) for answer in answers]
 
 
 def test_a_short_trace_plans_as_a_long_one() -> None:
-    """By the makespan of 256 requests two pipelines were 1.15 times as fast as one, by that of 4,096 1.5 times."""
+    """By makespan, two pipelines were 1.15 times as fast as one with 256 requests, and 1.5 times with 4,096."""
     gains, rankings = [], []
     for count in (256, 4096):
         question = dataclasses.replace(question_of(8), requests=long_tailed(count), microbatch_sizes=(16,))

@@ -39,7 +39,6 @@ TP2 = load_latency_model("opt-13b-a100-tp2")
 
 
 def question_of(**changes: Any) -> PlanQuestion:
-    """changes: of a question's fields, and of those of its parts."""
     values: dict[str, Any] = {
         "model": OPT_13B,
         "hardware": A100,
@@ -108,7 +107,7 @@ def test_a_prefill_instance_is_the_queue_of_the_papers_equations(busy: float, st
 
 
 def _queue_times_s(arrivals: Sequence[float], service_s: float, stages: int) -> list[float]:
-    """From each arrival to its end, in a queue of one server (Lindley's recursion)."""
+    """Seconds from each arrival to its end, in a queue with one server (Lindley's recursion)."""
     times_s, free_s = [], 0.0
     for arrival_s in arrivals:
         begins_s = max(arrival_s, free_s)
@@ -198,6 +197,7 @@ def test_the_plan_serves_the_rate_within_its_slos(found: ClusterPlan) -> None:
     assert found.cluster.gpus <= 8
     assert found.cluster.prefill_count * found.cluster.prefill.goodput_per_s >= 2.0
     assert not found.is_estimate
+    assert found.colocated is None, "phases that were asked for apart stay apart"
 
 
 def test_the_file_of_a_plan_is_the_cluster_that_was_planned(found: ClusterPlan, tmp_path: Path) -> None:
@@ -265,7 +265,6 @@ def test_a_unit_is_the_cheapest_whose_segments_fit_into_its_machines(found: Clus
 def test_phases_of_a_unit_have_a_common_number_of_machines_and_their_own_tp_and_pp(
     found: ClusterPlan, prefill: tuple[int, int], decode: tuple[int, int], machines: int | None
 ) -> None:
-    """DistServe's algorithm 2 (arXiv 2401.09670, section 4.2)."""
     options = [configured(found.cluster.prefill, *prefill, 1.0)], [configured(found.cluster.decode, *decode, 1.0)]
     if machines is None:
         with pytest.raises(ConfigError, match="--same-node"):
@@ -280,7 +279,6 @@ def test_no_instance_is_tried_that_is_larger_than_a_cluster_that_carries_the_rat
 
     def search_one(parallelism: Parallelism) -> PhaseOption:
         tried.append(parallelism.gpus)
-        # The smallest one does not meet its SLO at all.
         goodput = 0.0 if parallelism.gpus == 1 else 0.5 * parallelism.gpus
         return dataclasses.replace(found.cluster.prefill, parallelism=parallelism, goodput_per_s=goodput)
 
@@ -328,10 +326,6 @@ def test_copies_make_the_death_of_a_decode_instance_cost_less_and_are_in_the_pla
     read = read_spec(path, setting_sections())
     assert read.not_simulated == ()
     assert read.spec.decode == copied.cluster.spec(0, FailureSpec()).decode
-
-
-def test_phases_that_were_asked_for_apart_stay_apart(found: ClusterPlan) -> None:
-    assert found.colocated is None
 
 
 def test_an_slo_that_no_number_of_gpus_meets_is_named() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kaveri.cli.main import main
-from kaveri.errors import ConfigError
 from kaveri.planner.expected_load import ExpectedLoad, recorded_rate_per_s
 from kaveri.planner.parallelism import Parallelism
 from kaveri.planner.placement_search import search_prefill
@@ -31,7 +30,6 @@ def test_requests_come_in_the_recorded_order_with_the_recorded_gaps(seed: int) -
     scale = recorded_rate_per_s(TIMES_S)
     for earlier, later in itertools.pairwise(drawn):
         number = earlier.lengths.prompt_tokens - 10
-        # The first comes a mean gap after the last.
         gap_s = TIMES_S[number + 1] - TIMES_S[number] if number < 5 else 9.9 / 5
         assert later.arrival_s - earlier.arrival_s == pytest.approx(gap_s * scale)
 
@@ -49,13 +47,7 @@ def test_the_rate_scales_all_gaps_and_changes_nothing_else() -> None:
     assert 600 / whole_rounds[-1].arrival_s == pytest.approx(4.0)
 
 
-def test_requests_of_one_time_have_no_rate() -> None:
-    with pytest.raises(ConfigError, match="--recorded: finds 3 requests at one time"):
-        recorded_rate_per_s((2.0, 2.0, 2.0))
-
-
 def test_an_instance_carries_less_of_what_comes_in_bursts() -> None:
-    """Twenty prompts within 0.4 seconds, every 20 seconds, against one each second."""
     step = read_step_latencies(["opt-13b-a100"], OPT_13B, A100, [1])[1]
 
     def goodput_per_s(recorded_s: Sequence[float]) -> float:

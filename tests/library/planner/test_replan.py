@@ -74,7 +74,7 @@ def apart(prefill: int, decode: int) -> RunningCluster:
 
 
 def view_of(*some: tuple[str, Sequence[Phase], int], **load: Any) -> ClusterView:
-    """some: id, phases, blocks."""
+    """some: id, phases and KV blocks of each instance."""
     statuses = {
         name: InstanceStatus(
             InstanceRecord(name, 1, Role.ENGINE, "127.0.0.1:1", "m", layout=LAYOUT, phases=tuple(phases)),
@@ -88,21 +88,10 @@ def view_of(*some: tuple[str, Sequence[Phase], int], **load: Any) -> ClusterView
 def test_arrivals_and_lengths_count_for_the_time_that_every_router_has_observed() -> None:
     late = sample_of(observed_s=20.0, arrived_ago_s=[float(number) / 2 for number in range(1, 40)])
     observed = observed_workload([sample_of(), late], 600.0, 2048)
-    # Of the first router only those of the last 20 s.
     assert (observed.period_s, observed.arrival_count) == (20.0, 20 + 39)
     assert observed.rate_per_s == pytest.approx(59 / 20)
     assert len(observed.lengths) == 2 * 20
     assert observed.router_count == 2
-
-
-def test_a_router_that_is_idle_has_no_more_lengths_than_it_has_answers_in_the_time_of_a_busy_one() -> None:
-    # Both keep the last of their ends: 41 s of the busy one, and all of the other one.
-    busy_ago_s, idle_ago_s = [number / 100 for number in range(4096)], [float(number) for number in range(600)]
-    short, long = RequestLengths(100, 10), RequestLengths(1000, 500)
-    busy = sample_of(observed_s=41.0, arrived_ago_s=busy_ago_s, answered=[(ago_s, short) for ago_s in busy_ago_s])
-    idle = sample_of(observed_s=600.0, arrived_ago_s=idle_ago_s, answered=[(ago_s, long) for ago_s in idle_ago_s])
-    lengths = observed_workload([busy, idle], 600.0, 2048).lengths
-    assert (lengths.count(short), lengths.count(long)) == (4096, 42)
 
 
 def test_what_is_older_than_asked_for_does_not_count() -> None:
@@ -163,7 +152,6 @@ def test_recorded_arrivals_are_those_of_all_routers_and_their_lengths_are_drawn(
     observed = observed_workload(two_routers, 600.0, 2048)
     demand = observed.recorded_demand(None, 0)
     assert demand.recorded_s == pytest.approx(times_s)
-    # The pause after the last one is none between two arrivals.
     assert demand.rate_per_s == pytest.approx(99 / (times_s[-1] - times_s[0]))
     assert set(demand.lengths) == {LENGTHS, short}
     assert observed.recorded_demand(7.0, 0) == dataclasses.replace(demand, rate_per_s=7.0)

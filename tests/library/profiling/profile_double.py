@@ -1,4 +1,4 @@
-"""A model runner whose steps take a latency model's time by its own clock, and profiles made without measuring."""
+"""A model runner whose own clock advances by a latency model, and profiles made without measuring."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ OPT_13B = load_latency_model("opt-13b-a100-tp1")
 
 
 class ClockedRunner(FakeRunner):
-    """Its KV is verified in every step, as the fake engine does."""
+    """Fake runner whose steps advance its own clock by a latency model's time."""
 
     def __init__(self, latency: LatencyModel, model: FakeModel | None = None) -> None:
         super().__init__(model)
@@ -48,7 +48,7 @@ def prefill_point(seconds: float, *prompts: tuple[int, int]) -> PrefillPoint:
 
 
 FAKE_FINGERPRINT = FakeModel(vocab_size=1536).layout.model_fingerprint
-"""Of a fake engine of default settings: kaveri-tiny has so many tokens."""
+"""Of the default fake engine, whose vocabulary is as large as kaveri-tiny's."""
 
 
 def make_profile(
@@ -59,7 +59,6 @@ def make_profile(
     device: str = "cpu",
     latency_model: LatencyModel | None = None,
 ) -> Profile:
-    """As if measured; by default on the fake engine of default settings."""
     measured = ProfiledEngine(
         engine=engine,
         model="kaveri-tiny",

@@ -36,7 +36,7 @@ LATENCY = {
 
 @pytest.fixture(autouse=True)
 def logs_as_before() -> Iterator[None]:
-    """main() sets the logs of its process up, which here is everybody's."""
+    """main() configures structlog for the whole process."""
     configured = structlog.get_config()
     yield
     structlog.configure(**configured)
@@ -73,7 +73,6 @@ def test_a_timed_engine_is_profiled_in_a_process_of_its_own(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def tiny_profile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A checkpoint and its profile."""
     folder = tmp_path_factory.mktemp("profile")
     model, out = make_tiny_model(folder / "tiny", max_positions=512), folder / "profile.json"
     small = ("--max-chunk-tokens", "128", "--max-batch", "4", "--kv-cache-memory", "8MiB")

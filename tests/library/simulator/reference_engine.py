@@ -1,4 +1,4 @@
-"""The stepwise engine's own lifecycle, step by step, in virtual time: the reference for simulated engines."""
+"""Reference for simulated engines: the stepwise engine's own Lifecycle, run step by step in virtual time."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,16 +14,15 @@ from kaveri.latency.model import LatencyModel
 
 @dataclass
 class ReferenceNews:
-    """What one engine has told, by the number of the request."""
+    """Events of one engine, by request number."""
 
     tokens: dict[int, list[float]] = field(default_factory=dict)
-    """When each token was drawn."""
     preempted: list[tuple[int, float]] = field(default_factory=list)
     ended: dict[int, float] = field(default_factory=dict)
 
 
 class ReferenceEngine:
-    """Takes one step after the other; what is asked within a step concerns the next one."""
+    """Runs the stepwise engine's Lifecycle step by step; calls during a step take effect in the next one."""
 
     def __init__(
         self, latency: LatencyModel, layout: KvLayout, total_blocks: int, chunk_tokens: int, max_batch: int
@@ -46,7 +45,7 @@ class ReferenceEngine:
         self._ends_s = 0.0
         self.told = ReferenceNews()
         self.adopts: set[int] = set()
-        """Prompts that go on here when they are computed: landed, and not admitted."""
+        """Numbers of prompts that decode here once computed; they wait for admit()."""
 
     def advance(self, until_s: float) -> None:
         while self._planned and self._ends_s <= until_s:
@@ -73,7 +72,7 @@ class ReferenceEngine:
         return True
 
     def decode(self, number: int, prompt_tokens: int, answer_tokens: int, now_s: float) -> bool:
-        """Reserves and lands at once. answer_tokens: the one that came with the KV included."""
+        """Reserve and land at once. answer_tokens: includes the token that came with the KV."""
         try:
             sequence = self.lifecycle.open_decode(_request(number, prompt_tokens, answer_tokens), None)
         except NoCapacity:

@@ -28,7 +28,6 @@ def spec_of(rule: BaselineRule, total_blocks: int = 9000, step_tokens: int = 204
 
 
 def asked(*requests: tuple[float, int, int]) -> list[PlannedRequest]:
-    """(arrival, prompt, answer) of each."""
     return [
         PlannedRequest(number, arrival_s, RequestLengths(prompt, answer))
         for number, (arrival_s, prompt, answer) in enumerate(requests)
@@ -54,7 +53,6 @@ def test_every_request_draws_its_tokens_and_all_blocks_come_free(
     # The gaps of an answer follow one another without a hole: all of them together are all the answers' times.
     together_s = (run.last_s - run.first_s).sum()
     assert np.dot(run.gaps.seconds, run.gaps.counts) == pytest.approx(together_s, rel=1e-9)
-    # Whole batches take blocks to their end.
     assert (sum(done.preemptions) > 0) == (total_blocks == 400 and rule is not BaselineRule.WHOLE_BATCH)
 
 
@@ -79,7 +77,6 @@ def test_a_whole_batch_lets_no_request_join() -> None:
     requests = asked((0.0, 100, 200), (0.01, 100, 2), (0.01, 400, 2))
     run = simulate_baseline(spec_of(BaselineRule.WHOLE_BATCH), requests).columns()
     assert run.first_s[1] > run.last_s[0]
-    # Both prompts of the second batch count with the longer one's tokens.
     assert run.first_s[1] - run.last_s[0] == pytest.approx(LATENCY.step_s([(0, 400), (0, 400)]))
 
 

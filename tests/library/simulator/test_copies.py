@@ -26,7 +26,7 @@ LONE = [PlannedRequest(0, 0.0, RequestLengths(400, 100))]
 PREFILL_S = LATENCY.step_s([(0, 400)])
 STEPS_S = [LATENCY.step_s([(400 + drawn, 1)]) for drawn in range(99)]
 DIES_S = PREFILL_S + sum(STEPS_S[:41]) + STEPS_S[41] / 2
-"""In the middle of the 42nd step at decode, when 42 tokens are drawn: 441 of 442 have KV."""
+"""Middle of the 42nd decode step, with 42 sampled tokens: 441 of 442 have KV."""
 
 
 def copied(spec: ClusterSpec, mode: ReplicationMode = ReplicationMode.RING, **changes: Any) -> ClusterSpec:
@@ -62,7 +62,6 @@ def test_a_request_goes_on_at_its_holder_and_only_the_block_under_way_is_compute
     run = run_whole(with_deaths(spec, owner), LONE).table.columns()
     assert decoder_of(run) != owner
     assert losses(run) == (1, 432, 10), "27 of 28 blocks are whole"
-    # The rest is computed as one chunk, which draws the next token.
     chunk_s = LATENCY.step_s([(432, 10)])
     rest_s = sum(LATENCY.step_s([(442 + drawn, 1)]) for drawn in range(57))
     assert run.jct_s()[0] == pytest.approx(DIES_S + chunk_s + rest_s)
@@ -71,9 +70,9 @@ def test_a_request_goes_on_at_its_holder_and_only_the_block_under_way_is_compute
     assert prefill_s == pytest.approx(PREFILL_S), "that of the prompt, which is not computed again"
 
 
-@KINDS
-def test_without_copies_the_same_request_is_computed_again(kind: Any) -> None:
-    run = run_whole(with_deaths(kind(), owner_of_lone(kind())), LONE).table.columns()
+@pytest.mark.parametrize("spec", [spec_of(), colocated_of(), copied(spec_of(), replica_min_tokens=500)])
+def test_without_copies_or_with_a_short_context_the_same_request_is_computed_again(spec: ClusterSpec) -> None:
+    run = run_whole(with_deaths(spec, owner_of_lone(spec)), LONE).table.columns()
     assert losses(run) == (0, 0, 442)
     assert run.server["stall_s"][0] > LATENCY.step_s([(0, 442)])
 
@@ -102,7 +101,6 @@ def test_whatever_dies_every_request_ends_once_and_all_memory_comes_free(kind: A
         replica_min_tokens=rng.choice((1, 256)),
         blocks_per_s=rng.choice((0.0, 5.0, 1000.0)),
     )
-    # run_whole() looks at requests, tokens, blocks and the memory for copies.
     run = run_whole(spec, poisson(60, 10.0, seed)).table.columns()
     assert run.server["recomputed_tokens"].sum() > 0
     assert (run.server["stall_s"] >= 0).all()
@@ -147,7 +145,6 @@ def test_a_copy_that_is_on_its_way_over_a_slow_link_has_only_what_was_sent() -> 
     at_s = landed_s + 0.8
     run = run_whole(with_deaths(spec, decoder_of(whole), at_s=at_s), LONE).table.columns()
     resumes, held, recomputed = losses(run)
-    # Less the part of a block that was under way.
     assert (resumes, held) == (1, int(0.8 * blocks_per_s) * 16)
     drawn = held + recomputed - 400
     assert 1 < drawn < 100
@@ -159,12 +156,6 @@ def test_the_rate_of_copies_is_that_of_the_setting() -> None:
     resumes, held, _ = losses(run)
     copied_s = DIES_S - PREFILL_S
     assert (resumes, held) == (1, int(40 * copied_s) * 16)
-
-
-def test_a_short_context_has_no_copy() -> None:
-    spec = copied(spec_of(), replica_min_tokens=500)
-    run = run_whole(with_deaths(spec, owner_of_lone(spec)), LONE).table.columns()
-    assert losses(run) == (0, 0, 442)
 
 
 def test_a_full_holder_drops_short_copies_for_a_long_one_as_the_policy_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +179,6 @@ def test_a_full_holder_drops_short_copies_for_a_long_one_as_the_policy_says(monk
 
 @pytest.mark.parametrize("seed", [4, 23, 27])
 def test_a_copy_that_was_dropped_takes_no_block_before_its_owner_hears_of_it(seed: int) -> None:
-    """Found by runs after which memory for copies was missing."""
     spec = spec_of(300, decode_count=4, overheads=Overheads(hop_s=0.05), seed=seed)
     spec = copied(spec, ReplicationMode.SPREAD, replica_blocks=60, replica_min_tokens=1)
     run_whole(with_deaths(spec, "decode-0", at_s=3.0), poisson(40, 20.0, seed))

@@ -18,8 +18,6 @@ _CLOSE_S = 1e-6
 
 
 class _Events(EngineListener):
-    """Notes the times of tokens, from what the engine tells of runs."""
-
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
         self.told = ReferenceNews()
@@ -47,10 +45,8 @@ class _Events(EngineListener):
 
 
 class _Both:
-    """The same schedule for a simulated engine and for its reference."""
-
     def __init__(self, rng: random.Random, kinds: Sequence[str], is_tight: bool) -> None:
-        """kinds: of requests. decode: it lands. prefill: its prompt is computed, and stays. both: it is adopted."""
+        """kinds: of requests. decode: lands with its KV. prefill: stays once computed. both: decodes once computed."""
         self.rng = rng
         block_tokens = rng.choice((1, 4, 16))
         layout = KvLayout("test", 1, block_tokens, 1, 4, "float32")
@@ -70,7 +66,6 @@ class _Both:
         self.reference = ReferenceEngine(latency, layout, total, chunk_tokens, max_batch)
         self.sequences: dict[int, CountedSequence] = {}
         self.landed: list[int] = []
-        """Those that are not admitted yet."""
         self.kinds = kinds
         self.number = 0
         self.listener.on_first = self.adopt
@@ -116,7 +111,6 @@ class _Both:
                 self.engine.prefill(sequence)
 
     def adopt(self, sequence: CountedSequence) -> None:
-        """Its first token is drawn; the reference does the same by itself."""
         if sequence.owner == "both":
             self.landed.append(sequence.number)
             if not self.engine.adopt(sequence):

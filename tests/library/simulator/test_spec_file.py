@@ -152,7 +152,6 @@ def test_each_preset_is_simulated(preset: Preset, tmp_path: Path) -> None:
     assert [run["answered"] for run in report["runs"]] == [20]
     assert report["simulated"]["preset"] == preset
     assert report["simulated"]["left_out"]
-    # A preset names only settings that services have, and says which of them are not followed.
     role = "colocated" if preset is Preset.ACCELLM else "prefill"
     assert f"[{role}] prediction" in report["simulated"]["not_simulated"]
 
