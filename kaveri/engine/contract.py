@@ -335,7 +335,7 @@ class Engine(Protocol):
         """End a request in any phase. Idempotent; ignores unknown keys. Events in flight may still follow."""
 
     def check_integrity(self) -> None:
-        """Assert that every KV block is free, held by a live request, or kept for a transfer that may still touch it."""
+        """Assert that every KV block is free, held by a live request, or kept while a transfer may touch it."""
 
 
 class PrefillEngine(Engine, Protocol):

@@ -87,7 +87,7 @@ class CopyAccount(Protocol[OwnerT]):
         """Return the number of the request's full blocks whose last token is computed; 0 after a preemption."""
 
     def place_of(self, owner: OwnerT, index: int) -> BlockPlace:
-        """Return the location of a request's full block or, once the request is stopped, of its part-full last block."""
+        """Return the location of a request's full block or, if the request is stopped, of its part-full last one."""
 
     def tokens_of(self, owner: OwnerT, start: int, stop: int) -> Sequence[int]:
         """Return the ids of the request's tokens [start, stop)."""

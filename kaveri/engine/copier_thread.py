@@ -41,7 +41,7 @@ class CopyPlane(Protocol):
         """Allocate the staging slots and return the sender that pushes them. Called once, before stage()."""
 
     def stage(self, block_id: int, slot: int) -> None:
-        """Copy a block of the engine's pool to a staging slot. Without a lock: a torn copy is discarded by the caller."""
+        """Copy a block of the engine's pool to a staging slot, without a lock: the caller discards torn copies."""
 
 
 class PoolCopyPlane:

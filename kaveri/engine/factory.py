@@ -120,7 +120,7 @@ def vllm_engine(settings: EngineSettings) -> BuiltEngine:
 
 
 def build_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
-    """Return the model runner of these settings and the block count of its pool, not allocated yet. Raises ConfigError."""
+    """Return the model runner of these settings and the block count of its future KV pool. Raises ConfigError."""
     _require_sensible(settings)
     built = None if settings.engine == "vllm" else _built(settings)
     if built is None or _is_engine(built):
@@ -236,7 +236,7 @@ def transformers_runner(settings: EngineSettings) -> ModelRunner:
 
 
 def _served_vocab_size(model: str) -> int | None:
-    """Return the vocabulary size in a model folder's config.json; None for a hub id, or if absent. Raises ConfigError."""
+    """Return the vocabulary size in a model folder's config.json; None if absent or a hub id. Raises ConfigError."""
     folder = Path(resolve_model(model)).expanduser()
     path = folder / "config.json"
     if not path.is_file():

@@ -111,7 +111,7 @@ class OwnProcessEngine:
     _kv_flow: KvFlow
 
     def __init__(self, settings: EngineSettings) -> None:
-        """Start the process and load the engine; takes seconds or minutes. Raises ConfigError as build_engine() does."""
+        """Start the process and load the engine; takes seconds or minutes. Raises ConfigError."""
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._answers: dict[int, Future[Any]] = {}
