@@ -71,7 +71,7 @@ class Shared:
                 self._delivering.release()
 
     def promise(self) -> "Future[Any]":
-        """Return a new future that its receiver cannot cancel; it fails if the engine stops. The caller holds the lock."""
+        """Return a new future that cannot be cancelled and fails if the engine stops. The caller holds the lock."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         self.promises.add(future)
@@ -91,7 +91,7 @@ class Shared:
             self.turns.is_busy = True
 
     def counted(self, stats: EngineStats) -> EngineStats:
-        """Return the statistics with the counters of the engine thread's iterations added. The caller holds the lock."""
+        """Add the counters of the engine thread's iterations to the statistics. The caller holds the lock."""
         return stats._replace(**vars(self.turns))
 
     def stepped(self, took_s: float) -> None:

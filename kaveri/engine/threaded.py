@@ -46,7 +46,7 @@ class EngineAccount(TransferAccount[OwnerT], CopyAccount[OwnerT], Protocol[Owner
 
 
 class ThreadedEngine(Generic[OwnerT]):
-    """Implements the methods of PrefillEngine and DecodeEngine (contract.py) that do not depend on how steps are made."""
+    """The methods of PrefillEngine and DecodeEngine (contract.py) that do not depend on how steps are made."""
 
     def __init__(
         self,
@@ -110,7 +110,8 @@ class ThreadedEngine(Generic[OwnerT]):
         self._shared.publish()
 
     def admit(self, key: EngineKey) -> None:
-        """Let a landed request join the running batch. Ignores others. Raises EngineError once the engine has stopped."""
+        """Let a landed request join the running batch; ignores others. Raises EngineError once the engine has stopped.
+        """
         with self._shared.lock:
             self._shared.require_alive()
             self._account.admit(key)

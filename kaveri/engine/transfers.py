@@ -50,7 +50,7 @@ class TransferOwner(Owner, Protocol):
 
     @property
     def held_tokens(self) -> int | None:
-        """Tokens whose KV a replica brings, if the request is resumed from one; None if all of the prompt's KV comes."""
+        """Tokens whose KV a replica brings, if the request is resumed from one; None if the whole prompt's KV comes."""
 
     @property
     def source(self) -> Any:
@@ -67,7 +67,7 @@ class TransferAccount(Protocol[OwnerT]):
     """Live requests of the prefill side."""
 
     def open_decode(self, request: EngineRequest, held_tokens: int | None) -> OwnerT:
-        """Add a request to the decode side. held_tokens: as in reserve(). Raises RequestAlreadyExists and NoCapacity."""
+        """Add a request to the decode side; held_tokens as in reserve(). Raises RequestAlreadyExists and NoCapacity."""
 
     def touch(self, owner: OwnerT, transfer_id: bytes | None) -> None:
         """Record the transfer that may touch the request's blocks; None after it has ended, so that blocks of an ended
@@ -340,7 +340,8 @@ class Transfers(Generic[OwnerT]):
             awaited.future.set_exception(EngineError(f"no ticket could be granted: {reason}"))
 
     def _take_awaited(self, owner: OwnerT) -> _AwaitedTicket | None:
-        """Remove and return the pending ticket of a request, to be resolved by the caller; None if absent. Lock held."""
+        """Remove and return a request's pending ticket, which the caller resolves; None if absent. The caller holds the
+        lock."""
         awaited = self._awaited.pop(owner, None)
         if awaited is None or awaited.future not in self._shared.promises:
             return None

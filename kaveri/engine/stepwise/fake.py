@@ -140,7 +140,7 @@ class FakeModel:
         return ScoredSlice(tuple(self.prompt_logprobs(place, token_id, count) for place, token_id in positions), drawn)
 
     def prompt_logprobs(self, position: int, token_id: int, count: int) -> Logprobs:
-        """Return made-up log-probabilities, exact in float32, of the prompt token at `position` and of `count` others."""
+        """Return made-up log-probabilities of the prompt token at `position` and `count` others, exact in float32."""
         logprob = -1.0 - (31 * position + token_id) % 97 / 8
         return Logprobs(logprob, tuple(((token_id + 1 + rank) % self.vocab_size, -0.5 - rank) for rank in range(count)))
 
@@ -150,7 +150,7 @@ class StaleKv(Exception):
 
 
 class FakeRunner:
-    """ModelRunner that computes FakeModel. Honors only those sampling parameters that end an answer; makes up logprobs."""
+    """ModelRunner that computes FakeModel. Reads only the sampling parameters that end an answer; makes up logprobs."""
 
     name = "fake"
     device = "cpu"
