@@ -34,7 +34,6 @@ def error_of_failure(event: RequestFailed) -> EngineError | Unavailable:
 
 
 def error_of_stop(event: EngineStopped, key: EngineKey) -> Unavailable:
-    """Return the error for a request whose engine stopped: EngineBroke (with suspect_until) if a step raised, else
-    Unavailable."""
+    """Return the error for a request whose engine stopped: EngineBroke if a step raised, else Unavailable."""
     reason = f"the engine stopped: {event.reason}"
     return Unavailable(reason) if event.suspects is None else EngineBroke(reason, event.suspects.get(key, 0))

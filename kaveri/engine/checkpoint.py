@@ -62,8 +62,7 @@ def computed_dtype(stored: str, capabilities: Mapping[str, Any]) -> str:
 
 
 def auto_dtype(stored: str, on_cpu: bool) -> str:
-    """Return the dtype that the setting "auto" means for `stored`: computed_dtype() on a CPU, else `stored`. Logs a
-    change."""
+    """Return the dtype that "auto" means for `stored`: computed_dtype() on a CPU, else `stored`. Logs a change."""
     if not on_cpu:
         return stored
     import torch

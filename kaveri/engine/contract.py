@@ -130,8 +130,7 @@ class EngineStats(NamedTuple):
     """Load of an engine at one moment; cheap enough to take for every heartbeat."""
 
     free_blocks: int
-    """KV blocks neither held by nor promised to a request; a block for each running request's next token is promised.
-    """
+    """KV blocks neither held by nor promised to a request, such as the block of a running request's next token."""
     running_requests: int
     """Prefill: submitted and not fully computed. Decode: admitted, preempted ones included."""
     waiting_requests: int
@@ -188,8 +187,7 @@ class PromptLogprobs(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class FirstToken(RequestEvent):
-    """Engine event: the prompt is computed and a token drawn. If `finish` is set, the request is done and its blocks
-    are free."""
+    """Engine event: the prompt is computed and a token drawn. If `finish` is set, the request is done, its blocks free."""
 
     token_id: int
     logprobs: Logprobs | None
@@ -198,8 +196,7 @@ class FirstToken(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class KvPushed(RequestEvent):
-    """Engine event: the receiver has accepted the request's KV and first token. The request is done here; its blocks
-    are free."""
+    """Engine event: the receiver has accepted the request's KV and first token. Here it is done, and its blocks free."""
 
     kv_bytes: int
     transport: str
@@ -223,8 +220,7 @@ class Landed(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class LandingFailed(RequestEvent):
-    """Engine event: a reserved request's KV will not arrive (sender gone, digest wrong, ticket expired). It is done
-    here."""
+    """Engine event: a reserved request, now done, gets no KV (sender gone, digest wrong, ticket expired)."""
 
     reason: str
 
@@ -322,8 +318,7 @@ class Engine(Protocol):
         """Start the engine's threads. All events go to `listener`."""
 
     def close(self) -> None:
-        """End the threads, transfers and calls to the listener, and free the pool. Idempotent; takes a few seconds at
-        most."""
+        """End the threads, transfers and listener calls, and free the pool. Idempotent; takes a few seconds at most."""
 
     def stats(self) -> EngineStats:
         """Snapshot of the engine's load. Never blocks on a step."""
@@ -393,12 +388,10 @@ class DecodeEngine(Engine, Protocol):
         """
 
     def admit(self, key: EngineKey) -> None:
-        """Add a landed request to the running batch at the next step. Ignores unknown keys. Raises EngineError once
-        stopped."""
+        """Add a landed request to the running batch. Ignores unknown keys. Raises EngineError once the engine ends."""
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        """Copy the KV of a request of the decode side to a replica, in the background. ticket: an open one, which
-        grows.
+        """Copy the KV of a request of the decode side to a replica, in the background. ticket: must be open, to grow.
 
         Copies each block when its last token is computed; the holder receives the block's token ids, too
         (kaveri/kv/replicas/notes.py). The request never waits for the copy, neither to be preempted nor to end. When it

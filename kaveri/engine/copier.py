@@ -96,8 +96,7 @@ class CopyAccount(Protocol[OwnerT]):
         """Exclude a request from further steps. Returns the reason if it cannot be stopped."""
 
     def stopped_tokens(self, owner: OwnerT) -> int | None:
-        """Return the number of a stopped request's tokens with readable KV, all but the last; None while a step still
-        computes it; 0 if it has lost its blocks and continues."""
+        """Return how many tokens of a stopped request have KV to copy; None while a step runs it; 0 if preempted."""
 
     def go_on(self, owner: OwnerT) -> None:
         """Continue a stopped request."""
@@ -150,8 +149,7 @@ class _Copy(Generic[OwnerT]):
 
 
 class Copier(Generic[OwnerT]):
-    """Copies the KV of one engine's requests to replicas. replicate() is thread-safe; advance() has one caller at a
-    time.
+    """Copies the KV of one engine's requests to replicas. Any thread calls replicate(), one at a time advance().
 
     slot_count: slots (buffers for one block) in the staging pool. staging: copies a block to a slot. make_sender:
     returns the sender that pushes slots. on_work: called, without a lock, when advance() may have new work. now_s: a

@@ -23,8 +23,7 @@ _CLOSE_TIMEOUT_S = 5.0
 _YIELD_S = 0.005
 """Pause between two blocks, in seconds, while the instance also pushes prompts' KV."""
 _LONGEST_WAIT_S = 1.0
-"""Longest wait before a block, in seconds, at any rate limit: bounds how late holders learn that a request has ended.
-"""
+"""Longest wait before a block, in seconds: bounds how late holders learn that a request has ended."""
 _LOOK_EVERY_S = 0.1
 """Interval, in seconds, at which time limits are checked while there are copies, even without other work."""
 

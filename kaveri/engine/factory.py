@@ -46,8 +46,7 @@ class BuiltEngine(PrefillEngine, DecodeEngine, Protocol):
 
 
 def build_engine(settings: EngineSettings) -> BuiltEngine:
-    """Load the model, allocate the KV pool and listen for KV; takes seconds. The caller calls start(). Raises
-    ConfigError."""
+    """Load the model, allocate the KV pool and listen for KV, but do not start the engine. Raises ConfigError."""
     _require_sensible(settings)
     if settings.engine_args and settings.engine in ("transformers", "fake", "timed"):
         raise ConfigError("engine_args", f"are options of vLLM and of plug-ins; the engine is {settings.engine}")
@@ -136,8 +135,7 @@ def _fitted(runner: ModelRunner, settings: EngineSettings) -> tuple[ModelRunner,
 
 
 def profiled_engine(runner: ModelRunner, settings: EngineSettings) -> ProfiledEngine:
-    """Return the engine's identity in profiles (`kaveri profile`): a profile applies only to the engine it was measured
-    on."""
+    """Return the engine's identity in profiles: a profile applies only to the engine it was measured on."""
     model, fingerprint = settings.model, runner.layout.model_fingerprint
     if isinstance(runner, TimedRunner):
         model, fingerprint = runner.latency.name, f"{fingerprint}-{runner.latency.name}"

@@ -202,8 +202,7 @@ class OwnProcessEngine:
             return stats.free_blocks - stats.running_requests - sum(blocks for _, blocks in self._untaken)
 
     def _tell(self, method: str, *arguments: object, blocks: int = 0) -> None:
-        """Send a call that has no answer. blocks: KV blocks that it takes. Raises EngineError once the process has
-        ended."""
+        """Send a call that has no answer. blocks: KV blocks it takes. Raises EngineError once the process has ended."""
         try:
             in_its_next_turn = asyncio.get_running_loop().call_soon
         except RuntimeError:

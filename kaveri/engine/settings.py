@@ -81,8 +81,7 @@ def _kv_token_bytes(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MadeUpSettings:
-    """Settings of the engines without a model: "fake" (made-up tokens) and "timed" (fake, with a real model's step
-    times)."""
+    """Settings of the engines without a model: "fake" makes up tokens, "timed" also takes a real model's time."""
 
     HELP_TITLE: ClassVar = "Engines without a model"
 
@@ -226,8 +225,7 @@ class EngineSettings(MadeUpSettings):
 
     @property
     def kv_tls(self) -> TlsFiles | None:
-        """TLS files for KV; None if none are given. Raises ConfigError if one is missing or the transport tls is not
-        enabled."""
+        """TLS files for KV; None if none are given. Raises ConfigError if one is missing or tls is not a transport."""
         files = tls_files(self.kv_tls_cert, self.kv_tls_key, self.kv_tls_ca, "", "kv_tls_")
         if files is not None and TLS not in self.kv_transports:
             transports = ",".join(self.kv_transports)

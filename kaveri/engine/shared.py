@@ -52,14 +52,12 @@ class Shared:
         """Reason for which the engine has broken."""
 
     def put(self, event: EngineEvent) -> None:
-        """Queue an event; ignored once the engine closes. The caller holds the lock, and calls publish() after
-        releasing it."""
+        """Queue an event; ignored once the engine closes. The caller holds the lock, and later calls publish()."""
         if not self.closing:
             self._events.append(event)
 
     def publish(self) -> None:
-        """Deliver all queued events to the listener, unless another thread is doing so. An exception of the listener
-        stops the engine."""
+        """Deliver queued events to the listener unless another thread does so. Its exception stops the engine."""
         while self._events and self.listener is not None and self._delivering.acquire(blocking=False):
             try:
                 if events := [self._events.popleft() for _ in range(len(self._events))]:
@@ -83,8 +81,7 @@ class Shared:
         self.work.notify()
 
     def sleep(self, timeout_s: float | None = None) -> None:
-        """Wait on the engine thread for wake() or close(). The caller holds the lock, which is released during the
-        wait."""
+        """Wait on the engine thread for wake() or close(). The caller holds the lock; waiting releases it."""
         if not (self.woken or self.closing):
             self.turns.is_busy = False
             self.work.wait(timeout_s)

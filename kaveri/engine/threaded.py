@@ -110,8 +110,7 @@ class ThreadedEngine(Generic[OwnerT]):
         self._shared.publish()
 
     def admit(self, key: EngineKey) -> None:
-        """Let a landed request join the running batch; ignores others. Raises EngineError once the engine has stopped.
-        """
+        """Let a landed request join the running batch; ignores others. Raises EngineError once the engine stopped."""
         with self._shared.lock:
             self._shared.require_alive()
             self._account.admit(key)

@@ -228,8 +228,7 @@ class Transfers(Generic[OwnerT]):
         return owner, awaited.future
 
     def grant(self, owner: OwnerT, block_ids: Sequence[int], first_block: int = 0) -> None:
-        """Lease the blocks of a reserved request to an incoming transfer and make its ticket, the result of reserve()'s
-        future.
+        """Lease blocks to the incoming transfer of a reserved request, and make the ticket that reserve() promised.
 
         block_ids: from the request's block first_block on; those that receive no KV are left out of the ticket.
         """
@@ -262,8 +261,7 @@ class Transfers(Generic[OwnerT]):
             self._plane.revoke(ticket.transfer_id)
 
     def refuse(self, owner: OwnerT, error: KaveriError) -> None:
-        """End a live request that cannot continue: its reserve() fails with `error` if pending, else RequestFailed is
-        sent."""
+        """End a live request with `error`: its reserve() fails if pending, else RequestFailed is sent."""
         with self._shared.lock:
             if owner.done:
                 return
@@ -340,8 +338,7 @@ class Transfers(Generic[OwnerT]):
             awaited.future.set_exception(EngineError(f"no ticket could be granted: {reason}"))
 
     def _take_awaited(self, owner: OwnerT) -> _AwaitedTicket | None:
-        """Remove and return a request's pending ticket, which the caller resolves; None if absent. The caller holds the
-        lock."""
+        """Remove and return a request's pending ticket for the caller to resolve; None if absent. Needs the lock."""
         awaited = self._awaited.pop(owner, None)
         if awaited is None or awaited.future not in self._shared.promises:
             return None

@@ -47,8 +47,7 @@ class FakeModel:
     """Model that FakeRunner imitates. Instances exchange KV if their models' shapes and vocabularies are equal."""
 
     vocab_size: int = 1000
-    """Number of valid prompt ids. Answers use only the first 1000 of them, so that they do not depend on the
-    vocabulary."""
+    """Number of valid prompt ids. Answers use only the first 1000, and so do not depend on the vocabulary."""
     eos_token_id: int = 0
     eos_probability: float = 0.0
     """Chance of each draw to be eos_token_id, decided by the tokens so far. 0: an answer ends by max_tokens only."""
@@ -87,12 +86,11 @@ class FakeModel:
         )
 
     def of_kv(self, token_bytes: int) -> "FakeModel":
-        """Return this model with token_bytes bytes of KV per token (a multiple of KV_UNIT_BYTES) and one KV head."""
+        """Return this model with one KV head and token_bytes bytes of KV per token, a multiple of KV_UNIT_BYTES."""
         return replace(self, layer_count=KV_LAYERS, kv_head_count=1, head_dim=token_bytes // (2 * KV_LAYERS * 4))
 
     def answer(self, token_ids: Sequence[int], generated_count: int, token_count: int) -> list[int]:
-        """Return the `token_count` tokens that follow `token_ids`, even after eos_token_id. generated_count: as in
-        EngineRequest."""
+        """Return the `token_count` tokens after `token_ids`, even after eos_token_id. generated_count: drawn before."""
         chain = self.chain(token_ids)
         answer = []
         for index in range(generated_count, generated_count + token_count):
@@ -107,8 +105,7 @@ class FakeModel:
         return before
 
     def draw(self, chain: int, draw_index: int, barred: AbstractSet[int] = _NONE) -> int:
-        """Return the token after a sequence: splitmix64 of its hash `chain` and the index in the answer. barred: ids
-        not to draw."""
+        """Return the next token: splitmix64 of the sequence's hash and the index in the answer. barred: excluded ids."""
         mixed = (chain + (draw_index + 1) * _GOLDEN) & _MASK
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
@@ -131,8 +128,7 @@ class FakeModel:
         return Logprobs(-0.5, tuple(((token_id + rank) % self.vocab_size, -0.5 - rank) for rank in range(count)))
 
     def scored(self, part: SequenceSlice, drawn: DrawnToken | None) -> Drawn:
-        """Return the result of a slice (one sequence's part of a step), with the prompt log-probabilities that it
-        requests."""
+        """Return a slice's result (one sequence's part of a step) with the prompt log-probabilities it requests."""
         if not part.scored_ids:
             return drawn
         count = part.params.prompt_logprobs or 0

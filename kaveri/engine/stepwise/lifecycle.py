@@ -180,8 +180,7 @@ class Lifecycle:
         return last_blocks
 
     def stopped(self, sequence: Sequence) -> None:
-        """Record that the last blocks of a request being stopped are in the host pool. It may have ended or continued
-        meanwhile."""
+        """Record that a stopping request's last blocks are in the host pool. It may meanwhile have ended or continued."""
         sequence.is_saving = False
         if sequence.done:
             self._settle(sequence)

@@ -141,8 +141,7 @@ class Residency:
         self.stopping.clear()
 
     def check_integrity(self, decodes: Iterable[Sequence]) -> None:
-        """Assert that the containers hold exactly `decodes`, each in the one of its phase; reserved and stopped ones in
-        none."""
+        """Assert that the containers hold exactly `decodes`, by phase; reserved and stopped ones are in none."""
         counted = 0
         for sequence in decodes:
             phase = sequence.phase

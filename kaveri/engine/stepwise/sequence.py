@@ -66,8 +66,7 @@ class Sequence:
     is_copied: bool = False
     """Its blocks are copied to a replica."""
     mirrored: int = 0
-    """Full blocks in the host pool, if the runner computes in device memory; only maintained while the request is
-    copied."""
+    """Full blocks whose KV is in the host pool, too. Maintained only while the request is copied to a replica."""
     generation: int = 0
     """Number of its preemptions."""
     done: bool = False

@@ -80,8 +80,7 @@ class PagedMemory:
         return keys, values
 
     def mirror(self, layer: int, reports: LayerReports) -> None:
-        """Copy the step's blocks of one layer from the device to the host pool, and report a layer that is complete
-        there.
+        """Copy the step's blocks of one layer from the device to the host pool, and report a layer copied.
 
         On a GPU the copy is asynchronous, and the layer before is reported: its copy has nearly always ended by now.
         report_last() reports the last one. Without a device copy, reports the layer itself.
@@ -134,8 +133,7 @@ def paged_attention(
     """Attention function for transformers over one packed row of T tokens, with the KV in `kaveri_memory`.
 
     query: [1, heads, T, head_dim]; key, value: [1, kv_heads, T, head_dim]. Returns [1, T, heads, head_dim].
-    attention_mask is None: kaveri_step decides visibility. Other arguments are ignored; probe.py rejects models that
-    pass any.
+    attention_mask is None: kaveri_step decides visibility. Other arguments are ignored; probe.py rejects such models.
     """
     step, memory = kaveri_step, kaveri_memory
     layer: int = module.layer_idx  # type: ignore[assignment]

@@ -47,8 +47,7 @@ def watched_linears(model: nn.Module) -> Iterator[list[LinearCall]]:
 
 @torch.inference_mode()
 def pack_linears(model: nn.Module, calls: Sequence[LinearCall]) -> None:
-    """Replace the linear layers in `calls`, all of one run of the model, by packed ones. The model then only runs in
-    inference mode.
+    """Pack the linear layers in `calls`, recorded in one run. The model then only runs in inference mode.
 
     torch packs a weight again in every call. Here that is done once, in oneDNN's layout, and layers that share an input
     (query, key and value projections, or gate and up) become one matrix. Packed weights replace the layers' own, so
@@ -100,8 +99,7 @@ class PackedLinear(nn.Module):
         self._product, self._index = product, index
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Compute the layer. rows: [..., in_features]. Returns [..., out_features], strided if the product is shared.
-        """
+        """Compute the layer. rows: [..., in_features]. Returns [..., out_features], strided if the product is joint."""
         product, index = self._product, self._index
         # The same object, kept alive from here: another tensor cannot have its identity.
         if rows is not product.rows or index not in product.parts:
@@ -150,11 +148,11 @@ def _computes(weight: Tensor) -> bool:
 
 
 class RmsNorm(nn.Module):
-    """RMS norm over the last dimension: x / sqrt(mean(x^2) + eps) * weight, rounded before the weight, as in
-    transformers.
+    """RMS norm over the last dimension: x / sqrt(mean(x^2) + eps) * weight, rounded before the weight.
 
-    RMS norm (Zhang and Sennrich 2019, equation 4) by torch's layer norm, which is one kernel on a CPU; theirs are six.
-    The layer norm of (x, -x) is the RMS norm of x followed by that of -x: its mean is 0, its mean square that of x.
+    RMS norm (Zhang and Sennrich 2019, equation 4) by torch's layer norm, which is one kernel on a CPU; that of
+    transformers is six. The layer norm of (x, -x) is the RMS norm of x followed by that of -x: its mean is 0, its mean
+    square that of x.
     """
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:

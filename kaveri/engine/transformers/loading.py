@@ -35,8 +35,7 @@ _HUB_TIMEOUT_S = 5.0
 def load_runner(
     model: str, dtype: str, device: str, max_model_len: int | None, block_tokens: int
 ) -> TransformersRunner:
-    """Load a model and return its runner; takes seconds, plus the download on first use of a hub id. Raises
-    ConfigError.
+    """Load a model and return its runner; takes seconds, plus the download of a new hub id. Raises ConfigError.
 
     model: a folder, a hub id or a bundled name. dtype: "auto" (see auto_dtype()), "float32", "bfloat16" or "float16".
     device: "auto", "cpu" or "cuda[:index]". max_model_len: None for as many positions as the model was made for.

@@ -83,8 +83,7 @@ def probe_attention(name: str, model: Any, config: Any) -> list[AttentionCall]:
 def require_plain_positions(name: str, model: Any, config: Any) -> None:
     """Raise ConfigError unless the model counts positions from 0, as packed steps do.
 
-    Compares logits with explicit positions and with the model's default. RoBERTa counts from its padding token's id +
-    1.
+    Compares logits with explicit and default positions. RoBERTa's, for one, start at its padding token's id + 1.
     """
     model.set_attn_implementation("eager")
     padding = getattr(config, "pad_token_id", None)

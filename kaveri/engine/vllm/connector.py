@@ -25,8 +25,7 @@ CONNECTOR_NAME = "KaveriConnector"
 
 
 class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
-    """Kaveri's KV connector for vLLM. scheduler_side: set in vLLM's scheduler; worker_side: in its workers; else None.
-    """
+    """Kaveri's KV connector for vLLM. scheduler_side is set in vLLM's scheduler, worker_side in its workers."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

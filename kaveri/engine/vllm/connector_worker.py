@@ -42,8 +42,7 @@ class WorkerSide:
         return self._plane
 
     def register(self, caches: Mapping[str, Tensor]) -> None:
-        """Make the rank's KV pool over the cache that vLLM has allocated. Raises ConfigError if its layout is
-        unsupported."""
+        """Make the rank's KV pool over vLLM's cache tensors, by layer name. Raises ConfigError for their layout."""
         rank = get_tensor_model_parallel_rank()
         layout = self._layout_of()
         part = layout.rank(rank)

@@ -24,8 +24,7 @@ class StepOutput(NamedTuple):
 
 
 class VllmCore:
-    """A loaded vLLM engine (LLMEngine) in this process, with the KV connector. ranks: of tensor parallelism, in order.
-    """
+    """A loaded vLLM engine (LLMEngine) in this process, with the KV connector. ranks: tensor-parallel, in order."""
 
     def __init__(
         self,

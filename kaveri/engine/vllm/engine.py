@@ -100,8 +100,7 @@ class VllmEngine(ThreadedEngine[VllmRequest]):
             self._core.shutdown()
 
     def check_integrity(self) -> None:
-        """Assert that no KV block is leaked or shared. Waits for the current step; must not be called by the listener.
-        """
+        """Assert that no KV block is leaked or shared. Waits for the current step; not for use in the listener."""
         check: Future[None] | None = None
         with self._shared.lock:
             if self._shared.closing:

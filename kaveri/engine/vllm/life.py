@@ -147,8 +147,7 @@ class Evicted(_Admitted):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving(_Admitted):
-    """State of a request: to be released to another instance. The current step may still compute it, later ones do not.
-    """
+    """State of a request: to be released to another instance. The current step may still compute it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,8 +245,7 @@ class Stepped(Event):
 
 @dataclass(frozen=True, slots=True)
 class Drawn(Event):
-    """Event of a request: a step computed it and sampled its next token. computed: number of tokens with KV. finish:
-    set with the last token."""
+    """Event of a request: a step computed it and sampled a token. computed: tokens with KV. finish: set on the last."""
 
     computed: int
     token_id: int
@@ -274,8 +272,7 @@ def submitted(engine_id: str, request: EngineRequest, layout: KvLayout) -> Submi
 
 
 def reserved(engine_id: str, request: EngineRequest, layout: KvLayout, held_tokens: int | None = None) -> VllmReserved:
-    """Return the first state of a request whose KV will arrive, with blocks reserved for the prompt and the next token.
-    """
+    """Return the first state of a request whose KV will arrive, with blocks reserved for prompt and next token."""
     facts = replace(_facts(engine_id, request, layout), held_tokens=held_tokens)
     return VllmReserved(facts=facts, promised=facts.block_count(facts.prompt_tokens + 1))
 

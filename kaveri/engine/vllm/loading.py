@@ -232,8 +232,7 @@ def _start(
 
 
 def model_fingerprint(checkpoint: str, engine_args: Mapping[str, Any]) -> str:
-    """Return a fingerprint of a checkpoint's fingerprint and the vLLM options that change its computation. An option
-    set to its default counts as a change."""
+    """Return a checkpoint's fingerprint extended by the vLLM options that change the model's computation."""
     changes = {name: engine_args[name] for name in _OF_THE_MODEL if engine_args.get(name) is not None}
     if not changes:
         return checkpoint

@@ -27,8 +27,7 @@ from kaveri.kv.transports import make_transports
 
 
 class StagedCopies:
-    """A rank's staging slots (block buffers) and the pushes from them to replicas. layout: of the whole engine. pool:
-    of the rank; its blocks are copied."""
+    """Staging slots (block buffers) of a rank, and pushes from them to replicas. layout: of the whole engine."""
 
     def __init__(
         self,

@@ -43,8 +43,7 @@ class VllmRequest:
     is_copied: bool = False
     """True if the request's blocks are copied to a replica."""
     whole_block_ids: tuple[int, ...] = ()
-    """Leading full blocks whose KV is in the host pool. Set on arrival, and by each step while the request is copied.
-    """
+    """Leading full blocks with KV in the host pool. Set on arrival, and by each step while the request is copied."""
     tail_block_ids: tuple[int, ...] | None = None
     """Part-full block after the full ones, if any, of a request being released; None until it is in the host pool."""
     generation: int = 0

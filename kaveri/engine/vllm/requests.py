@@ -73,8 +73,7 @@ class Requests:
             self._on_work()
 
     def apply(self, request: VllmRequest, event: life.Event) -> list[TokenStep | RankCall]:
-        """Apply an event to a request's state. Returns its tokens, and the calls to the ranks that the caller must
-        make."""
+        """Apply an event to a request's state. Returns its tokens, and the rank calls that the caller must make."""
         before = request.state
         request.state, actions = life.step(before, event)
         match event:
@@ -107,8 +106,7 @@ class Requests:
         return taken
 
     def take_added(self) -> list[VllmRequest]:
-        """Dequeue the new requests to submit to vLLM now; at most one suspect prompt (of a step that raised) at a time.
-        """
+        """Dequeue new requests to submit to vLLM now: at most one suspect (of a step that raised) at a time."""
         taken = _without_later_suspects(self.added, self._computes_suspect)
         self.added = [request for request in self.added if request not in taken]
         return taken

@@ -96,8 +96,7 @@ class Steps:
         return [StepMember(each.key, each.draw_index, each.request.suspect_until) for each in owners if not each.done]
 
     def check_integrity(self) -> None:
-        """Assert that vLLM's blocks and the requests agree. Called between steps, on the engine thread or after its
-        end."""
+        """Assert that vLLM's blocks and the requests agree. Between steps, on the engine thread or after its end."""
         tables, counts = self._core.tables(), self._core.reference_counts()
         held: dict[int, int] = {}
         for block_ids in tables.values():
@@ -188,8 +187,7 @@ class Steps:
             self._plane.do(RankCall("forget", (request.engine_id,)))
 
     def _take_leaving(self) -> list[tuple[VllmRequest, Sequence[int]]]:
-        """Stop computing the requests to be released. Returns them with their block ids, which are readable after the
-        next step."""
+        """Stop computing the requests to be released. Returns their block ids, readable after the next step."""
         with self._shared.lock:
             decodes = tuple(self._requests.decodes.values())
             leaving = [request for request in decodes if isinstance(request.state, life.Leaving)]
