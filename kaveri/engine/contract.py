@@ -187,7 +187,7 @@ class PromptLogprobs(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class FirstToken(RequestEvent):
-    """Engine event: the prompt is computed and a token drawn. If `finish` is set, the request is done, its blocks free."""
+    """Engine event: the prompt is computed and a token drawn. If `finish` is set, the request is done here."""
 
     token_id: int
     logprobs: Logprobs | None
@@ -196,7 +196,7 @@ class FirstToken(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class KvPushed(RequestEvent):
-    """Engine event: the receiver has accepted the request's KV and first token. Here it is done, and its blocks free."""
+    """Engine event: the receiver has accepted the request's KV and first token. The request is done here."""
 
     kv_bytes: int
     transport: str

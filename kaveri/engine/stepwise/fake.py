@@ -86,7 +86,7 @@ class FakeModel:
         )
 
     def of_kv(self, token_bytes: int) -> "FakeModel":
-        """Return this model with one KV head and token_bytes bytes of KV per token, a multiple of KV_UNIT_BYTES."""
+        """Return this model with one KV head and this many bytes of KV per token, a multiple of KV_UNIT_BYTES."""
         return replace(self, layer_count=KV_LAYERS, kv_head_count=1, head_dim=token_bytes // (2 * KV_LAYERS * 4))
 
     def answer(self, token_ids: Sequence[int], generated_count: int, token_count: int) -> list[int]:
@@ -105,7 +105,7 @@ class FakeModel:
         return before
 
     def draw(self, chain: int, draw_index: int, barred: AbstractSet[int] = _NONE) -> int:
-        """Return the next token: splitmix64 of the sequence's hash and the index in the answer. barred: excluded ids."""
+        """Return the next token: splitmix64 of the sequence's hash and the index in the answer. Skips `barred`."""
         mixed = (chain + (draw_index + 1) * _GOLDEN) & _MASK
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK

@@ -180,7 +180,7 @@ class Lifecycle:
         return last_blocks
 
     def stopped(self, sequence: Sequence) -> None:
-        """Record that a stopping request's last blocks are in the host pool. It may meanwhile have ended or continued."""
+        """Record that a stopping request's last blocks are in the host pool. It may have ended or continued before."""
         sequence.is_saving = False
         if sequence.done:
             self._settle(sequence)

@@ -35,7 +35,7 @@ def _settings(total_blocks: int = 400, **given: Any) -> EngineSettings:
 
 
 class _Forked:
-    """An own_process.StartedProcess that multiprocessing has started."""
+    """own_process.StartedProcess that multiprocessing has started."""
 
     def __init__(self, process: Any) -> None:
         self._process = process
@@ -50,7 +50,7 @@ class _Forked:
 
 @pytest.fixture
 def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Process ids of the engines, which are copies of a process that has imported what they need."""
+    """Process ids of the engines, forked from a process that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kaveri.engine.own_process_server", "kaveri.engine.factory"])
     started: list[int] = []
