@@ -8,7 +8,7 @@ from kaveri.errors import EngineBroke, EngineError, Unavailable
 
 
 class StepMember(NamedTuple):
-    """A request in the step that raised. suspect_until: the request is a suspect while draw_index is below this."""
+    """A request in the step that raised; a suspect (it was in an earlier failed step) if draw_index < suspect_until."""
 
     key: EngineKey
     draw_index: int
@@ -17,8 +17,8 @@ class StepMember(NamedTuple):
 
 
 def last_events(reason: str, members: Iterable[StepMember]) -> tuple[RequestFailed | EngineStopped, ...]:
-    """Return the final events of an engine whose step raised. A member that is already a suspect is failed alone;
-    without one, every member becomes a suspect until it has drawn its next token."""
+    """Return the final events of an engine whose step raised. A member that was in an earlier failed step (a suspect)
+    is failed alone; without one, every member becomes a suspect until it has drawn its next token."""
     members = tuple(members)
     for key, draw_index, suspect_until in members:
         if draw_index < suspect_until:

@@ -120,7 +120,7 @@ class EngineInfo:
         check_token_ids("params.stop_token_ids", params.stop_token_ids, self.vocab_size)
 
     def require_held_tokens(self, request: EngineRequest, held_tokens: int) -> None:
-        """Raise InvalidArgument unless 1 <= held_tokens < len(request.token_ids): the tokens whose KV a replica has."""
+        """Raise InvalidArgument unless 1 <= held_tokens < len(request.token_ids). held_tokens: with KV in a replica."""
         longest = len(request.token_ids) - 1
         if not 1 <= held_tokens <= longest:
             raise InvalidArgument("held_tokens", held_tokens, f"1 to {longest}, all tokens but the last")
@@ -130,7 +130,7 @@ class EngineStats(NamedTuple):
     """Load of an engine at one moment; cheap enough to take for every heartbeat."""
 
     free_blocks: int
-    """KV blocks neither held by nor promised to a request, such as the block of a running request's next token."""
+    """KV blocks that no request holds or was promised; a running request's next token counts as promised."""
     running_requests: int
     """Prefill: submitted and not fully computed. Decode: admitted, preempted ones included."""
     waiting_requests: int
@@ -187,7 +187,7 @@ class PromptLogprobs(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class FirstToken(RequestEvent):
-    """Engine event: the prompt is computed and a token drawn. If `finish` is set, the request is done here."""
+    """Engine event: the prompt is computed and a token drawn. If `finish` is set, the request is done."""
 
     token_id: int
     logprobs: Logprobs | None
@@ -204,14 +204,14 @@ class KvPushed(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class KvPushFailed(RequestEvent):
-    """Engine event: the receiver did not accept the KV. The KV is kept: push_to() may be called with another ticket."""
+    """Engine event: the receiver did not accept the pushed KV. The KV is kept: push_to() may try another ticket."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Landed(RequestEvent):
-    """Engine event: all KV of a reserved request has arrived and is verified. The request waits for admit()."""
+    """Engine event: all pushed KV of a reserved request has arrived and is verified. The request waits for admit()."""
 
     kv_bytes: int
     first_token_id: int | None
@@ -220,7 +220,7 @@ class Landed(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class LandingFailed(RequestEvent):
-    """Engine event: a reserved request, now done, gets no KV (sender gone, digest wrong, ticket expired)."""
+    """Engine event: a reserved request ends, as its KV will not arrive (sender gone, digest wrong, ticket expired)."""
 
     reason: str
 
@@ -254,7 +254,7 @@ class Preempted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class Replicated(RequestEvent):
-    """Engine event: the instance that holds the request's replica now has the KV of its first token_count tokens."""
+    """Engine event: the replica (copy of the request's KV on another instance) now has its first token_count tokens."""
 
     token_count: int
     """A multiple of the layout's block_tokens, higher than before in the same copy."""
@@ -262,16 +262,16 @@ class Replicated(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEnded(RequestEvent):
-    """Engine event: the replica stops growing: its holder is gone, full, or refuses. The request continues, and
-    replicate() may be called with another ticket. Not sent after the request's own end."""
+    """Engine event: the request's replica (copy of its KV on another instance) stops growing: that instance is gone,
+    full, or refuses. The request continues; replicate() may be called again. Not sent after the request's own end."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class LetGo(RequestEvent):
-    """Engine event: release() succeeded. The holder of the replica has the KV of all tokens but the last; the request
-    is done here and its blocks are free."""
+    """Engine event: release() has moved the request to the instance with its replica, which has the KV of all tokens
+    but the last. The request is done here and its blocks are free."""
 
     token_count: int
     """Tokens whose KV the holder has."""
@@ -279,7 +279,7 @@ class LetGo(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class ReleaseFailed(RequestEvent):
-    """Engine event: release() failed, and the request continues here. Follows ReplicaEnded if the replica ended."""
+    """Engine event: release() did not move the request, which continues here. Follows ReplicaEnded if that was sent."""
 
     reason: str
 
@@ -345,7 +345,8 @@ class PrefillEngine(Engine, Protocol):
         """
 
     def push_to(self, key: EngineKey, ticket: Ticket) -> None:
-        """Push a request's KV to the ticket's blocks, layer by layer as it is computed; finish with its first token.
+        """Push a request's KV to the receiver's blocks in `ticket`, layer by layer as computed; finish with its first
+        token.
 
         Raises LayoutMismatch, InvalidArgument while an earlier push of the request is open, and EngineError once the
         engine has stopped. Every other failure is a KvPushFailed. Unknown and ended requests are ignored: if FirstToken
@@ -365,9 +366,10 @@ class DecodeEngine(Engine, Protocol):
     ) -> "Future[Ticket]":
         """Reserve blocks for the prompt and one more token; return a ticket by which another engine pushes the KV.
 
-        held_tokens: resumes a request from a replica. The ticket covers the KV of its first held_tokens tokens: at
-        least one, and fewer than all. Once admitted, the engine computes the other tokens in chunks and draws the token
-        of index generated_count next. Ignores the first token that comes with the push.
+        held_tokens: resumes a request from a replica, a copy of its KV on another instance. The ticket covers the KV of
+        its first held_tokens tokens: at least one, and fewer than all. Once admitted, the engine computes the other
+        tokens in chunks and draws the token of index generated_count next. Ignores the first token that comes with the
+        push.
 
         source: KV layout of the engine that pushes; None if it equals this engine's. The ticket has a part for each
         pair of tensor-parallel ranks that have heads in common.
@@ -375,12 +377,13 @@ class DecodeEngine(Engine, Protocol):
         The future fails with LayoutMismatch if blocks of the source cannot be mapped to this engine's, NoCapacity if
         blocks are not free now, InvalidArgument if the request can never fit or held_tokens is out of range,
         RequestAlreadyExists while the key is live on this side, RequestCancelled if abort() comes first, and
-        EngineError once the engine has stopped. The reservation ends by landing, abort() or after `expires_in_s`
-        seconds (LandingFailed).
+        EngineError once the engine has stopped. The reservation ends when all KV has arrived, by abort() or after
+        `expires_in_s` seconds (LandingFailed).
         """
 
     def adopt(self, key: EngineKey) -> None:
-        """Decode a request in the engine that prefilled it: after FirstToken it counts as landed, without a transfer.
+        """Decode a request in the engine that prefilled it: after FirstToken its KV counts as received, without a
+        transfer.
 
         Ignores unknown keys and requests whose push is open. Never fails for lack of blocks, and adopted requests can
         be preempted. Prevents a deadlock: prompts that wait for a ticket keep their blocks, while preempted requests
@@ -388,10 +391,11 @@ class DecodeEngine(Engine, Protocol):
         """
 
     def admit(self, key: EngineKey) -> None:
-        """Add a landed request to the running batch. Ignores unknown keys. Raises EngineError once the engine ends."""
+        """Add a request whose KV has arrived to the running batch. Ignores unknown keys. Raises EngineError if stopped."""
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
-        """Copy the KV of a request of the decode side to a replica, in the background. ticket: must be open, to grow.
+        """Copy a decoding request's KV to another instance (a replica) in the background. ticket: open, so that it can
+        grow.
 
         Copies each block when its last token is computed; the holder receives the block's token ids, too
         (kaveri/kv/replicas/notes.py). The request never waits for the copy, neither to be preempted nor to end. When it
@@ -404,7 +408,7 @@ class DecodeEngine(Engine, Protocol):
         """
 
     def release(self, key: EngineKey, timeout_s: float) -> None:
-        """Move a request of the decode side to the holder of its replica, with the KV of all tokens but the last.
+        """Move a decoding request to the instance that holds its replica, with the KV of all tokens but the last.
 
         The request stops after the current step. Its last blocks are copied, including the part-full one, with the
         token ids in it. LetGo follows once the holder has everything, after the request's last token.

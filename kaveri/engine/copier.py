@@ -40,7 +40,7 @@ _SILENT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """Memory and rate limits for copying requests' KV to replicas."""
+    """Memory and rate limits for copying requests' KV to other instances (replicas)."""
 
     staging_bytes: int = 16 << 20
     """Memory for blocks in flight, allocated by the first copy. At least four blocks, of any size."""
@@ -68,7 +68,7 @@ class Owner(Protocol):
 
 
 class CopyOwner(Owner, Protocol):
-    """A request whose KV can be copied to a replica."""
+    """A request whose KV can be copied to another instance (a replica)."""
 
     is_copied: bool
     """The request's blocks are or were copied; set by the copier."""
@@ -78,7 +78,7 @@ OwnerT = TypeVar("OwnerT", bound=CopyOwner)
 
 
 class CopyAccount(Protocol[OwnerT]):
-    """Copier's view of the engine's requests and KV blocks. The caller holds the engine's lock."""
+    """Interface by which the Copier reads and stops an engine's requests. The caller holds the engine's lock."""
 
     decodes: dict[EngineKey, OwnerT]
     """Live requests of the decode side."""
@@ -93,13 +93,13 @@ class CopyAccount(Protocol[OwnerT]):
         """Return the ids of the request's tokens [start, stop)."""
 
     def stop(self, owner: OwnerT) -> str | None:
-        """Exclude a request from further steps. Returns the reason if it cannot be stopped."""
+        """Exclude a request from further steps, to move it elsewhere. Returns why that is impossible, else None."""
 
     def stopped_tokens(self, owner: OwnerT) -> int | None:
         """Return how many tokens of a stopped request have KV to copy; None while a step runs it; 0 if preempted."""
 
     def go_on(self, owner: OwnerT) -> None:
-        """Continue a stopped request."""
+        """Let a stopped request take part in steps again."""
 
     def end(self, owner: OwnerT) -> None:
         """End a request and free its blocks."""
@@ -112,7 +112,7 @@ changes meanwhile, the copy is discarded."""
 
 @dataclass(eq=False, slots=True)
 class _Release:
-    """State of release(): the request stops, and the rest of its KV goes to the holder until the deadline until_s."""
+    """State of moving a request to the holder of its replica: it stops, and its last KV is sent until until_s."""
 
     until_s: float
     token_count: int = 0
@@ -123,9 +123,9 @@ class _Release:
 
 @dataclass(eq=False, slots=True)
 class _Copy(Generic[OwnerT]):
-    """State of copying one request's KV to a replica. Guarded by the engine's lock.
+    """State of copying one request's KV to another instance. Guarded by the engine's lock.
 
-    # blocks: [0, marked) named in marks   [marked, written) queued   [written, granted) may be written
+    # blocks: [0, marked) announced as complete   [marked, written) queued   [written, granted) may be written
     """
 
     owner: OwnerT
@@ -149,7 +149,7 @@ class _Copy(Generic[OwnerT]):
 
 
 class Copier(Generic[OwnerT]):
-    """Copies the KV of one engine's requests to replicas. Any thread calls replicate(), one at a time advance().
+    """Copies the KV of an engine's requests to other instances. Any thread calls replicate(), one at a time advance().
 
     slot_count: slots (buffers for one block) in the staging pool. staging: copies a block to a slot. make_sender:
     returns the sender that pushes slots. on_work: called, without a lock, when advance() may have new work. now_s: a
@@ -328,8 +328,7 @@ class Copier(Generic[OwnerT]):
 
     def _may_stage(self, copy: _Copy[OwnerT]) -> bool:
         """Return True if the copy's holder may use another staging slot. Limit: as many as are free, so that a stuck
-        holder never takes all (dynamic thresholds, Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2),
-        1998)."""
+        holder never takes all (dynamic thresholds, Choudhury and Hahne, IEEE/ACM Trans. Networking 6(2), 1998)."""
         return self._held_slots.get(copy.holder, 0) < len(self._free_slots)
 
     def _stage(self, copy: _Copy[OwnerT], index: int, place: BlockPlace, slot: int) -> None:

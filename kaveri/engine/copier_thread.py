@@ -34,7 +34,7 @@ def slots_of(layout: KvLayout, options: ReplicaOptions) -> int:
 
 
 class CopyPlane(Protocol):
-    """Data path of one engine's copies to replicas: staging slots for blocks, and the sender that pushes them."""
+    """Data path of KV copies to other instances: staging slots for blocks, and the sender that pushes them."""
 
     def start(self, listener: PushListener) -> PushSender:
         """Allocate the staging slots and return the sender that pushes them. Called once, before stage()."""
@@ -44,7 +44,7 @@ class CopyPlane(Protocol):
 
 
 class PoolCopyPlane:
-    """CopyPlane of a pool in this process. transports: transports of copies, in order of preference."""
+    """CopyPlane of a KV pool in this process. transports: KV transports for copies, in order of preference."""
 
     def __init__(self, pool: KvPool, slot_count: int, transports: Sequence[Transport]) -> None:
         self._pool = pool
@@ -75,7 +75,7 @@ class Pace:
 
 
 class CopierThread(Generic[OwnerT]):
-    """Runs a Copier on its own thread. Nothing is allocated before the first copy.
+    """Runs a Copier (KV copies to other instances) on its own thread. Nothing is allocated before the first copy.
 
     layout: of the whole engine. is_pushing: returns True while prompts' KV is pushed from here; copies then slow down.
     """

@@ -135,7 +135,7 @@ def _fitted(runner: ModelRunner, settings: EngineSettings) -> tuple[ModelRunner,
 
 
 def profiled_engine(runner: ModelRunner, settings: EngineSettings) -> ProfiledEngine:
-    """Return the engine's identity in profiles: a profile applies only to the engine it was measured on."""
+    """Return the engine's identity (model, dtype, device), by which `kaveri profile` measurements are matched to it."""
     model, fingerprint = settings.model, runner.layout.model_fingerprint
     if isinstance(runner, TimedRunner):
         model, fingerprint = runner.latency.name, f"{fingerprint}-{runner.latency.name}"
@@ -260,7 +260,7 @@ def _total_blocks(layout: KvLayout, kv_cache_memory: int) -> int:
 
 
 def _fitting_model_len(layout: KvLayout, model_tokens: int, settings: EngineSettings, total_blocks: int) -> int:
-    """Return the longest request to serve, in tokens: every admitted request must fit into the empty pool."""
+    """Return the longest request to serve, in tokens: at most what the KV pool can hold. Raises ConfigError."""
     pool_tokens = total_blocks * layout.block_tokens
     if model_tokens <= pool_tokens:
         return model_tokens

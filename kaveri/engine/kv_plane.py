@@ -20,7 +20,7 @@ from kaveri.v1 import kv_pb2
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """Event of a KvPlane: blocks are leased to this incoming transfer, so its ticket may be given to the sender."""
+    """Event of a KvPlane: the ticket's blocks are leased to an incoming transfer, so the sender may get the ticket."""
 
     transfer_id: bytes
 
@@ -112,7 +112,7 @@ class PoolPlane:
         self._layers_done = 0
 
     def open_push(self, source: Source, ticket: Ticket) -> None:
-        """Queue the computed blocks, and the first token if it is known. Replaces an earlier push of this source."""
+        """Push a sequence: queue its computed blocks, and its first token if known. Replaces an earlier push of it."""
         parts = pushed_tickets(self._layout, self._rank, ticket) if ticket.parts else ()
         if ticket.parts and not parts:
             # Other ranks hold the same heads, and push them.

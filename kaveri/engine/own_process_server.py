@@ -35,7 +35,7 @@ _SWITCH_INTERVAL_S = 0.0005
 
 
 class EngineServer:
-    """Carries out the calls that arrive on a connection on one engine, in order."""
+    """Carries out, in order, the engine calls that arrive on a connection."""
 
     def __init__(self, connection: "Connection[Any, Any]", engine: Any) -> None:
         self._connection = connection

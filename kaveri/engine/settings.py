@@ -107,7 +107,7 @@ class MadeUpSettings:
 
     @property
     def fake_model(self) -> FakeModel:
-        """Made-up model that these settings describe."""
+        """FakeModel (made-up tokens and KV) that these settings describe."""
         shape = self.fake_shape.of_kv(self.fake_kv_token_bytes) if self.fake_kv_token_bytes else self.fake_shape
         return replace(
             shape,
@@ -225,7 +225,7 @@ class EngineSettings(MadeUpSettings):
 
     @property
     def kv_tls(self) -> TlsFiles | None:
-        """TLS files for KV; None if none are given. Raises ConfigError if one is missing or tls is not a transport."""
+        """TLS files for KV; None if none are given. Raises ConfigError if one is missing or kv_transports lacks tls."""
         files = tls_files(self.kv_tls_cert, self.kv_tls_key, self.kv_tls_ca, "", "kv_tls_")
         if files is not None and TLS not in self.kv_transports:
             transports = ",".join(self.kv_transports)

@@ -57,7 +57,7 @@ class Shared:
             self._events.append(event)
 
     def publish(self) -> None:
-        """Deliver queued events to the listener unless another thread does so. Its exception stops the engine."""
+        """Deliver queued events to the listener unless another thread does so. An exception in it stops the engine."""
         while self._events and self.listener is not None and self._delivering.acquire(blocking=False):
             try:
                 if events := [self._events.popleft() for _ in range(len(self._events))]:
@@ -124,7 +124,7 @@ class Shared:
         self.fail_promises(reason)
 
     def fail_promises(self, reason: str) -> None:
-        """Fail every future of promise() that is not done with EngineError. Takes the lock."""
+        """Fail all pending futures of promise() with EngineError. Takes the lock."""
         with self.lock:
             promises, self.promises = self.promises, set()
         for future in promises:

@@ -20,7 +20,7 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class EngineOwner(TransferOwner, CopyOwner, Protocol):
-    """A request of a ThreadedEngine, as its transfers and its copies to replicas need it."""
+    """A request of a ThreadedEngine, whose KV can be pushed, received, and copied to a replica."""
 
 
 OwnerT = TypeVar("OwnerT", bound=EngineOwner)
@@ -36,7 +36,7 @@ class EngineAccount(TransferAccount[OwnerT], CopyAccount[OwnerT], Protocol[Owner
         """Move a request with a computed prompt and no open push to the decode side. Ignores others."""
 
     def admit(self, key: EngineKey) -> None:
-        """Add a landed request to the batch from the next step on. Ignores others."""
+        """Add a request whose KV has arrived to the running batch at the next step. Ignores others."""
 
     def stats(self) -> EngineStats:
         """Snapshot of the requests' load; takes time in proportion to their number."""
@@ -110,7 +110,7 @@ class ThreadedEngine(Generic[OwnerT]):
         self._shared.publish()
 
     def admit(self, key: EngineKey) -> None:
-        """Let a landed request join the running batch; ignores others. Raises EngineError once the engine stopped."""
+        """Let a request whose KV has arrived join the running batch; ignores others. Raises EngineError if stopped."""
         with self._shared.lock:
             self._shared.require_alive()
             self._account.admit(key)

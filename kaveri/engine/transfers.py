@@ -50,11 +50,11 @@ class TransferOwner(Owner, Protocol):
 
     @property
     def held_tokens(self) -> int | None:
-        """Tokens whose KV a replica brings, if the request is resumed from one; None if the whole prompt's KV comes."""
+        """Tokens whose KV is received, if the request resumes from a replica; None if the whole prompt's is."""
 
     @property
     def source(self) -> Any:
-        """Handle by which the KvPlane pushes the request's blocks."""
+        """Handle by which the KV data path (KvPlane) pushes the request's blocks."""
 
 
 OwnerT = TypeVar("OwnerT", bound=TransferOwner)
@@ -83,7 +83,7 @@ class TransferAccount(Protocol[OwnerT]):
         """End a request. Its blocks are freed once no transfer can touch them."""
 
     def abort(self, key: EngineKey) -> tuple[OwnerT | None, OwnerT | None]:
-        """End a request on both sides. Returns the prefill's and the decode's one, each None if it was not live."""
+        """End a request on the prefill and the decode side. Returns the two, each None if it was not live there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Transfers(Generic[OwnerT]):
         self._plane: KvPlane
 
     def attach(self, plane: KvPlane) -> None:
-        """Set the plane, which moves the KV and reports to hear(). Called before any other method."""
+        """Set the KvPlane, which moves the KV and reports to hear(). Called before any other method."""
         self._plane = plane
 
     @property

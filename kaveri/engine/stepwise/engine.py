@@ -112,7 +112,7 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
         source: KvLayout | None = None,
         held_tokens: int | None = None,
     ) -> "Future[Ticket]":
-        """DecodeEngine.reserve(); the future is done when this returns."""
+        """Reserve KV blocks; return a ticket for pushing KV into them. The future is done when this returns."""
         sequence, granted = self._transfers.reserve(request, expires_in_s, source, held_tokens)
         if sequence is not None:
             self._transfers.grant(sequence, sequence.block_ids)

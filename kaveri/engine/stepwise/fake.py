@@ -44,7 +44,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeModel:
-    """Model that FakeRunner imitates. Instances exchange KV if their models' shapes and vocabularies are equal."""
+    """Made-up model: each token is a hash of those before. Instances of one shape and vocabulary can exchange KV."""
 
     vocab_size: int = 1000
     """Number of valid prompt ids. Answers use only the first 1000, and so do not depend on the vocabulary."""
@@ -90,7 +90,7 @@ class FakeModel:
         return replace(self, layer_count=KV_LAYERS, kv_head_count=1, head_dim=token_bytes // (2 * KV_LAYERS * 4))
 
     def answer(self, token_ids: Sequence[int], generated_count: int, token_count: int) -> list[int]:
-        """Return the `token_count` tokens after `token_ids`, even after eos_token_id. generated_count: drawn before."""
+        """Return the `token_count` tokens after `token_ids`, past any EOS. generated_count: answer so far, in tokens."""
         chain = self.chain(token_ids)
         answer = []
         for index in range(generated_count, generated_count + token_count):
@@ -175,10 +175,10 @@ class FakeRunner:
         self._cache = words.reshape(*words.shape[:2], 2, self.layout.block_tokens, -1)
 
     def completed(self, block_ids: Sequence[int]) -> None:
-        """Do nothing: the pool is the only memory."""
+        """Do nothing: KV is computed in the host pool itself."""
 
     def landed(self, block_ids: Sequence[int]) -> None:
-        """Do nothing: the pool is the only memory."""
+        """Do nothing: KV is computed in the host pool itself."""
 
     def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
         """Compute a step. Raises StaleKv if `verify` is on and the KV of earlier positions is not what was written."""
@@ -262,7 +262,7 @@ class FakeRunner:
         return chain
 
     def _chains(self, chain: np.uint64, token_ids: Sequence[int]) -> Words:
-        """Return the chain after each of these tokens: chain * M**(i+1) + sum of (token_j + 1) * M**(i-j), j <= i."""
+        """Return the chain hash after each token: chain * M**(i+1) + sum of (token_j + 1) * M**(i-j), j <= i."""
         count = len(token_ids)
         steps = (np.asarray(token_ids, np.uint64) + np.uint64(1)) * self._inverse_powers[1 : count + 1]
         return (np.cumsum(steps, dtype=np.uint64) + chain) * self._powers[1 : count + 1]

@@ -93,7 +93,7 @@ class Lifecycle:
     # For its transfers; see TransferAccount (transfers.py).
 
     def open_decode(self, request: EngineRequest, held_tokens: int | None) -> Sequence:
-        """Allocate blocks for the prompt and one more token. Raises RequestAlreadyExists and NoCapacity."""
+        """Add a request to decode, with blocks for prompt and next token. Raises RequestAlreadyExists, NoCapacity."""
         token_count = len(request.token_ids) + 1
         return self._open(self.decodes, "decode", request, SequencePhase.RESERVED, token_count, held_tokens)
 
@@ -201,7 +201,7 @@ class Lifecycle:
     # Steps.
 
     def plan(self) -> list[PlannedSlice]:
-        """Form the next step and mark its sequences; empty if there is nothing to compute."""
+        """Form the next step, empty if there is nothing to compute. Its sequences count as in a step until apply()."""
         if preempted := self.residency.prepare_step():
             self._put_preempted(preempted)
         running, suspect_first = self.residency.running, not self._was_suspects

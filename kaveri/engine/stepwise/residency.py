@@ -78,8 +78,8 @@ class Residency:
         sequence.phase = SequencePhase.STOPPED
 
     def go_on(self, sequence: Sequence) -> list[Sequence]:
-        """Continue a stopped sequence at its old rank. Returns it in a list if it was preempted, as no block was free
-        for its next token."""
+        """Continue a stopped sequence, in its old order of admission. Returns it in a list if it was preempted, as no
+        block was free for its next token."""
         self.remove(sequence)
         if sequence.in_step:
             # Its seat is still free: the batch changes between steps only.

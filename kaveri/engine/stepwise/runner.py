@@ -33,7 +33,7 @@ class SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class DrawnToken:
-    """Result of a slice: a token with its requested log-probabilities."""
+    """Result of one sequence in a step: the drawn token, with its requested log-probabilities."""
 
     token_id: int
     logprobs: Logprobs | None
@@ -41,7 +41,7 @@ class DrawnToken:
 
 @dataclass(frozen=True, slots=True)
 class NoToken:
-    """Result of a slice: no token could be drawn, so the request cannot continue. Other slices are not affected."""
+    """Result of one sequence in a step: no token could be drawn, so its request ends. Others are not affected."""
 
     reason: str
     is_final: bool = False
@@ -54,7 +54,7 @@ NOT_FINITE = "the model's logits are NaN or infinite"
 
 @dataclass(frozen=True, slots=True)
 class ScoredSlice:
-    """Result of a slice with scored_ids: log-probabilities of prompt tokens, and the drawn token if requested."""
+    """Result of one sequence in a step: log-probabilities of its prompt tokens, and the drawn token if requested."""
 
     entries: tuple[Logprobs, ...]
     """One per id in scored_ids, with the params.prompt_logprobs likeliest tokens."""

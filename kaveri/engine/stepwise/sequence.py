@@ -122,7 +122,7 @@ def form_step(
     chunk, a long one is spread over several (TetriInfer, arXiv 2401.11181, section 3.3.3). At most MAX_SCORED_TOKENS
     are of prompts whose log-probabilities are reported.
 
-    A suspect (EngineRequest.suspect_until) is computed alone, as it would be blamed for another request's failure.
+    A suspect (EngineRequest.suspect_until) is computed alone; otherwise it could be blamed for another's first failure.
     suspect_first: True to compute the first suspect, if any; False to compute the others.
     """
     running, prefilling = tuple(running), tuple(prefilling)

@@ -162,9 +162,9 @@ def paged_attention(
 
 
 def _mask(segment: Segment, window: int | None, dtype: torch.dtype) -> Tensor | None:
-    """Return the additive mask of a segment, 0 for visible positions and -inf elsewhere; None for plain causal.
+    """Return the additive mask of rows that attend together: 0 if visible, else -inf; None for plain causal.
 
-    Returns [tokens, context] for a chunk, else [sequences, 1, 1, context].
+    Returns [tokens, context] for a chunk, else [sequences, 1, 1, context]. window: sliding window in tokens.
     """
     if segment.halves is None and (window is None or window >= segment.context_tokens):
         return None

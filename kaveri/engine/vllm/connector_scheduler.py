@@ -84,7 +84,7 @@ class SchedulerSide:
         return bool(self._next_orders.released or self._next_orders.left_block_ids)
 
     def requested(self, request: Any) -> None:
-        """Handle vLLM's hook for a new request."""
+        """Register a request that vLLM has accepted, if Kaveri's engine submitted it."""
         engine_id = (request.kv_transfer_params or {}).get(_PARAM)
         ours = self._requests.by_id.get(engine_id) if self._requests is not None and engine_id is not None else None
         if ours is not None:

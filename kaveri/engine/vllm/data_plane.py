@@ -34,7 +34,8 @@ _STAGED_TIMEOUT_S = 10.0
 
 
 class DataPlane:
-    """KvPlane over all tensor-parallel ranks. Only close() waits for a rank in another process.
+    """Pushes and receives KV on all tensor-parallel ranks (a KvPlane). Only close() waits for a rank in another
+    process.
 
     setup: for all ranks; each listens at its own address (rank_endpoint()). listener: called on any thread, also within
     grant() or open_push(). on_lost: called when a rank, and with it every transfer, is lost. Raises ConfigError, with
@@ -182,7 +183,7 @@ class DataPlane:
 
 
 class RankCopies:
-    """PushSender of copies to replicas, for all ranks."""
+    """Pushes KV copies to other instances (replicas) from all tensor-parallel ranks; a PushSender."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane

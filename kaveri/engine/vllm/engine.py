@@ -121,7 +121,7 @@ class VllmEngine(ThreadedEngine[VllmRequest]):
         source: KvLayout | None = None,
         held_tokens: int | None = None,
     ) -> "Future[Ticket]":
-        """DecodeEngine.reserve(). The ticket is granted once vLLM has allocated the blocks."""
+        """Reserve KV blocks for a request to decode. Its ticket is granted once vLLM has allocated the blocks."""
         return self._transfers.reserve(request, expires_in_s, source, held_tokens)[1]
 
     # The engine thread.

@@ -94,7 +94,7 @@ class VllmPrefilling(_Touched):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmComputed(_Touched):
-    """State of a request: its prompt is computed; the KV waits to be pushed to another instance or adopted here."""
+    """State of a request: its prompt is computed; its KV waits to be pushed to another instance, or decoded here."""
 
     first_token_id: int
     ahead: tuple[TokenStep, ...] = ()
@@ -116,12 +116,12 @@ class _Landed(State):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived(_Landed):
-    """State of a request: its KV is here (or to be recomputed after a preemption); it is not admitted yet."""
+    """State of a request: its KV is here (or to be recomputed after a preemption); not admitted to the batch yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting(_Landed):
-    """State of a request: admitted, but the running batch is full."""
+    """State of a request: admitted by the service, but the running batch is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,12 +147,12 @@ class Evicted(_Admitted):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving(_Admitted):
-    """State of a request: to be released to another instance. The current step may still compute it."""
+    """State of a request: to be moved to another instance. The current step may still compute it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left(State):
-    """State of a request: being released to another instance; not computed, but keeps its blocks."""
+    """State of a request: being moved to another instance; not computed, but keeps its blocks."""
 
     former: "Arrived | Leaving"
 

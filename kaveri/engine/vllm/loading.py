@@ -73,8 +73,7 @@ _OF_THE_MODEL = (
 def load_engine(
     settings: EngineSettings, listen: Sequence[KvEndpoint], transports: Callable[[], Sequence[Transport]]
 ) -> "VllmEngine":
-    """Load weights, allocate the KV cache and listen for KV; takes seconds. The caller calls start(). Raises
-    ConfigError.
+    """Load weights, allocate the KV cache and listen for KV, but do not start the engine. Raises ConfigError.
 
     Called at most once per process, since vLLM's state is global, by the thread that imports vLLM. listen: addresses
     for incoming KV. transports: see VllmEngine.
@@ -196,8 +195,8 @@ def _arguments(settings: EngineSettings, folder: Path) -> dict[str, Any]:
 
 
 def vllm_dtype(dtype: str, values: Mapping[str, Any], on_cpu: bool) -> str:
-    """Return vLLM's dtype option: `dtype` unless "auto"; else "auto", or what the CPU computes well if not vLLM's
-    default (float16 for float16 checkpoints, bfloat16 for all others). values: of config.json."""
+    """Return the dtype option for vLLM: `dtype` itself; for "auto", auto_dtype()'s choice if this CPU lacks
+    instructions for vLLM's (float16 for float16 checkpoints, else bfloat16). values: of config.json."""
     if dtype != "auto" or quantization_method(values) is not None:
         return dtype
     chosen = "float16" if stored_dtype(values) == "float16" else "bfloat16"
@@ -232,7 +231,7 @@ def _start(
 
 
 def model_fingerprint(checkpoint: str, engine_args: Mapping[str, Any]) -> str:
-    """Return a checkpoint's fingerprint extended by the vLLM options that change the model's computation."""
+    """Return the checkpoint's fingerprint, hashed with the vLLM options that change the model's computation, if any."""
     changes = {name: engine_args[name] for name in _OF_THE_MODEL if engine_args.get(name) is not None}
     if not changes:
         return checkpoint

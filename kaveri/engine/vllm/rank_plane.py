@@ -46,7 +46,7 @@ class StagedCopies:
         self._sender = KvSender(self._staging, listener, transports=transports)
 
     def do(self, call: RankCall) -> None:
-        """Carry out a call. Its events go to the listener."""
+        """Carry out a call about copies to replicas. Its events go to the listener."""
         match call:
             case RankCall("stage", (serial, block_id, slot)):
                 self._staging.memory[:, slot] = self._pool.memory[:, block_id]

@@ -14,7 +14,7 @@ records the error here, and the engine removes it after the step."""
 
 
 class EntryPhase(enum.Enum):
-    """Phase of a request inside vLLM."""
+    """State of a request inside vLLM's scheduler, as Kaveri tracks it."""
 
     QUEUED = enum.auto()
     """Not started by vLLM."""
@@ -100,14 +100,14 @@ class VllmRequest:
         self.generation += 1
 
     def enter(self, vllm_id: str, record: Any) -> "Entry":
-        """Record that vLLM has accepted the request, with its record of it; return the new entry."""
+        """Record that vLLM has accepted the request. record: vLLM's own object. Returns the new entry."""
         awaits_blocks = isinstance(self.state, VllmReserved)
         phase = EntryPhase.AWAITING_BLOCKS if awaits_blocks else EntryPhase.QUEUED
         self.entry = Entry(self, vllm_id, record, phase)
         return self.entry
 
     def leave_entry(self) -> "VllmRequest | None":
-        """Detach the entry in vLLM and return an ended placeholder request that owns it; None if there is no entry."""
+        """Detach the request's entry in vLLM; return an ended placeholder request that owns it, if there is one."""
         if self.entry is None:
             return None
         left = VllmRequest(self.request, VllmEnded(facts=self.state.facts), self.entry)

@@ -315,7 +315,7 @@ def _may_run_ahead(request: VllmRequest) -> bool:
 
 
 def _without_later_suspects(requests: Iterable[VllmRequest], computes_suspect: Callable[[], bool]) -> list[VllmRequest]:
-    """Return the requests without the suspects that must wait for another one to be computed."""
+    """Drop the suspects (requests of a failed step) that must wait until another one is computed."""
     taken, has_suspect = list[VllmRequest](), False
     for request in requests:
         if request.is_suspect and not isinstance(request.state, life.VllmReserved):

@@ -205,9 +205,9 @@ class Steps:
         return left
 
     def _make_room(self, stalled: bool) -> None:
-        """Free blocks for preempted requests: adopted ones that are not being computed lose theirs.
+        """Free blocks for preempted requests: those prefilled here, not admitted and not being computed lose theirs.
 
-        While vLLM is stalled, the last landed request that is not being computed loses its blocks too, and is
+        While vLLM is stalled, the last request with received KV that is not being computed loses its blocks too, and is
         recomputed later. This breaks a deadlock between a service that admits nothing until running requests advance,
         and running requests that wait for blocks of unadmitted ones.
         """
