@@ -83,7 +83,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Constants of an engine, fixed when it is constructed."""
+    """Constants of an engine: its KV layout, limits, and addresses for pushed KV."""
 
     engine: str
     """Name of the engine: "transformers", "vllm", "fake" or "timed"."""
@@ -391,7 +391,7 @@ class DecodeEngine(Engine, Protocol):
         """
 
     def admit(self, key: EngineKey) -> None:
-        """Add a request whose KV has arrived to the running batch. Ignores unknown keys. Raises EngineError if stopped."""
+        """Add a request whose KV has arrived to the running batch; ignores unknown keys. Raises EngineError if closed."""
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
         """Copy a decoding request's KV to another instance (a replica) in the background. ticket: open, so that it can

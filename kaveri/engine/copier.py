@@ -87,7 +87,7 @@ class CopyAccount(Protocol[OwnerT]):
         """Return the number of the request's full blocks whose last token is computed; 0 after a preemption."""
 
     def place_of(self, owner: OwnerT, index: int) -> BlockPlace:
-        """Return the location of a request's full block or, if the request is stopped, of its part-full last one."""
+        """Return the location of a request's block `index`: a full one or, if it is stopped, also the part-full last."""
 
     def tokens_of(self, owner: OwnerT, start: int, stop: int) -> Sequence[int]:
         """Return the ids of the request's tokens [start, stop)."""
@@ -112,7 +112,7 @@ changes meanwhile, the copy is discarded."""
 
 @dataclass(eq=False, slots=True)
 class _Release:
-    """State of moving a request to the holder of its replica: it stops, and its last KV is sent until until_s."""
+    """State of moving a request to the holder of its replica: it stops, and its last KV follows. until_s: deadline."""
 
     until_s: float
     token_count: int = 0

@@ -76,7 +76,7 @@ def pack(events: Sequence[EngineEvent]) -> list[_Packed]:
 
 
 def unpack(packed: Sequence[_Packed]) -> list[EngineEvent]:
-    """Convert events from the form of pack() back."""
+    """Undo pack(): convert packed events back."""
     return [
         StepTokens(tuple(TokenStep(EngineKey(request_id, serial), *drawn) for request_id, serial, *drawn in event))
         if isinstance(event, list)

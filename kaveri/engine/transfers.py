@@ -67,7 +67,7 @@ class TransferAccount(Protocol[OwnerT]):
     """Live requests of the prefill side."""
 
     def open_decode(self, request: EngineRequest, held_tokens: int | None) -> OwnerT:
-        """Add a request to the decode side; held_tokens as in reserve(). Raises RequestAlreadyExists and NoCapacity."""
+        """Add a request to decode. held_tokens: those with KV in a replica. Raises RequestAlreadyExists, NoCapacity."""
 
     def touch(self, owner: OwnerT, transfer_id: bytes | None) -> None:
         """Record the transfer that may touch the request's blocks; None after it has ended, so that blocks of an ended
@@ -203,7 +203,8 @@ class Transfers(Generic[OwnerT]):
         source: KvLayout | None = None,
         held_tokens: int | None = None,
     ) -> "tuple[OwnerT | None, Future[Ticket]]":
-        """Open a request of the decode side and return it with the future of its ticket; see DecodeEngine.reserve().
+        """Add a request to decode, as DecodeEngine.reserve(); return it and the future of the ticket for pushing its
+        KV.
 
         The request is None if the future has failed; otherwise the caller must call grant() or refuse().
         """

@@ -86,7 +86,7 @@ def make_case(
     graphs: bool = False,
     **sizes: int,
 ) -> Case:
-    """With prompts of LENGTHS. graphs: torch.compile and CUDA graphs on both sides."""
+    """Make a model and requests with prompts of LENGTHS. graphs: torch.compile and CUDA graphs on both sides."""
     sizes = {"hidden_size": 256} | ({"word_embed_proj_dim": 256} if architecture == "opt" else {}) | sizes
     model = make_tiny_model(folder, architecture, vocab_size=VOCAB_SIZE, tokenizer=True, **sizes)
     rng = random.Random(2)
@@ -99,7 +99,7 @@ def make_case(
 
 @pytest.fixture
 def exact_sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make sums in both engines' processes independent of the batch, in the dtype returned.
+    """Make sums independent of the batch, for the dtype of the parameter, in Kaveri's and the plain engine's processes.
 
     Without TRITON_F32_DEFAULT vLLM's attention in float32, a kernel in Triton, multiplies in TF32: docs/vllm.md.
     """

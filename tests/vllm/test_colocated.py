@@ -1,4 +1,4 @@
-"""A colocated instance on vLLM, as a process: its batch is of the size that it was given."""
+"""A colocated instance on vLLM, as a process: its batch has the configured size."""
 
 import asyncio
 import random

@@ -59,7 +59,7 @@ def logits_after(token_ids: list[int]) -> Tensor:
 
 
 def drawn_by_hand(request: EngineRequest, token_ids: list[int]) -> Any:
-    """Return the transformers engine's next token after `token_ids`: the request's prompt and its answer so far."""
+    """Return the transformers engine's next token after `token_ids` (prompt and answer so far)."""
     index = len(token_ids) - (len(request.token_ids) - request.generated_count)
     return draw_tokens(logits_after(token_ids), [SequenceSlice((), 0, (), True, index, request.params)], EOS)[0]
 

@@ -200,9 +200,9 @@ async def check_exactness(
     cancel_count: int,
     transport_folder: Path,
 ) -> None:
-    """All prompts in flight; the same again, now in the prefix caches; and once more after cancellations.
+    """Send all prompts at once; again, now that they are in the prefix caches; and once more after cancellations.
 
-    Of TIGHT_BLOCKS decode must have preempted requests, of more it must have found blocks in its prefix cache.
+    With TIGHT_BLOCKS the decode instances must have preempted requests; with more, hit their prefix caches.
     """
     chunks = ("--chunk-tokens", str(CHUNK_TOKENS))
     flags = {name: (*chunks, *more) for name, more in transport_flags(transport, transport_folder).items()}

@@ -1,4 +1,4 @@
-"""vLLM instances are really killed, frozen and left while requests are under way: answers stay exact, nothing leaks."""
+"""vLLM instances are killed or frozen while requests are running: answers stay exact, and nothing leaks."""
 
 import asyncio
 import contextlib
@@ -61,7 +61,7 @@ class UncachedPrompts(NamedTuple):
 
 @pytest.fixture(scope="module")
 def asked(folder: Path) -> Mapping[str, UncachedPrompts]:
-    """Prompts by name of a set, answered by one plain engine, since starting it takes longest."""
+    """Prompts of each of SETS, with the answers of one plain engine for all sets, as starting it takes longest."""
     rng = random.Random(1)
     prompts = {
         name: [tuple(rng.randrange(VOCAB_SIZE) for _ in range(length)) for _ in range(count)]
@@ -193,8 +193,7 @@ class WatchedRequests:
 
 
 def awaiting_kv(view: ClusterView) -> list[str]:
-    """Return the decode instances with reservations for KV that has not arrived, once all prompts are computed
-    (earlier, if the instance died, no push would be under way)."""
+    """Return the decode instances with reservations for KV that has not arrived, once all prompts are computed."""
     prefills = [view.instances[f"prefill-{number}"].load for number in range(2)]
     if any(load.queued_prefill_tokens for load in prefills) or all(
         load.free_blocks == load.total_blocks for load in prefills
@@ -209,8 +208,7 @@ async def caught_waiting(cluster: LocalCluster) -> str:
 
 
 def being_pushed(instance_id: str) -> Callable[[ClusterView], bool]:
-    """Return a check that a prefill instance holds only computed prompts' KV, and decode instances reserve blocks for
-    KV that has not arrived. Reservations follow a prompt's first chunk, so some are for its KV."""
+    """Return a check that one prefill instance holds KV of computed prompts only and decode instances await KV."""
 
     def check(view: ClusterView) -> bool:
         held = view.instances[instance_id].load

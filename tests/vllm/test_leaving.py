@@ -1,4 +1,4 @@
-"""Requests that are released, over a vLLM that computes nothing and refuses to free blocks twice, as vLLM does."""
+"""Release of requests to other instances, with a fake vLLM that refuses to free blocks twice, as vLLM does."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field

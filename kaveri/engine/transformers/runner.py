@@ -44,7 +44,7 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
-        """Compute one step, as ModelRunner.run(). Errors of on_layer pass through and leave the step half done."""
+        """Compute one step and draw tokens. Errors of on_layer pass through and leave the step half done."""
         memory = self._memory
         assert memory is not None, "attach() comes first"
         step = pack(batch, self.layout, self._device, on_layer)

@@ -62,7 +62,7 @@ class Draw:
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None, *, is_engines: bool = False) -> "Draw | None":
-        """Parse to_extra_args(); None for other users' requests. is_engines: True in the engine's own process."""
+        """Undo to_extra_args(); None for other users' requests. is_engines: True in the engine's own process."""
         values = (extra_args or {}).get(_EXTRA_ARG)
         if values is None:
             return None

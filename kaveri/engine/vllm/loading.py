@@ -76,7 +76,7 @@ def load_engine(
     """Load weights, allocate the KV cache and listen for KV, but do not start the engine. Raises ConfigError.
 
     Called at most once per process, since vLLM's state is global, by the thread that imports vLLM. listen: addresses
-    for incoming KV. transports: see VllmEngine.
+    for incoming KV. transports: returns the KV transports of a rank.
     """
     core = load_core(settings)
     from kaveri.engine.vllm.engine import VllmEngine

@@ -65,8 +65,8 @@ class StagedCopies:
 
 
 class RankPlane:
-    """A Rank in this process. Thread-safe, except for the calls about a step, which belong to the computing thread.
-    layout: of the whole engine. pool: of this rank."""
+    """KV transfers of a tensor-parallel rank in this process (a Rank). Thread-safe, except for the calls about a step,
+    which belong to the computing thread. layout: of the whole engine. pool: of this rank."""
 
     def __init__(self, layout: KvLayout, pool: KvPool) -> None:
         self.layout = layout

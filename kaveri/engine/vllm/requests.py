@@ -133,7 +133,7 @@ class Requests:
 
     def held(self, max_batch: int) -> list[VllmRequest]:
         """Return the requests that vLLM has started but must not compute now. Others that are not admitted may run
-        ahead of it, if the batch has room and nobody loses blocks."""
+        ahead of it, if the batch has room and no request loses blocks."""
         begun = [
             request
             for request in self._live()
@@ -269,7 +269,7 @@ class Requests:
             self._on_work()
 
     def left(self, request: VllmRequest, block_ids: Sequence[int]) -> None:
-        """Record the pool blocks that hold all KV of a request that is being released."""
+        """Record the pool blocks that hold all KV of a request that is moved to another instance."""
         if isinstance(request.state, life.Left):
             whole = request.state.computed // self._info.layout.block_tokens
             request.whole_block_ids, request.tail_block_ids = tuple(block_ids[:whole]), tuple(block_ids[whole:])

@@ -187,7 +187,7 @@ class Steps:
             self._plane.do(RankCall("forget", (request.engine_id,)))
 
     def _take_leaving(self) -> list[tuple[VllmRequest, Sequence[int]]]:
-        """Stop computing the requests to be released. Returns their block ids, readable after the next step."""
+        """Stop computing requests that move to other instances. Returns their block ids, readable after the step."""
         with self._shared.lock:
             decodes = tuple(self._requests.decodes.values())
             leaving = [request for request in decodes if isinstance(request.state, life.Leaving)]

@@ -1,4 +1,4 @@
-"""Copies of running requests' KV while their blocks are given up, and while holders have stopped reading."""
+"""Copies of running requests' KV while their blocks are freed, and while holders have stopped reading."""
 
 import secrets
 import socket

@@ -1,4 +1,4 @@
-"""Open transfers between engines of unlike ranks: part by part, marked as far as the part that is marked least."""
+"""Open transfers between engines of unlike rank counts: sent in parts, marked as far as the slowest part."""
 
 import queue
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Settings become an engine, or one clear line about the setting that cannot be."""
+"""Settings become an engine, or one clear line about the setting that is wrong."""
 
 import errno
 import importlib.util

@@ -1,4 +1,4 @@
-"""The stepwise engine when things break, or when it is asked for what it cannot do."""
+"""The stepwise engine after exceptions, and when it is asked for the impossible."""
 
 import threading
 from collections.abc import Sequence

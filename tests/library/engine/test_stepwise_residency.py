@@ -1,4 +1,4 @@
-"""Who holds blocks, who gives them up, and that everybody gets through, on pools that are too small."""
+"""Allocation and preemption of KV blocks on pools that are too small: every request finishes."""
 
 import random
 from itertools import count

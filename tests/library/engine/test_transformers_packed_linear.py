@@ -1,4 +1,4 @@
-"""Packed linear layers compute what the layers computed, join only what may be joined, and let go of the weights."""
+"""Packed linear layers compute the same as the originals, are joined only if that is exact, and free old weights."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""The RMS norm by layer norm gives what the models' own gives, and takes the place of no other norm."""
+"""The RMS norm by layer norm equals the models' own, and replaces no other norm."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The sampler: what each parameter promises, and that a draw depends on nothing but its own row."""
+"""The sampler: the effect of each parameter, and that a draw depends only on its own row."""
 
 import math
 import random

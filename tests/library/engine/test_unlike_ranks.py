@@ -1,4 +1,4 @@
-"""KV between instances of unlike numbers of tensor-parallel ranks: parts by heads, over real links."""
+"""KV between instances with different numbers of tensor-parallel ranks: parts by heads, over real connections."""
 
 import queue
 from collections.abc import Iterator, Sequence
@@ -53,7 +53,7 @@ class UnlikeInstance(PlaneInstance):
             place.write(values[part])
 
     def require(self, block_ids: Sequence[int], values: Values) -> None:
-        """Assert that the blocks hold the values, on every rank those of its heads."""
+        """Assert that the blocks hold the values: on every rank, those of its heads."""
         seen = np.zeros(values.shape[2], bool)
         for place, part in self._places(block_ids, values.shape[1]):
             np.testing.assert_array_equal(place.read(), values[part])

@@ -1,4 +1,4 @@
-"""Which requests hold or are promised vLLM's blocks, and which are in its running batch. None of it needs vLLM."""
+"""Requests that hold or are promised vLLM's blocks, or are in its running batch. Needs no vLLM."""
 
 from dataclasses import replace
 from typing import Any
