@@ -391,7 +391,7 @@ class DecodeEngine(Engine, Protocol):
         """
 
     def admit(self, key: EngineKey) -> None:
-        """Add a request whose KV has arrived to the running batch; ignores unknown keys. Raises EngineError if closed."""
+        """Add a request whose KV has arrived to the running batch. Ignores unknown keys. Raises EngineError."""
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
         """Copy a decoding request's KV to another instance (a replica) in the background. ticket: open, so that it can

@@ -87,7 +87,7 @@ class CopyAccount(Protocol[OwnerT]):
         """Return the number of the request's full blocks whose last token is computed; 0 after a preemption."""
 
     def place_of(self, owner: OwnerT, index: int) -> BlockPlace:
-        """Return the location of a request's block `index`: a full one or, if it is stopped, also the part-full last."""
+        """Return the location of a request's block `index`: a full one or, if it is stopped, the part-full last."""
 
     def tokens_of(self, owner: OwnerT, start: int, stop: int) -> Sequence[int]:
         """Return the ids of the request's tokens [start, stop)."""

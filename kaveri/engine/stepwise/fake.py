@@ -90,7 +90,7 @@ class FakeModel:
         return replace(self, layer_count=KV_LAYERS, kv_head_count=1, head_dim=token_bytes // (2 * KV_LAYERS * 4))
 
     def answer(self, token_ids: Sequence[int], generated_count: int, token_count: int) -> list[int]:
-        """Return the `token_count` tokens after `token_ids`, past any EOS. generated_count: tokens drawn before them."""
+        """Return the `token_count` tokens after `token_ids`, past any EOS. generated_count: tokens drawn before."""
         chain = self.chain(token_ids)
         answer = []
         for index in range(generated_count, generated_count + token_count):

@@ -99,7 +99,8 @@ class PackedLinear(nn.Module):
         self._product, self._index = product, index
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Compute the layer. rows: [..., in_features]. Returns [..., out_features], strided if the product is joint."""
+        """Compute the layer. rows: [..., in_features]. Returns [..., out_features], strided if layers share the
+        product."""
         product, index = self._product, self._index
         # The same object, kept alive from here: another tensor cannot have its identity.
         if rows is not product.rows or index not in product.parts:

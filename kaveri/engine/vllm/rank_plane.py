@@ -166,7 +166,7 @@ class RankPlane:
         self._in_step.clear()
 
     def written_blocks(self) -> set[int]:
-        """Return ids of the blocks that the step fills; with a prompt's first chunk also those of the prefix cache."""
+        """Return the pushed prompts' block ids that the step fills; for a first chunk also those of the prefix cache."""
         block_tokens = self._pool.layout.block_tokens
         return {
             block

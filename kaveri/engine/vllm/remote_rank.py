@@ -34,7 +34,7 @@ _CALLS_MAX = 65_536
 
 
 class RankMeeting:
-    """Context manager that accepts the connections of one engine's ranks. Raises ConfigError if it cannot listen."""
+    """Context manager that accepts connections of an engine's tensor-parallel ranks. Raises ConfigError on failure."""
 
     def __init__(self, rank_count: int) -> None:
         self._folder = tempfile.mkdtemp(prefix="kaveri-ranks-")
