@@ -1,4 +1,4 @@
-"""Chooses the requests that are blamed for an engine's exception, and the errors that they end with. Pure."""
+"""Picks the requests to blame when a model step raises an exception, and the errors they end with. Pure."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -8,17 +8,17 @@ from kaveri.errors import EngineBroke, EngineError, Unavailable
 
 
 class StepMember(NamedTuple):
-    """A request of a step."""
+    """A request in the step that raised; a suspect (it was in an earlier failed step) if draw_index < suspect_until."""
 
     key: EngineKey
     draw_index: int
-    """Index of the next token to draw."""
+    """Index, within the answer, of the next token to draw."""
     suspect_until: int
 
 
 def last_events(reason: str, members: Iterable[StepMember]) -> tuple[RequestFailed | EngineStopped, ...]:
-    """Return the last events of an engine in which a step with these requests has raised. A suspect is blamed alone;
-    without one each of them becomes a suspect until it has drawn the token of that step."""
+    """Return the final events of an engine whose step raised. A member that was in an earlier failed step (a suspect)
+    is failed alone; without one, every member becomes a suspect until it has drawn its next token."""
     members = tuple(members)
     for key, draw_index, suspect_until in members:
         if draw_index < suspect_until:
@@ -27,13 +27,13 @@ def last_events(reason: str, members: Iterable[StepMember]) -> tuple[RequestFail
 
 
 def error_of_failure(event: RequestFailed) -> EngineError | Unavailable:
-    """Return the error of a request that its engine has ended."""
+    """Return the error for a request that its engine failed: EngineError if final, else Unavailable."""
     if event.is_final:
         return EngineError(f"request {event.key.request_id!r}: {event.reason}")
     return Unavailable(event.reason)
 
 
 def error_of_stop(event: EngineStopped, key: EngineKey) -> Unavailable:
-    """Return the error of a request whose engine broke."""
+    """Return the error for a request whose engine stopped: EngineBroke if a step raised, else Unavailable."""
     reason = f"the engine stopped: {event.reason}"
     return Unavailable(reason) if event.suspects is None else EngineBroke(reason, event.suspects.get(key, 0))

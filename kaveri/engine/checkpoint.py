@@ -1,5 +1,4 @@
-"""A checkpoint: its config.json, element type and fingerprint, and why it cannot be served. Imports torch only to read
-the CPU's abilities."""
+"""Reads a checkpoint's config.json, element type and fingerprint, and explains why it cannot be served."""
 
 import json
 from collections.abc import Mapping
@@ -12,19 +11,19 @@ from kaveri.errors import ConfigError
 from kaveri.telemetry.logs import get_logger
 
 _PYDANTIC_LINK = "For further information visit"
-"""Start of the last line of a validation error."""
+"""Start of the last line of a pydantic validation error."""
 _INSTRUCTIONS = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
     "float16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
 }
-"""CPU capabilities of torch.cpu, by the element type whose matrices they multiply: two of x86, one of ARM."""
+"""By element type, the torch.cpu capabilities that have matrix instructions for it: two of x86, one of ARM."""
 _WHOLE_FILE_BYTES = 2**30
 _SAMPLE_COUNT = 256
 _SAMPLE_BYTES = 4096
 
 
 def read_config_json(folder: Path) -> Mapping[str, Any]:
-    """Return the values of a folder's config.json. Raises ConfigError."""
+    """Return the values in the config.json of a model's folder. Raises ConfigError."""
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text())
@@ -36,7 +35,7 @@ def read_config_json(folder: Path) -> Mapping[str, Any]:
 
 
 def stored_dtype(values: Mapping[str, Any]) -> str | None:
-    """Return the element type in config.json, as in "bfloat16"; None if it has none. Pure."""
+    """Return the element type of the weights, such as "bfloat16", from config.json; None if it is not given. Pure."""
     for part in _parts(values):
         named = part.get("dtype") or part.get("torch_dtype")
         if isinstance(named, str):
@@ -45,7 +44,7 @@ def stored_dtype(values: Mapping[str, Any]) -> str | None:
 
 
 def quantization_method(values: Mapping[str, Any]) -> str | None:
-    """Return the quantization method of the weights, as in "gptq"; None for plain ones. Pure."""
+    """Return the quantization method of the weights, such as "gptq"; None if they are not quantized. Pure."""
     for part in _parts(values):
         described = part.get("quantization_config") or part.get("compression_config")
         if isinstance(described, dict):
@@ -54,18 +53,16 @@ def quantization_method(values: Mapping[str, Any]) -> str | None:
 
 
 def computed_dtype(stored: str, capabilities: Mapping[str, Any]) -> str:
-    """Return the type to compute a checkpoint in on a CPU: float32 if the CPU lacks instructions for the stored one.
+    """Return the dtype to compute a checkpoint in on a CPU: float32 if the CPU lacks instructions for `stored`.
 
-    capabilities: torch.cpu.get_capabilities(). For architectures other than x86 and ARM the stored type is kept, as
-    nothing is known. Pure.
+    capabilities: torch.cpu.get_capabilities(). On architectures other than x86 and ARM `stored` is kept. Pure.
     """
     known = [name for name in _INSTRUCTIONS.get(stored, ()) if name in capabilities]
     return "float32" if known and not any(capabilities[name] for name in known) else stored
 
 
 def auto_dtype(stored: str, on_cpu: bool) -> str:
-    """Return the meaning of `auto` for a checkpoint of this type: computed_dtype() on a CPU, else the stored type. Logs
-    it if it differs."""
+    """Return the dtype that "auto" means for `stored`: computed_dtype() on a CPU, else `stored`. Logs a change."""
     if not on_cpu:
         return stored
     import torch
@@ -103,8 +100,8 @@ def weight_files(folder: Path) -> list[Path]:
 def fingerprint(folder: Path) -> str:
     """Return 32 hexadecimal digits (xxh3_128) of the configuration and of the weight files' names, sizes and contents.
 
-    A file above 1 GiB is read at its header and at 256 evenly spaced pages: two checkpoints of one shape that differ
-    in a few values only, none of them sampled, would pass for one.
+    Files above 1 GiB are sampled: the header and 256 evenly spaced pages. Checkpoints of one shape that differ only
+    outside the samples get the same fingerprint.
     """
     digest = xxhash.xxh3_128((folder / "config.json").read_bytes())
     for file in weight_files(folder):
@@ -124,7 +121,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def refusal(folder: Path, values: Mapping[str, Any], error: Exception, engine: str) -> ConfigError:
-    """Return the error for a checkpoint that a library could not load: one sentence, with what to use instead."""
+    """Return the error for a checkpoint that a library could not load: one sentence with cause and advice."""
     lines = [line.strip() for line in str(error).splitlines()]
     lines = [line for line in lines if line and not line.startswith(_PYDANTIC_LINK)] or [type(error).__name__]
     # vLLM's validation errors end with the cause. Some of transformers take two lines.

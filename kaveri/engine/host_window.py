@@ -1,7 +1,7 @@
-"""Host memory as a GPU addresses it: its kernels then gather and scatter blocks across the bus themselves.
+"""Maps host memory into a GPU's address space: kernels then gather and scatter blocks across the bus themselves.
 
-A copy through ordinary host memory is made twice, on one CPU thread, and waits for the device: 1 to 6 GB/s on a host
-with an H100, where its bus takes 52.
+A copy through pageable memory is made twice, on one CPU thread, and waits for the device: 1 to 6 GB/s on a host with an
+H100, whose bus takes 52.
 """
 
 import weakref
@@ -19,11 +19,10 @@ _PORTABLE_AND_MAPPED = 1 | 2
 
 
 def host_window(memory: npt.NDArray[np.uint8], device: torch.device, owner: object) -> Tensor | None:
-    """Return the same bytes as a uint8 tensor of the device, in the same shape. None if the device is no GPU, or its
-    driver does not lock the pages.
+    """Return `memory` as a uint8 tensor on the GPU, in the same shape; None if the device is no GPU or cannot pin it.
 
-    memory: C-contiguous. owner: its pages stay locked as long as this object lives, and no copy may be under way later.
-    The caller waits for the device before the host reads what the device writes.
+    memory: C-contiguous. owner: the pages stay pinned while this object lives; no copy may be under way when it dies.
+    The caller synchronizes the device before the host reads what the device wrote.
     """
     if device.type != "cuda":
         return None
@@ -41,12 +40,12 @@ def host_window(memory: npt.NDArray[np.uint8], device: torch.device, owner: obje
 
 
 def in_words(blocks: Tensor) -> Tensor:
-    """View [..., bytes], uint8, as int64 if the bytes of a block allow it: kernels copy element by element."""
+    """View uint8 blocks [..., bytes] as int64 if `bytes` is a multiple of 8: kernels copy element by element."""
     return blocks.view(torch.int64) if blocks.shape[-1] % 8 == 0 else blocks
 
 
 def copy_blocks(source: Tensor, target: Tensor, block_ids: Sequence[int]) -> None:
-    """Copy blocks of all layers, and wait for the device.
+    """Copy the blocks `block_ids` of all layers between pools, and wait for the device.
 
     source, target: [layer_count, block_count, ...], of one dtype and size. One may be a window on the host's memory.
     """
@@ -58,7 +57,7 @@ def copy_blocks(source: Tensor, target: Tensor, block_ids: Sequence[int]) -> Non
 
 
 class _Pages:
-    """Numba's interface, by which torch takes memory that it has not allocated."""
+    """Offers memory by __cuda_array_interface__, so that torch wraps it without a copy."""
 
     def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {

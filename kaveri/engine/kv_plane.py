@@ -1,4 +1,4 @@
-"""Moves the KV of one pool: pushes blocks as they are computed, and lets pushes land in it. Knows no request."""
+"""Data path of one KV pool: pushes blocks as they are computed, and receives pushes. Knows no requests."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -20,18 +20,18 @@ from kaveri.v1 import kv_pb2
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The blocks are leased to this transfer: its ticket may be passed on."""
+    """Event of a KvPlane: the ticket's blocks are leased to an incoming transfer, so the sender may get the ticket."""
 
     transfer_id: bytes
 
 
 PlaneEvent = Granted | PushEvent | TransferEvent
 PlaneListener = Callable[[PlaneEvent], None]
-"""Called on any thread, and within grant() and open_push() too."""
+"""Called on any thread, also within grant() and open_push()."""
 
 
 class KvPlane(Protocol):
-    """Interface by which an engine moves KV. Any thread may call it; no call but close() waits.
+    """Interface by which an engine pushes and receives KV. Thread-safe; no call but close() waits.
 
     Every opened push ends with PushAccepted or PushFailed, every granted transfer with TransferLanded or
     TransferReleased. Then nothing touches its blocks any more.
@@ -39,22 +39,22 @@ class KvPlane(Protocol):
 
     @property
     def endpoints(self) -> tuple[tuple[KvEndpoint, ...], ...]:
-        """Addresses where it takes pushes: for each tensor-parallel rank, best first. Empty when it takes none."""
+        """Addresses that accept pushes: for each tensor-parallel rank, best first. Empty if pushes are not accepted."""
 
     def open_push(self, source: Any, ticket: Ticket) -> None:
-        """Begin to push the KV of `source`, as it is computed."""
+        """Start pushing a sequence's KV to the ticket's blocks as it is computed. source: handle of the sequence."""
 
     def abort_push(self, transfer_id: bytes) -> None:
-        """Cancel a push. Ignored before open_push() and after the push has ended."""
+        """Cancel an outgoing push. Ignored before open_push() and after the push has ended."""
 
     def grant(self, ticket: Ticket) -> None:
-        """Lease the ticket's blocks to its transfer. Granted follows, or TransferReleased alone."""
+        """Lease the ticket's blocks to its incoming transfer. Granted follows, or TransferReleased alone on failure."""
 
     def revoke(self, transfer_id: bytes) -> None:
-        """Cancel a landing. Ignored before grant() and after the transfer has ended."""
+        """Cancel an incoming transfer. Ignored before grant() and after the transfer has ended."""
 
     def flow(self) -> KvFlow:
-        """Snapshot of the transfers under way."""
+        """Snapshot of the KV transfers under way, in both directions."""
 
     def close(self) -> None:
         """End all transfers. Idempotent."""
@@ -62,33 +62,33 @@ class KvPlane(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Source:
-    """A sequence's blocks that may be pushed and those that are. Guarded by PoolPlane."""
+    """A sequence's blocks, and how many of them are computed and pushed. Guarded by PoolPlane."""
 
     block_ids: list[int]
     token_count: int
     ready: int = 0
-    """Blocks with final KV in every layer. A part-full last block counts once the prompt is computed."""
+    """Leading blocks with final KV in every layer. A part-full last block counts once the prompt is computed."""
     ready_in_step: int = 0
-    """The same in the layers that the running step has passed; equals `ready` between steps."""
+    """Same, for the layers that the running step has passed; equals `ready` between steps."""
     note: bytes | None = None
-    """The serialized hand-over, once the first token is known."""
+    """Serialized first token; None until it is drawn."""
     transfer_id: bytes | None = None
-    """The last push opened. It may have failed meanwhile: the sender ignores later writes to it."""
+    """Id of the latest push. It may have failed meanwhile: the sender ignores later writes to it."""
     first_block: int = 0
-    """Number of leading blocks whose tokens the receiver of that push has already."""
+    """Number of leading blocks that the receiver of that push has already."""
     written: list[int] = field(default_factory=list)
-    """Per layer, number of blocks of the source that are queued for that push."""
+    """Per layer, number of leading blocks queued for that push, or skipped by first_block."""
 
 
 class PoolPlane:
-    """A KvPlane of one pool, fed from the sources of one engine. Thread-safe.
+    """KvPlane of one pool, to which the engine reports its progress layer by layer. Thread-safe.
 
-    Per layer, blocks go out in index order and each exactly once, although two threads write: the engine's own, layer
-    by layer while a step computes, and the caller of open_push, for blocks computed before. Every write to the
-    sender happens under one lock, which is never held while waiting for anything.
+    Per layer, blocks are sent in index order and each once, although two threads write: the engine's own during a step,
+    and the caller of open_push() for blocks computed before. Every write to the sender happens under one lock, which is
+    never held while waiting.
 
-    layout: of the whole engine. rank: the pool's rank. make_receiver: None when no pushes are taken. Raises the makers'
-    errors.
+    layout: of the whole engine. rank: tensor-parallel rank of the pool. make_receiver: None if pushes are not accepted.
+    Raises the makers' errors.
     """
 
     def __init__(
@@ -112,8 +112,7 @@ class PoolPlane:
         self._layers_done = 0
 
     def open_push(self, source: Source, ticket: Ticket) -> None:
-        """Queue the computed blocks, and hand over if those are all. The sender no longer reads for an earlier push of
-        this source."""
+        """Push a sequence: queue its computed blocks, and its first token if known. Replaces an earlier push of it."""
         parts = pushed_tickets(self._layout, self._rank, ticket) if ticket.parts else ()
         if ticket.parts and not parts:
             # Other ranks hold the same heads, and push them.
@@ -139,11 +138,8 @@ class PoolPlane:
             self._sender.abort(transfer_id)
 
     def begin_step(self, advances: Iterable[tuple[Source, int]]) -> None:
-        """Record that the engine is about to compute prompts, which are followed layer by layer.
-
-        advances: each prompt of the step, with the number of its tokens that are computed after it. KV that a source's
-        blocks hold already, from a prefix cache, counts as computed by this step.
-        """
+        """Announce a step that computes prompts. advances: its prompts, each with its number of computed tokens after
+        the step, prefixes from the cache included."""
         with self._lock:
             for source, computed in advances:
                 ended = computed == source.token_count
@@ -159,7 +155,7 @@ class PoolPlane:
                     self._write(source, layer, source.ready_in_step)
 
     def end_step(self) -> None:
-        """Record that all layers are computed; catch up with those that layer_done has not reported."""
+        """Mark the step as computed; push the layers that layer_done() has not reported."""
         with self._lock:
             for source in self._in_step:
                 source.ready = source.ready_in_step
@@ -170,7 +166,7 @@ class PoolPlane:
             self._layers_done = 0
 
     def hand_over(self, source: Source, first_token_id: int) -> None:
-        """Record that the first token is drawn: the open push, if any, and every later one carry it."""
+        """Record the first token of a sequence: its open push, if any, and every later one deliver it."""
         with self._lock:
             source.note = kv_pb2.HandOver(first_token_id=first_token_id).SerializeToString()
             if source.transfer_id is not None:
@@ -209,7 +205,7 @@ class PoolPlane:
 
 
 def first_token_of(note: bytes) -> int | None:
-    """Return the token in a hand-over; None if the note is malformed."""
+    """Return the first token in the final note of a push; None if the note is malformed."""
     try:
         return kv_pb2.HandOver.FromString(note).first_token_id
     except DecodeError:

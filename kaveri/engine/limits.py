@@ -1,4 +1,4 @@
-"""Refuses engine settings that cannot work, before anything is loaded and after. Imports neither torch nor vLLM."""
+"""Rejects engine settings that cannot work, before and after the model is loaded. Imports neither torch nor vLLM."""
 
 import contextlib
 import os
@@ -16,14 +16,14 @@ _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 
 
 def require_model_len(max_model_len: int) -> None:
-    """Raise ConfigError for a length that no request fits into."""
+    """Raise ConfigError if max_model_len, in tokens, is too short for any request."""
     if max_model_len < SHORTEST_MODEL_LEN:
         reason = f"is {max_model_len}; it must be at least {SHORTEST_MODEL_LEN}: one token of prompt and one of answer"
         raise ConfigError("max_model_len", reason)
 
 
 def require_room(max_model_len: int, layout: KvLayout, total_blocks: int) -> None:
-    """Raise ConfigError unless the longest request fits into the empty pool, and the pool has blocks."""
+    """Raise ConfigError unless a request of max_model_len tokens fits into the empty KV pool."""
     require_model_len(max_model_len)
     needed_blocks = layout.block_count(max_model_len)
     if needed_blocks > total_blocks:
@@ -35,7 +35,7 @@ def require_room(max_model_len: int, layout: KvLayout, total_blocks: int) -> Non
 
 
 def require_memory(kv_cache_memory: int) -> None:
-    """Raise ConfigError for a pool that is larger than this machine's memory, or than this container's."""
+    """Raise ConfigError for a KV pool, in bytes, that is larger than the memory of this machine or container."""
     available_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # No container, or one without a limit ("max"): no number to read.
     with contextlib.suppress(OSError, ValueError):
@@ -46,11 +46,11 @@ def require_memory(kv_cache_memory: int) -> None:
 
 
 def has_gpu() -> bool:
-    """Return True if a driver of GPUs is installed. Loads no library to find out."""
+    """Return True if a GPU driver is installed. Loads no library."""
     return any(path.exists() for path in _GPU_DEVICES)
 
 
 def require_device(device: str) -> None:
-    """Raise ConfigError for a device that no engine computes on."""
+    """Raise ConfigError unless the device is auto, cpu, cuda or cuda:N."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
         raise ConfigError("device", f"is {device!r}; choose auto, cpu, cuda or cuda:N")

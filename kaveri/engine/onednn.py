@@ -3,11 +3,12 @@
 import os
 
 _CAPACITY = 64
-"""Primitives of decode steps: 16 batch sizes of a model with four shapes of matrices; one holds up to a MiB. With 32,
+"""Kernels to cache, up to 1 MiB each: decode steps of 16 batch sizes, for a model with four matrix shapes. With 32,
 steps whose batch grows and shrinks by one took as long as with 1,024."""
 
 
 def limit_primitive_cache() -> None:
-    """Bound oneDNN's cache; call before the first product. It keeps code for each number of rows, 1,024 of them unless
-    ONEDNN_PRIMITIVE_CACHE_CAPACITY says otherwise: chunks of a hundred lengths took 250 MiB, and gained nothing."""
+    """Bound oneDNN's kernel cache; call before the first matrix product. oneDNN caches a kernel per number of rows,
+    1,024 unless ONEDNN_PRIMITIVE_CACHE_CAPACITY is set: chunks of a hundred lengths took 250 MiB, and gained nothing.
+    """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_CAPACITY))

@@ -41,14 +41,14 @@ from kaveri.telemetry.logs import log_settings
 
 _Packed = list[tuple[Any, ...]] | EngineEvent
 _ANSWER_TIMEOUT_S = 10.0
-"""A process that does not answer for this long is ended: it is presumed stuck."""
+"""A process that does not answer for this many seconds is presumed stuck and killed."""
 _INTEGRITY_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 15.0
 """Longer than an engine takes to close."""
 
 
 class StartedProcess(Protocol):
-    """The part of subprocess.Popen that is used here."""
+    """The methods of subprocess.Popen that this module uses."""
 
     def wait(self, timeout: float | None = None) -> int: ...
 
@@ -56,7 +56,7 @@ class StartedProcess(Protocol):
 
 
 def send(connection: "Connection[Any, Any]", message: object) -> None:
-    """Send a message. Connection.send would take several times as long. Raises OSError."""
+    """Send a pickled message, several times as fast as Connection.send. Raises OSError."""
     connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
@@ -66,7 +66,7 @@ def receive(connection: "Connection[Any, Any]") -> Any:
 
 
 def pack(events: Sequence[EngineEvent]) -> list[_Packed]:
-    """Make events cheap to send: those of tokens become plain tuples, a thirtieth of the time for every step."""
+    """Convert events to a form that pickles fast: StepTokens become plain tuples, in a thirtieth of the time."""
     return [
         [(*step.key, step.index, step.token_id, step.logprobs, step.finish) for step in event.steps]
         if isinstance(event, StepTokens)
@@ -76,7 +76,7 @@ def pack(events: Sequence[EngineEvent]) -> list[_Packed]:
 
 
 def unpack(packed: Sequence[_Packed]) -> list[EngineEvent]:
-    """Reverse pack()."""
+    """Undo pack(): convert packed events back."""
     return [
         StepTokens(tuple(TokenStep(EngineKey(request_id, serial), *drawn) for request_id, serial, *drawn in event))
         if isinstance(event, list)
@@ -86,7 +86,7 @@ def unpack(packed: Sequence[_Packed]) -> list[EngineEvent]:
 
 
 def start_process() -> tuple["Connection[Any, Any]", StartedProcess]:
-    """Start the process and return a connection to it. It dies with the thread that calls this."""
+    """Start the engine's process; return the connection to it and its handle. It dies with the calling thread."""
     ours, theirs = socket.socketpair()
     leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid())]
     command = [*leashed, sys.executable, "-P", "-m", "kaveri.engine.own_process_server", str(theirs.fileno())]
@@ -96,12 +96,12 @@ def start_process() -> tuple["Connection[Any, Any]", StartedProcess]:
 
 
 class OwnProcessEngine:
-    """PrefillEngine and DecodeEngine of another process, which ends with this one.
+    """Proxy of an engine for prefill and decode in a child process, which ends with this one.
 
-    Calls are carried out in order. Calls that can be refused (push_to, replicate, prefill where blocks may be short)
-    wait for the answer, a fraction of a millisecond; no other call waits. Calls without an answer that one iteration
-    of an event loop makes are sent together, in the next one. A prompt that is refused without a wait is a
-    RequestFailed. stats() is that of the last message; kv_flow() may be 50 ms older while answers go on.
+    Calls are carried out in order. Calls that can be refused (push_to, replicate, prefill if blocks may be short) wait
+    for the answer, a fraction of a millisecond; no other call waits. Calls without an answer from one event loop
+    iteration are sent together in the next one. A prompt that is refused later becomes a RequestFailed. stats() are
+    those of the last message; kv_flow() may be 50 ms older while tokens are generated.
     """
 
     info: EngineInfo
@@ -111,7 +111,7 @@ class OwnProcessEngine:
     _kv_flow: KvFlow
 
     def __init__(self, settings: EngineSettings) -> None:
-        """Load the engine; takes seconds or minutes. Raises ConfigError as build_engine does."""
+        """Start the process and load the engine; takes seconds or minutes. Raises ConfigError."""
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._answers: dict[int, Future[Any]] = {}
@@ -195,14 +195,14 @@ class OwnProcessEngine:
             self._tell("abort", key)
 
     def _sure_free_blocks(self) -> int:
-        """Return the number of blocks that are free even if each running request has taken one since the last message,
-        and each untaken prompt its own."""
+        """Return a lower bound of free blocks: each running request may have taken one since the last message, and each
+        prompt that is not confirmed all of its own."""
         with self._lock:
             stats = self._stats
             return stats.free_blocks - stats.running_requests - sum(blocks for _, blocks in self._untaken)
 
     def _tell(self, method: str, *arguments: object, blocks: int = 0) -> None:
-        """Send a call without an answer. blocks: that it takes. Raises EngineError once the process has ended."""
+        """Send a call that has no answer. blocks: KV blocks it takes. Raises EngineError once the process has ended."""
         try:
             in_its_next_turn = asyncio.get_running_loop().call_soon
         except RuntimeError:

@@ -1,8 +1,8 @@
-"""The process of an engine that own_process.py starts: carries out calls and sends events until the connection ends.
+"""Main module of the engine process that own_process.py starts: carries out calls and sends events.
 
-Messages from the service: calls (number, method, arguments), to be carried out in order. number: None: without an
-answer. Messages to the service: (calls carried out, number, result, error, stats, KvFlow). number: the call's; None:
-`result` holds packed events. stats: the fields of EngineStats. KvFlow: None: about as before.
+Messages from the service: lists of calls (number, method, arguments), carried out in order; number is None if no answer
+is expected. Messages to the service: (calls carried out, number, result, error, stats, KvFlow): an answer to the call
+`number` or, if it is None, packed events as result. stats: fields of EngineStats. KvFlow: None if about as before.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 _IDLE_S = 0.25
-"""Statistics that changed without an event are sent after this long."""
+"""Seconds after which statistics are sent that changed without an event."""
 _KV_FLOW_EVERY_S = 0.05
-"""KvFlow is sent at least this often while there are tokens."""
+"""Most seconds between two KvFlows while tokens are generated."""
 _SWITCH_INTERVAL_S = 0.0005
-"""A call waits at most this long for the engine's thread while that one runs Python."""
+"""Longest wait of a call, in seconds, for the engine's thread while that runs Python."""
 
 
 class EngineServer:
-    """Carries out calls on one engine, in order."""
+    """Carries out, in order, the engine calls that arrive on a connection."""
 
     def __init__(self, connection: "Connection[Any, Any]", engine: Any) -> None:
         self._connection = connection
@@ -46,7 +46,7 @@ class EngineServer:
         self._flow_sent_s = 0.0
 
     def serve(self) -> None:
-        """Serve until `close` was called or the connection has ended."""
+        """Serve calls until close() is called or the connection ends."""
         while True:
             if not self._connection.poll(_IDLE_S):
                 if (self._taken_count, self._engine.stats()) != self._sent_state:
@@ -105,7 +105,7 @@ def _only_continues(event: EngineEvent) -> bool:
 
 
 def serve(connection: "Connection[Any, Any]") -> None:
-    """Build the engine from the settings that arrive first, and serve it."""
+    """Build an engine from the settings in the first message, and serve the connection's calls on it."""
     # Signals to the whole process group are the service's: it closes the engine.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -132,7 +132,7 @@ def serve(connection: "Connection[Any, Any]") -> None:
 
 
 def main() -> None:
-    """Serve the connection that the first argument names by its file descriptor."""
+    """Serve the connection whose file descriptor is the first argument."""
     # The instance that started this process runs under SCHED_BATCH (load_engine()), which children inherit.
     with contextlib.suppress(AttributeError, OSError):
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

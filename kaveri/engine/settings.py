@@ -33,7 +33,7 @@ ENGINES = PluginPoint(
     },
     needs={"transformers": "torch", "vllm": "vllm"},
 )
-"""Callables from EngineSettings to a ModelRunner, or to an engine of its own; see kaveri.engine.factory."""
+"""Builders of engines by name. Each takes EngineSettings and returns a ModelRunner or a complete engine."""
 DEFAULT_CHUNK_TOKENS = 512
 """Measured by TetriInfer (arXiv 2401.11181, section 3.3.3) for OPT-13B on its accelerator; a guess elsewhere."""
 DEFAULT_BLOCK_TOKENS = 16
@@ -49,11 +49,11 @@ OF_TRANSFERS = (
     "kv_tls_ca",
     "replication_rate",
 )
-"""Names of settings that a program without transfers does not accept."""
+"""Names of settings that a program without KV transfers does not accept."""
 
 
 def model_len(text: str) -> int:
-    """Parser for `setting`: 0, or a length that a request can have. Raises ValueError."""
+    """Parse max_model_len: 0, or a number of tokens that leaves room for prompt and answer. Raises ValueError."""
     try:
         length = int(text)
     except ValueError as error:
@@ -81,7 +81,7 @@ def _kv_token_bytes(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MadeUpSettings:
-    """Settings of the engines without a model: fake and timed."""
+    """Settings of the engines without a model: "fake" makes up tokens, "timed" also takes a real model's time."""
 
     HELP_TITLE: ClassVar = "Engines without a model"
 
@@ -103,11 +103,11 @@ class MadeUpSettings:
         _kv_token_bytes,
     )
     fake_shape: FakeModel = FakeModel()  # noqa: RUF009 - it is frozen
-    """Layers, heads and positions of the made-up model, which no flag sets."""
+    """Layers, heads and positions of the made-up model; no flag sets it."""
 
     @property
     def fake_model(self) -> FakeModel:
-        """The made-up model."""
+        """FakeModel (made-up tokens and KV) that these settings describe."""
         shape = self.fake_shape.of_kv(self.fake_kv_token_bytes) if self.fake_kv_token_bytes else self.fake_shape
         return replace(
             shape,
@@ -120,7 +120,7 @@ class MadeUpSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(MadeUpSettings):
-    """Engine, model, memory and KV transport of an instance. build_engine checks them together."""
+    """Engine, model, memory and KV transport of an instance. build_engine() checks the settings together."""
 
     HELP_TITLE: ClassVar = "Engine and KV"
 
@@ -162,7 +162,7 @@ class EngineSettings(MadeUpSettings):
     chunk_tokens: int = setting(
         f"most prompt tokens computed in one step; 0: the profile's, {DEFAULT_CHUNK_TOKENS} without one", 0, least=0
     )
-    """Never 0 once the settings are made, so that its readers find the value in use."""
+    """Resolved on construction: never 0 afterwards."""
     profile: Profile | None = setting(  # noqa: RUF009
         "file of `kaveri profile`, measured on this model, dtype, device and engine", None, _profile_at
     )
@@ -205,12 +205,12 @@ class EngineSettings(MadeUpSettings):
 
     @property
     def kv_listen_host(self) -> str:
-        """Address where listeners for KV bind. "::": all interfaces."""
+        """Address on which to listen for pushed KV. "::" means all interfaces."""
         return self.kv_host or "127.0.0.1"
 
     @property
     def kv_advertise_host(self) -> str | None:
-        """Host in tickets. None: kv_listen_host."""
+        """Host under which other instances reach this one's KV listener; None means kv_listen_host."""
         return None
 
     @property
@@ -220,12 +220,12 @@ class EngineSettings(MadeUpSettings):
 
     @property
     def replicas(self) -> ReplicaOptions:
-        """Options for copying requests to other instances."""
+        """Options for copying requests' KV to replicas in other instances."""
         return ReplicaOptions(bytes_per_s=self.replication_rate)
 
     @property
     def kv_tls(self) -> TlsFiles | None:
-        """TLS files; None if none are given. Raises ConfigError when one is missing, or they would change nothing."""
+        """TLS files for KV; None if none are given. Raises ConfigError if one is missing or kv_transports lacks tls."""
         files = tls_files(self.kv_tls_cert, self.kv_tls_key, self.kv_tls_ca, "", "kv_tls_")
         if files is not None and TLS not in self.kv_transports:
             transports = ",".join(self.kv_transports)

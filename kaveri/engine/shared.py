@@ -1,4 +1,4 @@
-"""State that the threads of an engine share, the lock that guards it, and the events to deliver. Knows no request."""
+"""State that the threads of an engine share, the lock that guards it, and the queue of events. Knows no requests."""
 
 import threading
 from collections import deque
@@ -18,7 +18,7 @@ _RECENT = 0.999
 
 @dataclass
 class Turns:
-    """Counts of the engine thread's turns, as in EngineStats. That thread writes them, under the lock."""
+    """Counters of the engine thread's iterations, as in EngineStats. Written by that thread, with the lock held."""
 
     turn_count: int = 0
     is_busy: bool = False
@@ -27,10 +27,11 @@ class Turns:
 
 
 class Shared:
-    """`lock` is held for microseconds: no model, transfer, listener or future is called meanwhile.
+    """Lock, event queue and stop state of an engine. `lock` is held for microseconds: no model, transfer, listener or
+    future is called meanwhile.
 
-    Events are put under the lock, so they are in order. The thread that put one publishes it after releasing the lock.
-    No thread waits for the listener: the one that delivers does so for all.
+    Events are queued under the lock, so they are in order. The thread that queued one publishes it after releasing the
+    lock. No thread waits for the listener: whichever delivers does so for all.
     """
 
     def __init__(self) -> None:
@@ -51,13 +52,12 @@ class Shared:
         """Reason for which the engine has broken."""
 
     def put(self, event: EngineEvent) -> None:
-        """Queue an event; none once the engine closes. The caller holds the lock, and publishes after releasing it."""
+        """Queue an event; ignored once the engine closes. The caller holds the lock, and later calls publish()."""
         if not self.closing:
             self._events.append(event)
 
     def publish(self) -> None:
-        """Deliver the queue to the listener in one call, unless another thread is delivering: that one continues. An
-        exception of the listener breaks the engine."""
+        """Deliver queued events to the listener unless another thread does so. An exception in it stops the engine."""
         while self._events and self.listener is not None and self._delivering.acquire(blocking=False):
             try:
                 if events := [self._events.popleft() for _ in range(len(self._events))]:
@@ -69,30 +69,30 @@ class Shared:
                 self._delivering.release()
 
     def promise(self) -> "Future[Any]":
-        """Return a new future that the caller cannot cancel. The caller holds the lock."""
+        """Return a new future that cannot be cancelled and fails if the engine stops. The caller holds the lock."""
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         self.promises.add(future)
         return future
 
     def wake(self) -> None:
-        """Record news for the engine thread, and wake it. The caller holds the lock."""
+        """Wake the engine thread, as there may be something to compute. The caller holds the lock."""
         self.woken = self.turns.is_busy = True
         self.work.notify()
 
     def sleep(self, timeout_s: float | None = None) -> None:
-        """Wait for news on the engine thread. The caller holds the lock; waiting releases it."""
+        """Wait on the engine thread for wake() or close(). The caller holds the lock; waiting releases it."""
         if not (self.woken or self.closing):
             self.turns.is_busy = False
             self.work.wait(timeout_s)
             self.turns.is_busy = True
 
     def counted(self, stats: EngineStats) -> EngineStats:
-        """Add the counts of the engine thread's turns to the statistics. The caller holds the lock."""
+        """Add the counters of the engine thread's iterations to the statistics. The caller holds the lock."""
         return stats._replace(**vars(self.turns))
 
     def stepped(self, took_s: float) -> None:
-        """Record the duration of a step. For the engine thread."""
+        """Record the duration of a step, in seconds. Called by the engine thread only."""
         self.turns.longest_step_s = max(took_s, _RECENT * self.turns.longest_step_s)
 
     def require_alive(self) -> None:
@@ -111,10 +111,8 @@ class Shared:
             self.work.notify()
 
     def stop(self, reason: str, members: Collection[StepMember] = ()) -> None:
-        """Break the engine: every request is lost, and EngineStopped is the last event. Takes the lock.
-
-        members: the requests of the step that has raised; none: it broke outside of a step.
-        """
+        """Stop a broken engine: all requests are lost, EngineStopped is the last event. Takes the lock. members:
+        requests of the step that raised; empty if the error was outside a step."""
         with self.lock:
             if self.closing:
                 return
@@ -126,7 +124,7 @@ class Shared:
         self.fail_promises(reason)
 
     def fail_promises(self, reason: str) -> None:
-        """Fail every future that a caller waits for with EngineError. Takes the lock."""
+        """Fail all pending futures of promise() with EngineError. Takes the lock."""
         with self.lock:
             promises, self.promises = self.promises, set()
         for future in promises:

@@ -1,4 +1,4 @@
-"""Decides when a request ends, the same on every engine and on both sides. Pure."""
+"""Decides when an answer ends, the same for every engine and for prefill and decode. Pure."""
 
 from collections.abc import Set as AbstractSet
 
@@ -22,9 +22,9 @@ def finish_reason(
     context_tokens: int,
     max_model_len: int,
 ) -> FinishReason | None:
-    """Return why the request ends with the token `token_id` drawn at `index` of the answer; None if it goes on.
+    """Return why the answer ends with `token_id`, drawn at `index` of the answer; None if it continues.
 
-    context_tokens: tokens of prompt and answer, this one included. The router handles stop texts.
+    context_tokens: tokens of prompt and answer, this one included. Stop strings are left to the router.
     """
     if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids):
         return FinishReason.STOP

@@ -1,4 +1,4 @@
-"""The calls of an engine that computes on a thread of its own. Subclasses build its parts and make the steps."""
+"""Implements the calls of an engine that computes on its own thread. Subclasses build its parts and make the steps."""
 
 import threading
 from collections.abc import Collection
@@ -20,33 +20,33 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class EngineOwner(TransferOwner, CopyOwner, Protocol):
-    """A request of an engine."""
+    """A request of a ThreadedEngine, whose KV can be pushed, received, and copied to a replica."""
 
 
 OwnerT = TypeVar("OwnerT", bound=EngineOwner)
 
 
 class EngineAccount(TransferAccount[OwnerT], CopyAccount[OwnerT], Protocol[OwnerT]):
-    """Interface to all of an engine's requests. Every access is made with the engine's lock held."""
+    """Interface to all requests of a ThreadedEngine and their KV blocks. The caller holds the engine's lock."""
 
     def open_prefill(self, request: EngineRequest) -> OwnerT:
-        """Take the prompt's blocks and queue it. Raises RequestAlreadyExists and NoCapacity."""
+        """Allocate blocks for the request's prompt and queue it. Raises RequestAlreadyExists and NoCapacity."""
 
     def adopt(self, key: EngineKey) -> None:
-        """Turn a computed prompt without an open push into a landed request. Others are ignored."""
+        """Move a request with a computed prompt and no open push to the decode side. Ignores others."""
 
     def admit(self, key: EngineKey) -> None:
-        """Let a landed request run from the next step on. Others are ignored."""
+        """Add a request whose KV has arrived to the running batch at the next step. Ignores others."""
 
     def stats(self) -> EngineStats:
-        """Snapshot of the requests; takes time in proportion to them."""
+        """Snapshot of the requests' load; takes time in proportion to their number."""
 
     def clear(self) -> None:
-        """Remove all requests. No step runs and no transfer is open any more."""
+        """Remove all requests. Called when no step runs and no transfer is open any more."""
 
 
 class ThreadedEngine(Generic[OwnerT]):
-    """The methods of Engine, PrefillEngine and DecodeEngine (contract.py) that do not depend on how steps are made."""
+    """The methods of PrefillEngine and DecodeEngine (contract.py) that do not depend on how steps are made."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class ThreadedEngine(Generic[OwnerT]):
         self._shared.publish()
 
     def admit(self, key: EngineKey) -> None:
-        """See the contract; also ignores a request that is not landed."""
+        """Let a request whose KV has arrived join the running batch; ignores others. Raises EngineError if stopped."""
         with self._shared.lock:
             self._shared.require_alive()
             self._account.admit(key)
@@ -141,5 +141,5 @@ class ThreadedEngine(Generic[OwnerT]):
         raise NotImplementedError
 
     def _members(self) -> Collection[StepMember]:
-        """Return the unfinished requests of the step under way."""
+        """Return the unfinished requests of the current step."""
         raise NotImplementedError

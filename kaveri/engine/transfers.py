@@ -1,7 +1,7 @@
-"""The KV side of every engine: maps transfers to requests, makes tickets, and handles the ends of transfers.
+"""KV transfers of an engine's requests: maps transfers to requests, makes tickets, and handles the ends of transfers.
 
-Leaves bytes to the plane (kv_plane.py), blocks and the lives of requests to the engine's account, and calls neither the
-plane nor a future with the engine's lock held.
+Leaves bytes to the plane (kv_plane.py), and blocks and requests to the engine's account. Calls neither the plane nor a
+future with the engine's lock held.
 
     push_to ── plane.open_push ── PushAccepted: the request ends, KvPushed | PushFailed: KvPushFailed
     reserve ── grant ── plane.grant ── Granted: the ticket ── TransferLanded: Landed | TransferReleased: LandingFailed
@@ -39,51 +39,51 @@ from kaveri.seconds import require_seconds
 
 
 class TransferOwner(Owner, Protocol):
-    """A request, as its transfers see it."""
+    """A request whose KV can be pushed or received."""
 
     @property
     def transfer_id(self) -> bytes | None:
-        """The open transfer that may touch its blocks; see TransferAccount.touch."""
+        """Id of the open transfer that may touch the request's blocks; None if there is none."""
 
     @property
     def prompt_tokens(self) -> int: ...
 
     @property
     def held_tokens(self) -> int | None:
-        """Tokens whose KV a landing brings, if that is not the whole prompt: the request is resumed."""
+        """Tokens whose KV is received, if the request resumes from a replica; None if the whole prompt's is."""
 
     @property
     def source(self) -> Any:
-        """The source by which the plane pushes its blocks."""
+        """Handle by which the KV data path (KvPlane) pushes the request's blocks."""
 
 
 OwnerT = TypeVar("OwnerT", bound=TransferOwner)
 
 
 class TransferAccount(Protocol[OwnerT]):
-    """Interface to the engine's requests and their blocks. Every access is made with the engine's lock held."""
+    """Transfers' view of the engine's requests and their blocks. The caller holds the engine's lock."""
 
     prefills: dict[EngineKey, OwnerT]
     """Live requests of the prefill side."""
 
     def open_decode(self, request: EngineRequest, held_tokens: int | None) -> OwnerT:
-        """Add a new request of the decode side. Raises RequestAlreadyExists and NoCapacity."""
+        """Add a request to decode. held_tokens: those with KV in a replica. Raises RequestAlreadyExists, NoCapacity."""
 
     def touch(self, owner: OwnerT, transfer_id: bytes | None) -> None:
-        """Record the transfer that may touch the request's blocks from now on. None: it has ended, and blocks of an
-        ended request may be reused."""
+        """Record the transfer that may touch the request's blocks; None after it has ended, so that blocks of an ended
+        request may be reused."""
 
     def land(self, owner: OwnerT, first_token_id: int | None) -> str | None:
-        """Record that all KV of a request has landed. Returns why the request cannot be decoded; None if it can.
+        """Record that all KV of a request has arrived. Returns why it cannot be decoded; None if it can.
 
-        first_token_id: drawn by prefill; None for a resumed request.
+        first_token_id: drawn by the prefill engine; None for a resumed request.
         """
 
     def end(self, owner: OwnerT) -> None:
-        """End the request."""
+        """End a request. Its blocks are freed once no transfer can touch them."""
 
     def abort(self, key: EngineKey) -> tuple[OwnerT | None, OwnerT | None]:
-        """End the request on both sides. Returns the live ones: prefill's and decode's."""
+        """End a request on the prefill and the decode side. Returns the two, each None if it was not live there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,13 @@ class _AwaitedTicket:
     future: "Future[Ticket]"
     expires_at_s: float
     source: KvLayout
-    """Layout of the engine that will push."""
+    """KV layout of the engine that will push."""
 
 
 class Transfers(Generic[OwnerT]):
-    """The transfers of one engine. Thread-safe.
+    """Pushes and landings (incoming pushes) of one engine's requests. Thread-safe.
 
-    info: of the engine; its endpoints are not read. now_s, token_bytes: replaced in simulations.
+    info: of the engine; its endpoints are not read. now_s, token_bytes: clock and randomness, replaced in simulations.
     """
 
     def __init__(
@@ -120,28 +120,28 @@ class Transfers(Generic[OwnerT]):
         self._plane: KvPlane
 
     def attach(self, plane: KvPlane) -> None:
-        """Set the plane, which moves the KV and calls hear(). Before any other call."""
+        """Set the KvPlane, which moves the KV and reports to hear(). Called before any other method."""
         self._plane = plane
 
     @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
-        """Addresses where pushes are taken, rank by rank."""
+        """Addresses where pushes are accepted, rank by rank."""
         return tuple(endpoint for of_rank in self._plane.endpoints for endpoint in of_rank)
 
     def is_pushing(self) -> bool:
-        """True if a prompt is pushed from here. Any thread, no lock."""
+        """Return True if KV of a prompt is being pushed from here. Callable from any thread, without the lock."""
         return bool(self._pushes)
 
     def flow(self) -> KvFlow:
         return self._plane.flow()
 
     def close(self) -> None:
-        """End all transfers; every ticket that is waited for fails. Idempotent."""
+        """End all transfers; futures of tickets that are still awaited fail. Idempotent."""
         self._plane.close()
         self._shared.fail_promises("it is closed")
 
     def forget(self) -> None:
-        """Forget all transfers, which have ended. The caller holds the lock."""
+        """Remove all records of transfers, which have ended. The caller holds the lock."""
         self._pushes.clear()
         self._landings.clear()
         self._awaited.clear()
@@ -203,9 +203,10 @@ class Transfers(Generic[OwnerT]):
         source: KvLayout | None = None,
         held_tokens: int | None = None,
     ) -> "tuple[OwnerT | None, Future[Ticket]]":
-        """Open a request and promise its ticket; see DecodeEngine.reserve(). grant() or refuse() must follow.
+        """Add a request to decode, as DecodeEngine.reserve(); return it and the future of the ticket for pushing its
+        KV.
 
-        The request is None if the future has failed.
+        The request is None if the future has failed; otherwise the caller must call grant() or refuse().
         """
         try:
             self._info.require_servable(request)
@@ -228,9 +229,9 @@ class Transfers(Generic[OwnerT]):
         return owner, awaited.future
 
     def grant(self, owner: OwnerT, block_ids: Sequence[int], first_block: int = 0) -> None:
-        """Lease the blocks of a reserved request to a transfer, and make its ticket.
+        """Lease blocks to the incoming transfer of a reserved request, and make the ticket that reserve() promised.
 
-        block_ids: from first_block on; those after the tokens that land are left out.
+        block_ids: from the request's block first_block on; those that receive no KV are left out of the ticket.
         """
         endpoints = self._plane.endpoints
         with self._shared.lock:
@@ -261,8 +262,7 @@ class Transfers(Generic[OwnerT]):
             self._plane.revoke(ticket.transfer_id)
 
     def refuse(self, owner: OwnerT, error: KaveriError) -> None:
-        """End a live request that cannot continue: a pending reserve() fails with `error`; without one the listener
-        receives RequestFailed."""
+        """End a live request with `error`: its reserve() fails if pending, else RequestFailed is sent."""
         with self._shared.lock:
             if owner.done:
                 return
@@ -339,7 +339,7 @@ class Transfers(Generic[OwnerT]):
             awaited.future.set_exception(EngineError(f"no ticket could be granted: {reason}"))
 
     def _take_awaited(self, owner: OwnerT) -> _AwaitedTicket | None:
-        """Remove the promise of a ticket, which the caller fulfils. None: there is none. The caller holds the lock."""
+        """Remove and return a request's pending ticket for the caller to resolve; None if absent. Needs the lock."""
         awaited = self._awaited.pop(owner, None)
         if awaited is None or awaited.future not in self._shared.promises:
             return None

@@ -1,8 +1,7 @@
 """On a CUDA device the transformers engine does what every engine must, and draws what the host draws.
 
-That its tokens are those of `generate` on the same device, and that clusters of real processes answer exactly there,
-is tested beside the CPU: tests/library/engine/test_transformers_exactness.py and tests/e2e/test_exactness.py run on
-every device in tests/support/devices.py.
+Exactness against `generate` on the device: tests/library/engine/test_transformers_exactness.py and
+tests/e2e/test_exactness.py run on every device in tests/support/devices.py.
 """
 
 import random

@@ -1,7 +1,4 @@
-"""On a CUDA device vLLM draws what it draws on the CPU, and instances answer what one plain engine answers.
-
-All share one GPU.
-"""
+"""On a CUDA device vLLM draws what it draws on the CPU, and instances answer what one plain engine answers."""
 
 import asyncio
 import random
@@ -50,8 +47,6 @@ def test_the_device_draws_the_tokens_that_the_host_draws() -> None:
 
 
 class Case(NamedTuple):
-    """A model, requests to it, and what one plain engine answers."""
-
     model: Path
     dtype: str
     prompts: list[tuple[int, ...]]
@@ -61,7 +56,7 @@ class Case(NamedTuple):
     graphs: bool = False
 
     def settings(self, role: str) -> dict[str, Any]:
-        """Of a cluster whose instances with an engine have this role."""
+        """Return the settings of a cluster whose instances with an engine have this role."""
         flags = ("--chunk-tokens", str(self.chunk_tokens), "--block-tokens", "32")
         return {
             "model": str(self.model),
@@ -74,7 +69,6 @@ class Case(NamedTuple):
         }
 
     async def require_exact(self, client: AsyncClient) -> None:
-        """All requests at once."""
         answers = await asyncio.gather(
             *(
                 client.generate(prompt_token_ids=prompt, params=each, timeout_s=200)
@@ -92,7 +86,7 @@ def make_case(
     graphs: bool = False,
     **sizes: int,
 ) -> Case:
-    """With prompts of LENGTHS. graphs: torch.compile and CUDA graphs on both sides."""
+    """Make a model and requests with prompts of LENGTHS. graphs: torch.compile and CUDA graphs on both sides."""
     sizes = {"hidden_size": 256} | ({"word_embed_proj_dim": 256} if architecture == "opt" else {}) | sizes
     model = make_tiny_model(folder, architecture, vocab_size=VOCAB_SIZE, tokenizer=True, **sizes)
     rng = random.Random(2)
@@ -105,7 +99,7 @@ def make_case(
 
 @pytest.fixture
 def exact_sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """For the processes of both sides: sums that do not depend on the batch, in this dtype.
+    """Make sums independent of the batch, for the dtype of the parameter, in Kaveri's and the plain engine's processes.
 
     Without TRITON_F32_DEFAULT vLLM's attention in float32, a kernel in Triton, multiplies in TF32: docs/vllm.md.
     """
@@ -146,5 +140,4 @@ async def test_answers_equal_one_plain_engine_on_the_same_device(
     ):
         await case.require_exact(client)
         if not options:
-            # Again, with the prompts in vLLM's prefix cache.
             await case.require_exact(client)

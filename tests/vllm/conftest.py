@@ -14,4 +14,4 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm(warm_services: None) -> None:
-    """Services start warm: importing vLLM takes most of an instance's start."""
+    """Start services warm: importing vLLM takes most of an instance's start."""

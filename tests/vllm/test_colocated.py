@@ -1,4 +1,4 @@
-"""A colocated instance on vLLM, as a process: its batch is of the size that it was given."""
+"""A colocated instance on vLLM, as a process: its batch has the configured size."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ from tests.support.tiny_models import make_tiny_model
 VOCAB_SIZE = 320
 CHUNK_TOKENS = 16
 MAX_BATCH = 24
-"""More than a chunk has tokens, and so more than prompts in one step."""
+"""More than CHUNK_TOKENS, and so more than the prompts in one step."""
 ANSWER_TOKENS = 400
 
 
@@ -49,7 +49,6 @@ async def test_as_many_answers_grow_at_once_as_the_batch_may_have_however_small_
                 async for chunk in stream:
                     tokens.extend(chunk.token_ids)
                     token_counts[number] = len(tokens)
-                    # Its first token comes of its prompt, the second of the batch.
                     if not counts_when_all_grew and min(token_counts) >= 2:
                         counts_when_all_grew = tuple(token_counts)
             return tuple(tokens)

@@ -15,7 +15,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_format_of_a_template_is_the_one_that_vllm_finds(name: str) -> None:
-    """But for templates that go over parts without a loop: vLLM gives those a text, which they lose."""
+    """Except templates that index parts without a loop: vLLM gives those a text, which they lose."""
     tokenizer = FAMILIES["llama3"]()
     tokenizer.chat_template = TEMPLATES[name]
     assert ChatTemplate(tokenizer).content_format == _detect_content_format(TEMPLATES[name], default="string")

@@ -1,4 +1,4 @@
-"""Greedy answers of vLLM over other doors are the SDK's token for token, whole and streamed."""
+"""Greedy answers of vLLM over the other APIs are the SDK's token for token, whole and streamed."""
 
 import pytest
 

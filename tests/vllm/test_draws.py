@@ -1,6 +1,6 @@
 """vLLM draws the tokens that the transformers engine draws, whatever batch, runner or attempt a request is in.
 
-The processor runs inside vLLM's own batch and sampler here, over logits made up.
+Runs the logits processor inside vLLM's own batch and sampler, on made-up logits.
 """
 
 import random
@@ -53,21 +53,19 @@ def random_request(rng: random.Random, name: str = "r") -> EngineRequest:
 
 
 def logits_after(token_ids: list[int]) -> Tensor:
-    """[1, vocabulary]: what a made-up model thinks of these tokens."""
+    """Return made-up logits after these tokens: [1, vocabulary]."""
     generator = torch.Generator().manual_seed(hash(tuple(token_ids)) % 2**31)
     return torch.randn(1, VOCAB_SIZE, generator=generator) * 2
 
 
 def drawn_by_hand(request: EngineRequest, token_ids: list[int]) -> Any:
-    """The transformers engine's token after `token_ids`, of which the request's own answer is the end."""
+    """Return the transformers engine's next token after `token_ids` (prompt and answer so far)."""
     index = len(token_ids) - (len(request.token_ids) - request.generated_count)
     return draw_tokens(logits_after(token_ids), [SequenceSlice((), 0, (), True, index, request.params)], EOS)[0]
 
 
 @dataclass
 class OlderRow:
-    """One request in the batch of the older model runner."""
-
     request: EngineRequest
     cached: CachedRequestState
 
@@ -81,7 +79,7 @@ class OlderRow:
 
 
 class OlderBatch:
-    """The older runner's batch and sampler, without a model."""
+    """Batch and sampler of vLLM's older model runner, without a model."""
 
     def __init__(self) -> None:
         self._requests: dict[str, OlderRow] = {}
@@ -121,14 +119,13 @@ class OlderBatch:
         self._batch.remove_request(row.cached.req_id)
 
     def close_gaps(self) -> None:
-        """What the runner does after removing and adding."""
+        """Do what the runner does after removing and adding rows."""
         self._batch.condense()
 
     def swap(self, first: int, second: int) -> None:
         self._batch.swap_states(first, second)
 
     def step(self) -> LogprobsTensors | None:
-        """Appends to each row what vLLM draws."""
         self._batch.refresh_metadata()
         logits = torch.cat([logits_after(row.token_ids) for row in self.rows])
         output = Sampler()(logits, self._batch.sampling_metadata)
@@ -192,7 +189,7 @@ def test_a_preempted_request_and_one_placed_anew_go_on_with_the_same_tokens() ->
         whole = batch.add(request)
         for _ in range(12):
             batch.step()
-        # Preempted after five tokens: vLLM puts it back with what it has drawn.
+        # Preempted after five tokens: vLLM resumes it with the tokens drawn so far.
         resumed = OlderBatch()
         preempted = resumed.add(request, whole.outputs[:5])
         # Placed again after seven: they are part of the new request's tokens.
@@ -228,7 +225,6 @@ def test_the_newer_runner_draws_the_same_and_leaves_unfinished_prompts_alone() -
     outputs: list[list[int]] = [[] for _ in requests]
     for _ in range(6):
         order = rng.sample(range(len(requests)), len(requests))
-        # The first of them has computed a part of its prompt only.
         cut = order[0]
         lengths = [
             len(requests[place].token_ids) + len(outputs[place]) - (1 if place == cut and not outputs[place] else 0)

@@ -24,21 +24,20 @@ MODEL_TOKENS = 1120
 CHUNK_TOKENS = 256
 BLOCK_TOKENS = 32
 ANSWER_TOKENS = 100
-"""Three blocks: answers outgrow a small pool."""
 ROOMY_BLOCKS = 800
 TIGHT_BLOCKS = 36
-"""One longest request and a block beside it; vLLM keeps one for itself."""
+"""One longest request and a spare block; vLLM keeps one for itself."""
 HEAD_DIM = 32
-"""The least that vLLM's attention takes on CPUs."""
+"""The least that vLLM's attention supports on CPUs."""
 KV_HEADS = {"llama": 2, "qwen2": 2, "opt": 4}
 # On and off the block and chunk sizes.
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 224, 255, 256, 257, 333, 511, 512, 513, 777, 1000)
 FEWER_LENGTHS = (1, 31, 32, 33, 129, 256, 257, 513, 777, 1000)
-"""Of the transports beyond the first three, to bound the time: up to four chunks, on and off the block size."""
+"""For the transports after the first three, to bound the time: up to four chunks, on and off the block size."""
 
 
 def make_model(folder: Path, architecture: str) -> Path:
-    """Float32, untied, wide: an answer that goes wrong anywhere goes wrong visibly."""
+    """Make a float32, untied, wide model: an answer that goes wrong anywhere goes wrong visibly."""
     sizes = {"hidden_size": 4 * HEAD_DIM}
     if architecture == "opt":
         sizes["word_embed_proj_dim"] = 4 * HEAD_DIM
@@ -55,7 +54,6 @@ def make_prompts(seed: int) -> list[tuple[int, ...]]:
 
 
 def make_params(count: int, max_tokens: int) -> list[SamplingParams]:
-    """Every other request is greedy."""
     return [
         SamplingParams(
             max_tokens=max_tokens,
@@ -77,7 +75,7 @@ class ExactnessCases:
     expected: tuple[tuple[int, ...], ...]
 
     def only(self, lengths: Sequence[int]) -> "ExactnessCases":
-        """The same without the prompts of other lengths."""
+        """Return the cases whose prompts have these lengths."""
         kept = [number for number, prompt in enumerate(self.prompts) if len(prompt) in lengths]
         prompts, params, expected = (
             tuple(each[number] for number in kept) for each in (self.prompts, self.params, self.expected)
@@ -87,7 +85,7 @@ class ExactnessCases:
 
 @pytest.fixture(scope="module")
 def asked_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ExactnessCases]:
-    """All prompts, of an architecture; its plain engine is started once."""
+    """Return the cases of an architecture; its plain engine is started once."""
     known: dict[str, ExactnessCases] = {}
 
     def ask_plain_engine(architecture: str) -> ExactnessCases:
@@ -151,13 +149,12 @@ async def all_free(cluster: LocalCluster) -> None:
 
 
 def count_in_logs(cluster: LocalCluster, pattern: str) -> int:
-    """Sum of the numbers that a pattern finds in the logs of the decode instances."""
     texts = [cluster.log_text(f"decode-{number}") for number in range(2)]
     return sum(int(count) for text in texts for count in re.findall(pattern, text))
 
 
 async def cancel_some(client: AsyncClient, count: int) -> None:
-    """Requests that are cancelled somewhere on their way, from before they are sent to the middle of their answers."""
+    """Make requests and cancel them at various times, from before they are sent to the middle of their answers."""
     rng = random.Random(count)
 
     async def ask_and_leave(number: int) -> None:
@@ -165,7 +162,7 @@ async def cancel_some(client: AsyncClient, count: int) -> None:
         params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
         leave_after = rng.choice((0, 0, 1, 5, 60))
         request_id = f"cancelled-{number}"
-        # Those that leave before the first token do so when another request has told of its own.
+        # Requests cancelled before their first token end when another one has received its own.
         async with client.stream(
             prompt_token_ids=prompt, params=params, request_id=request_id, timeout_s=200
         ) as stream:
@@ -203,9 +200,9 @@ async def check_exactness(
     cancel_count: int,
     transport_folder: Path,
 ) -> None:
-    """All prompts in flight; the same again, now in the prefix caches; and once more after cancellations.
+    """Send all prompts at once; again, now that they are in the prefix caches; and once more after cancellations.
 
-    Of TIGHT_BLOCKS decode must have preempted requests, of more it must have found blocks in its prefix cache.
+    With TIGHT_BLOCKS the decode instances must have preempted requests; with more, hit their prefix caches.
     """
     chunks = ("--chunk-tokens", str(CHUNK_TOKENS))
     flags = {name: (*chunks, *more) for name, more in transport_flags(transport, transport_folder).items()}
@@ -236,7 +233,7 @@ async def check_exactness(
         if decode_blocks == TIGHT_BLOCKS:
             assert count_in_logs(cluster, r'"preemptions": (\d+)') > 0
             return
-    # What `again` has missed, both decode instances have cached since.
+    # Misses of `again` are cached in both decode instances by now.
     assert any(
         0 < timing.kv_bytes < -(-len(prompt) // BLOCK_TOKENS) * int(pool_bytes(architecture, 1))
         for prompt, timing in zip((*asked.prompts, *asked.prompts[::-1]), server_timings((*again, *last)), strict=True)

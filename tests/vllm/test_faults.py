@@ -1,4 +1,4 @@
-"""vLLM instances are really killed, frozen and left while requests are under way: answers stay exact, nothing leaks."""
+"""vLLM instances are killed or frozen while requests are running: answers stay exact, and nothing leaks."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ ANSWER_TOKENS = 120
 LONG_ANSWER_TOKENS = 900
 # A prompt of 800 tokens has 1.2 MB of KV: over such a link a push takes longer than computing it, and can be caught.
 SLOW_LINK = ("--kv-link", "6Mbps")
-# Longer than pushes take that share a link.
+# Longer than pushes that share a link take.
 TICKET_TTL_S = 10.0
 START_S = 900.0
 SETS = {
@@ -35,7 +35,7 @@ SETS = {
     "prefill frozen": (8, 800, ANSWER_TOKENS),
     "decode frozen": (8, 800, ANSWER_TOKENS),
 }
-"""Prompts, tokens of each, and tokens of each answer."""
+"""By name: number of prompts, tokens of each, and tokens of each answer."""
 
 # One cluster, and one event loop, for the module: starting vLLM is most of a test's time.
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
@@ -53,7 +53,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 class UncachedPrompts(NamedTuple):
-    """Prompts that no other test asks, so their KV is not cached, and what one plain engine answers."""
+    """Prompts that no other test uses, so their KV is not cached, and one plain engine's answers."""
 
     prompts: list[tuple[int, ...]]
     expected: list[tuple[int, ...]]
@@ -61,7 +61,7 @@ class UncachedPrompts(NamedTuple):
 
 @pytest.fixture(scope="module")
 def asked(folder: Path) -> Mapping[str, UncachedPrompts]:
-    """By the name of a set. One plain engine answers them all, since starting it takes longest."""
+    """Prompts of each of SETS, with the answers of one plain engine for all sets, as starting it takes longest."""
     rng = random.Random(1)
     prompts = {
         name: [tuple(rng.randrange(VOCAB_SIZE) for _ in range(length)) for _ in range(count)]
@@ -74,7 +74,7 @@ def asked(folder: Path) -> Mapping[str, UncachedPrompts]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(folder: Path) -> AsyncIterator[LocalCluster]:
-    """Two and two instances; every test leaves all of them alive and all blocks free."""
+    """Two prefill and two decode instances; every test leaves all of them alive and all blocks free."""
     async with run_vllm_cluster(
         folder,
         prefill_count=2,
@@ -104,7 +104,7 @@ def all_free(view: ClusterView, names: Collection[str]) -> bool:
 
 
 class Survivors:
-    """The instances that a test does not kill: their engines never die, and their blocks come back."""
+    """The instances that a test does not kill: asserts that their engines never die and their blocks become free."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
@@ -124,7 +124,7 @@ class Survivors:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def survivors(cluster: LocalCluster) -> Survivors:
-    # What a test that failed has left dead is no reason for the next one to fail.
+    # Instances that a failed test left dead must not fail the next one.
     for name in cluster.stack.instance_ids:
         if name not in cluster.pids():
             await cluster.stack.restart(name)
@@ -136,7 +136,7 @@ async def survivors(cluster: LocalCluster) -> Survivors:
 
 @contextlib.contextmanager
 def frozen(cluster: LocalCluster, *names: str) -> Iterator[None]:
-    """Stopped while the context lasts, their connections open."""
+    """Freeze instances while the context lasts; their connections stay open."""
     for name in names:
         cluster.freeze(name)
     try:
@@ -147,7 +147,7 @@ def frozen(cluster: LocalCluster, *names: str) -> Iterator[None]:
 
 
 class WatchedRequests:
-    """Requests that run at once, with how many tokens each has so far."""
+    """Concurrent requests, with the number of tokens that each has received so far."""
 
     def __init__(self, client: AsyncClient, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> None:
         self._token_counts = [0] * len(prompts)
@@ -182,7 +182,7 @@ class WatchedRequests:
         return [outcome[0] for outcome in outcomes if not isinstance(outcome, BaseException)]
 
     async def outcomes(self) -> list[tuple[tuple[int, ...], ServerTiming] | BaseException]:
-        """The end of each: its tokens, and where they come from, or its error."""
+        """Wait for all. Returns the tokens and timing of each, or its error."""
         return await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def attempts(self) -> list[int]:
@@ -193,9 +193,7 @@ class WatchedRequests:
 
 
 def awaiting_kv(view: ClusterView) -> list[str]:
-    """The decode instances that hold room for KV that has not arrived, while prefill instances hold the KV of prompts
-    that are all computed. Room is asked for behind a prompt's first chunk: a decode instance that dies before the last
-    one may still owe the answer, and then no push was under way."""
+    """Return the decode instances with reservations for KV that has not arrived, once all prompts are computed."""
     prefills = [view.instances[f"prefill-{number}"].load for number in range(2)]
     if any(load.queued_prefill_tokens for load in prefills) or all(
         load.free_blocks == load.total_blocks for load in prefills
@@ -205,13 +203,12 @@ def awaiting_kv(view: ClusterView) -> list[str]:
 
 
 async def caught_waiting(cluster: LocalCluster) -> str:
-    """A decode instance to which KV is on its way."""
+    """Wait for a decode instance to which KV is on its way."""
     return awaiting_kv(await cluster.wait_for_view(lambda view: bool(awaiting_kv(view)), within_s=60))[0]
 
 
 def being_pushed(instance_id: str) -> Callable[[ClusterView], bool]:
-    """Check that a prefill instance holds the KV of computed prompts only, and decode instances reserve blocks for KV
-    that has not arrived. It has asked for room behind each prompt's first chunk, so some of that room is for its KV."""
+    """Return a check that one prefill instance holds KV of computed prompts only and decode instances await KV."""
 
     def check(view: ClusterView) -> bool:
         held = view.instances[instance_id].load
@@ -313,7 +310,6 @@ async def test_decode_frozen_beyond_its_tickets_has_its_requests_placed_anew_and
             last_expiry_s = time.monotonic() + TICKET_TTL_S
             assert await watched.answers() == expected
             assert max(await watched.attempts()) > 1, "it held no request: the test has shown nothing"
-            # Neither blocks nor requests wait for it.
             await survivors.come_free(without=[stopped])
             while time.monotonic() < last_expiry_s:
                 assert await WatchedRequests(client, prompts[:1], ANSWER_TOKENS).answers() == expected[:1]

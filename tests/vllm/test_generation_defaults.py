@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def vllm_model(folder: Path) -> Any:
-    """Reads the file each time that it is asked."""
+    """Model configuration that reads generation_config.json anew at each use."""
     return ModelConfig(model=str(folder))
 
 
@@ -80,7 +80,7 @@ def test_requests_get_what_vllms_server_gives_them(
         resolved = SamplingParams(**asked).resolved(ours.params)
         got = (resolved.temperature, resolved.top_p, resolved.top_k)
         if resolved.temperature == 0:
-            # vLLM then says that nothing is left out, which changes nothing.
+            # vLLM then resets top_p and top_k, which changes nothing.
             assert expected.temperature == 0
         else:
             assert got == (expected.temperature, expected.top_p, max(0, expected.top_k))

@@ -1,8 +1,8 @@
-"""Holds vLLM to what our connector builds on, with a connector that does nothing but write down how it is called.
+"""Verifies what our connector expects of vLLM, with a connector that only records its calls.
 
-When an upgrade of vLLM breaks one of these, kaveri/engine/vllm has to change before its own tests can be believed.
-Not held here: full CUDA graphs, models with other than full attention. Of several ranks it holds what is made of their
-reports; engines of two are run in tests/vllm/engine.
+If an upgrade of vLLM breaks one of these, kaveri/engine/vllm has to change before its own tests can be believed. Not
+verified: full CUDA graphs, models with other than full attention. For several ranks only the use of their reports is
+verified; engines of two are run in tests/vllm/engine.
 """
 
 import gc
@@ -33,14 +33,14 @@ CHUNK_TOKENS = 64
 TOTAL_BLOCKS = 12
 LAYERS = 3
 HEAD_DIM = 32
-"""The least that vLLM's attention takes on CPUs."""
+"""The least that vLLM's attention supports on CPUs."""
 VOCAB_SIZE = 320
 
 Call = tuple[str, dict[str, Any]]
 
 
 class Script:
-    """Recorded calls of this process's connectors, and their answers."""
+    """Recorded calls of this process's connectors, and the answers that they give."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -65,12 +65,10 @@ SCRIPT = Script()
 
 
 class HookMetadata(KVConnectorMetadata):
-    """Goes from the scheduler's side to the worker's."""
+    """Message from the scheduler's side to the worker's."""
 
 
 class RecordingConnector(KVConnectorBase_V1, SupportsHMA):
-    """Found by vLLM through kv_connector_module_path."""
-
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         SCRIPT.note(f"init {role.name.lower()}", groups=len(kv_cache_config.kv_cache_groups))
@@ -145,8 +143,6 @@ def _note(hook: str, request: Any, **data: Any) -> str:
 
 
 class Bare:
-    """A vLLM engine in this process with the recording connector."""
-
     def __init__(self, model: Path) -> None:
         block_bytes = LAYERS * 2 * BLOCK_TOKENS * 2 * HEAD_DIM * 4
         arguments = EngineArgs(
@@ -177,7 +173,7 @@ class Bare:
         self._count = 0
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 1, priority: int = 0) -> str:
-        """Returns vLLM's own id."""
+        """Add a request. Returns vLLM's own id."""
         params = SamplingParams(
             temperature=0.0,
             max_tokens=max_tokens,
@@ -222,7 +218,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bare]:
 
 @pytest.fixture
 def bare(engine: Bare) -> Iterator[Bare]:
-    """Nothing runs, nothing is cached, nothing is written down."""
+    """The engine with nothing running, cached or recorded."""
     engine.llm.reset_prefix_cache()
     engine.outputs.clear()
     made = SCRIPT.calls if "register_kv_caches" in SCRIPT.names() else []
@@ -293,7 +289,7 @@ def test_a_request_waits_for_the_kv_that_a_transfer_brings_and_then_computes_its
     prompt = prompt_of(5, 80)
     bare.add("reference", prompt, max_tokens=4)
     bare.run()
-    # The same blocks, of which the second request finds the first two in the cache.
+    # The second request finds its first two blocks in the cache.
     SCRIPT.brings["r"] = len(prompt)
     vllm_id = bare.add("r", prompt, max_tokens=4)
     calls = bare.step()
@@ -324,7 +320,7 @@ def test_a_request_waits_for_the_kv_that_a_transfer_brings_and_then_computes_its
 
 @pytest.mark.parametrize("tokens", [80, 2 * BLOCK_TOKENS - 1], ids=["within a block", "completing a block"])
 def test_a_request_that_waits_may_learn_its_last_token_and_that_its_kv_is_there(bare: Bare, tokens: int) -> None:
-    """VllmCore.begin_answer relies on it: the next step computes that token, and caches its block by its content."""
+    """As VllmCore.begin_answer() needs: the next step computes that token and caches its block by its content."""
     prompt = prompt_of(12, tokens)
     bare.add("prompt", prompt)
     bare.run()
@@ -357,7 +353,6 @@ def test_a_request_that_waits_may_learn_its_last_token_and_that_its_kv_is_there(
     assert plan["scheduled"] == {vllm_id: 1}
     bare.run()
     assert bare.outputs["r"] == bare.outputs["reference"]
-    # A later request finds the block of the token that was not known at first.
     bare.add("later", [*prompt, first, 7, 8])
     bare.run()
     (asked,) = (data for data in SCRIPT.of("get_num_new_matched_tokens") if data["name"] == "later")
@@ -366,7 +361,7 @@ def test_a_request_that_waits_may_learn_its_last_token_and_that_its_kv_is_there(
 
 
 def _copy_last_block(bare: Bare, prompt: list[int], target: int) -> None:
-    """Computes the prompt once more, as another request, and copies its last, unfinished block."""
+    """Compute the prompt again, as another request, and copy its last, part-full block."""
     (caches,) = (data["caches"] for data in SCRIPT.of("register_kv_caches"))
     SCRIPT.keeps.add("copy")
     vllm_id = bare.add("copy", prompt)
@@ -429,7 +424,6 @@ def test_a_preempted_request_is_named_before_the_step_and_asked_about_again(bare
         bare.run()
     bare.llm.reset_prefix_cache()
     del SCRIPT.calls[2:]
-    # Both fit with their prompts, and not with their answers.
     ids = {name: bare.add(name, prompt, max_tokens=100) for name, prompt in prompts.items()}
     bare.run()
     preempted = [(place, data) for place, (name, data) in enumerate(SCRIPT.calls) if data.get("preempted")]

@@ -1,4 +1,4 @@
-"""Requests that are released, over a vLLM that computes nothing and refuses to free blocks twice, as vLLM does."""
+"""Release of requests to other instances, with a fake vLLM that refuses to free blocks twice, as vLLM does."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class _Record:
 
 
 class _Core:
-    """Calls `between` after it has been asked for a request's blocks."""
+    """VllmCore that calls `between` after it was asked for a request's blocks."""
 
     free_blocks = 5
     unfinished_count = 0
@@ -66,7 +66,6 @@ class _Core:
         orders = self.scheduler_side.stepping(SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=()))
         self.left_block_ids += orders.left_block_ids
         for vllm_id in orders.released:
-            # As vLLM asserts.
             del self.records[vllm_id]
         return []
 
@@ -131,7 +130,7 @@ def test_request_that_ends_or_goes_on_while_it_leaves_is_freed_once(when: str, w
         assert not bench.core.left_block_ids, "blocks that vLLM has back are read"
     for _ in range(3):
         bench.turn()
-    # A request that goes on after all is the same one to vLLM, which computes it again.
+    # A request that continues after all is still the same one to vLLM.
     assert list(bench.core.records) == [vllm_id] * (what == "goes on")
     assert not bench.requests.held(8)
     assert not bench.requests.ended

@@ -1,4 +1,4 @@
-"""Our words for sampling, in vLLM's and back."""
+"""Conversion of Kaveri's sampling parameters to vLLM's, and of its results back."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -31,7 +31,7 @@ VOCAB_SIZE = 320
 LENGTHS = (1, 31, 32, 33, 100, 256, 300, 700)
 ANSWER_TOKENS = 24
 LONG = 4
-"""The prompt whose answer is long, where that is asked for."""
+"""Index of the prompt with the long answer, if one is requested."""
 LONG_ANSWER_TOKENS = 900
 # A rank's push of a prompt of 700 tokens takes more than a second over such a link, and can be caught.
 SLOW_LINK = ("--kv-link", "3Mbps")
@@ -64,7 +64,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def asked() -> list[SamplingParams]:
-    """Greedy, that of the long answer among them, and drawn."""
+    """Parameters of the requests: greedy (also that of the long answer) and sampled."""
     return [params(ANSWER_TOKENS, 0.8 if number % 2 else 0.0) for number in range(len(LENGTHS))]
 
 
@@ -86,7 +86,7 @@ async def cluster(folder: Path) -> AsyncIterator[LocalCluster]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Living processes that this one has started, and those that they have."""
+    """Return the living descendants of a process."""
     found: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -100,10 +100,9 @@ def children_of(pid: int) -> list[int]:
 
 
 def ranks_of(pid: int) -> list[int]:
-    """The processes of its ranks; vLLM names them so."""
+    """Return the processes of an instance's ranks, which vLLM names so."""
     found = []
     for child in children_of(pid):
-        # One that has just ended is none.
         with contextlib.suppress(OSError):
             if b"VLLM::Worker" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(child)
@@ -134,7 +133,6 @@ async def test_answers_equal_one_plain_engine_of_as_many_ranks(
 ) -> None:
     async with AsyncClient(cluster.target) as client:
         assert await ask_all(client, prompts, asked) == expected
-        # Both sides have the prompts in their prefix caches by now.
         assert await ask_all(client, prompts, asked) == expected
     await cluster.wait_for_view(all_blocks_free)
 
@@ -164,7 +162,7 @@ async def test_a_rank_that_dies_ends_its_instance_and_the_next_one_serves(
 
 
 def is_pushing(view: ClusterView) -> bool:
-    """True if prefill holds the KV of computed prompts only, while decode has reserved blocks for some."""
+    """Return True if prefill holds only computed prompts' KV, while decode has reserved blocks for some."""
     prefill, decode = (view.instances[name].load for name in ("prefill-0", "decode-0"))
     held = prefill.free_blocks < prefill.total_blocks and prefill.queued_prefill_tokens == 0
     return held and decode.waiting_requests > 0
@@ -180,7 +178,6 @@ async def test_a_prefill_rank_that_dies_mid_push_ends_its_instance_and_nothing_i
 
     ranks = ranks_of(cluster.pids()["prefill-0"])
     broken_before = broken_transfers()
-    # These are in no cache.
     rng = random.Random(4)
     new = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(700)) for _ in range(3)]
     async with AsyncClient(cluster.target) as client:
@@ -190,14 +187,12 @@ async def test_a_prefill_rank_that_dies_mid_push_ends_its_instance_and_nothing_i
         )
         await cluster.wait_for_view(is_pushing, within_s=60)
         os.kill(ranks[1], signal.SIGKILL)
-        # What had landed goes on.
         kinds = {type(outcome) for outcome in await asking}
         assert Unavailable in kinds
         assert kinds <= {Unavailable, Completion}
         await cluster.wait_for_view(
             lambda view: "prefill-0" not in view.instances and all_blocks_free(view), within_s=60
         )
-        # The rank that lives gives its half up, too.
         assert all(broken_transfers()[rank] > broken_before[rank] for rank in (0, 1)), (
             "nothing was caught half way: the test has shown nothing"
         )

@@ -1,7 +1,4 @@
-"""`kaveri up --engine vllm` on the bundled model, as a user runs it.
-
-Nothing is imported beforehand, and vLLM starts the two ranks of decode anew.
-"""
+"""`kaveri up --engine vllm` on the bundled model, as a user runs it: cold, with two ranks of decode."""
 
 import os
 import re
@@ -29,7 +26,7 @@ def test_up_serves_the_bundled_model_with_vllms_own_options(tmp_path: Path) -> N
     command += ["--prefill", "1", "--decode", "1", "--port", "0", "--predictor", "none"]
     command += ["--kv-cache-memory", "32MiB", "--log-dir", str(tmp_path), "--start-timeout-s", str(_START_S)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) as up:
-        # A process that never gets ready would block the read below forever.
+        # The read below would block forever if the process never gets ready.
         giving_up = threading.Timer(_START_S, up.kill)
         giving_up.start()
         try:

@@ -1,1 +1,1 @@
-"""An engine that Kaveri drives step by step, and the runners that have no model."""
+"""An engine that Kaveri drives step by step, and the model runners that have no model (fake, timed)."""

@@ -1,7 +1,7 @@
-"""An engine that drives a ModelRunner step by step, on either side of a hand-over or on both.
+"""An engine that drives a ModelRunner step by step, for prefill, decode or both.
 
-Owns the pool and the engine thread. Leaves arithmetic to the runner, bytes to the KV sender and receiver, the KV side
-of requests to transfers, and their lives to the lifecycle, which the lock of `Shared` guards.
+Owns the pool and the engine thread. Leaves arithmetic to the runner, bytes to the KV sender and receiver, transfers to
+transfers.py, and requests to the lifecycle, which the lock of `Shared` guards.
 """
 
 import secrets
@@ -33,16 +33,14 @@ from kaveri.kv.transports import make_transports
 
 
 class StepwiseEngine(ThreadedEngine[Sequence]):
-    """Both PrefillEngine and DecodeEngine (contract.py). RequestFailed means a bad hand-over, or that no token could be
-    drawn; any other failure in a step stops the engine, which names the step's requests.
+    """Prefill and decode engine (contract.py) that forms the steps of a ModelRunner. RequestFailed means that no token
+    could be drawn or that none came with the KV; any other failure in a step stops the engine.
 
     total_blocks: blocks of each layer; the whole pool is allocated and touched here. chunk_tokens: most prompt tokens
-    of a step, prompts and recomputation together. max_batch: most decode requests of a step; admitted ones beyond wait
-    here, in order. listen: where to take pushes, best first. Empty for an engine that only prefills: reserve() fails
-    there. transports: transports of KV, in the order in which this engine's pushes prefer them; None for the socket
-    transports. receiving: how pushes are taken. replicas: how requests are copied to the holders of their replicas.
-    Raises ConfigError when one request of the runner's max_model_len does not fit into the empty pool, or when it
-    cannot listen.
+    of a step, recomputed ones included. max_batch: most decode requests of a step; further ones wait, in order. listen:
+    addresses for incoming KV, best first; if empty, reserve() fails. transports: of KV, in order of preference; None
+    for the socket transports. Raises ConfigError if a request of the runner's max_model_len does not fit into the empty
+    pool, or if it cannot listen.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
         source: KvLayout | None = None,
         held_tokens: int | None = None,
     ) -> "Future[Ticket]":
-        """See the contract; the future is done when this returns."""
+        """Reserve KV blocks; return a ticket for pushing KV into them. The future is done when this returns."""
         sequence, granted = self._transfers.reserve(request, expires_in_s, source, held_tokens)
         if sequence is not None:
             self._transfers.grant(sequence, sequence.block_ids)

@@ -34,9 +34,9 @@ _WORD_BYTES = 8
 _DRAWN_TOKEN_IDS = 1000
 _NONE: frozenset[int] = frozenset()
 KV_LAYERS = 32
-"""Layers of a model whose KV has a given size."""
+"""Layers of a model made by of_kv()."""
 KV_UNIT_BYTES = 2 * KV_LAYERS * 2 * _WORD_BYTES
-"""Sizes of a token's KV are multiples of it: K and V of each layer, a record in each."""
+"""Unit of a token's KV in of_kv(): one 16-byte record in K and in V of each layer."""
 
 Words = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
@@ -44,11 +44,10 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeModel:
-    """The model that the fake runner imitates. Two runners exchange KV when their shapes and vocabularies are equal."""
+    """Made-up model: each token is a hash of those before. Instances of one shape and vocabulary can exchange KV."""
 
     vocab_size: int = 1000
-    """Prompts are of ids below it. Answers too, and of the first 1000 ids only, so that a prompt gets the same answer
-    with any vocabulary that it fits."""
+    """Number of valid prompt ids. Answers use only the first 1000, and so do not depend on the vocabulary."""
     eos_token_id: int = 0
     eos_probability: float = 0.0
     """Chance of each draw to be eos_token_id, decided by the tokens so far. 0: an answer ends by max_tokens only."""
@@ -61,10 +60,10 @@ class FakeModel:
     step_s: float = 0.0
     """Seconds that every step takes, spread over its layers."""
     prefill_token_s: float = 0.0
-    """Additional seconds for each token of a slice of several tokens (a prompt, or a recomputation)."""
+    """Additional seconds for each token of a prefill or recomputed chunk."""
     verify: bool = True
-    """Check the KV of all earlier positions in every step. Off: only what the next step reads is written, which is
-    cheap enough for high token rates and large KV."""
+    """Check the KV of all earlier positions in every step. False: write only what the next step reads, which is cheap
+    enough for high token rates and large KV."""
 
     def __post_init__(self) -> None:
         if self.vocab_size < 2 or not 0 <= self.eos_token_id < self.drawn_size:
@@ -75,23 +74,23 @@ class FakeModel:
 
     @property
     def drawn_size(self) -> int:
-        """Answers consist of ids below this."""
+        """Number of ids that answers use: all are below it."""
         return min(self.vocab_size, _DRAWN_TOKEN_IDS)
 
     @property
     def layout(self) -> KvLayout:
-        """The pool's shape."""
+        """Shape of the KV pool."""
         fingerprint = f"fake-{self.vocab_size}-{self.eos_token_id}-{self.eos_probability:g}"
         return KvLayout(
             fingerprint, self.layer_count, self.block_tokens, self.kv_head_count, self.head_dim, dtype="float32"
         )
 
     def of_kv(self, token_bytes: int) -> "FakeModel":
-        """Return the same model with one KV head and this much KV for each token, a multiple of KV_UNIT_BYTES."""
+        """Return this model with one KV head and this many bytes of KV per token, a multiple of KV_UNIT_BYTES."""
         return replace(self, layer_count=KV_LAYERS, kv_head_count=1, head_dim=token_bytes // (2 * KV_LAYERS * 4))
 
     def answer(self, token_ids: Sequence[int], generated_count: int, token_count: int) -> list[int]:
-        """Return the `token_count` tokens that follow `token_ids`, even after eos_token_id."""
+        """Return the `token_count` tokens after `token_ids`, past any EOS. generated_count: tokens drawn before."""
         chain = self.chain(token_ids)
         answer = []
         for index in range(generated_count, generated_count + token_count):
@@ -100,13 +99,13 @@ class FakeModel:
         return answer
 
     def chain(self, token_ids: Sequence[int], before: int = _CHAIN_SEED) -> int:
-        """Return the chain after `token_ids`, which follow the tokens of the chain `before`."""
+        """Return the 64-bit hash of a token sequence: `before`, the hash of its beginning, extended by token_ids."""
         for token_id in token_ids:
             before = (before * _MULTIPLIER + token_id + 1) & _MASK
         return before
 
     def draw(self, chain: int, draw_index: int, barred: AbstractSet[int] = _NONE) -> int:
-        """Return the token drawn after a chain: splitmix64 of chain and index. barred: ids that are not drawn."""
+        """Return the next token: splitmix64 of the sequence's hash and the index in the answer. Skips `barred`."""
         mixed = (chain + (draw_index + 1) * _GOLDEN) & _MASK
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
@@ -117,19 +116,19 @@ class FakeModel:
         return self.drawable(token_id + (token_id >= self.eos_token_id), barred)
 
     def drawable(self, token_id: int, barred: AbstractSet[int]) -> int:
-        """Return the token itself, or the next one that is not barred."""
+        """Return token_id, or the next id that is not barred."""
         while token_id in barred:
             token_id = (token_id + 1) % self.drawn_size
         return token_id
 
     def logprobs(self, token_id: int, count: int | None) -> Logprobs | None:
-        """Return made-up values for a token and `count` others; None if none are requested."""
+        """Return made-up log-probabilities of a token and of `count` others; None if count is None."""
         if count is None:
             return None
         return Logprobs(-0.5, tuple(((token_id + rank) % self.vocab_size, -0.5 - rank) for rank in range(count)))
 
     def scored(self, part: SequenceSlice, drawn: DrawnToken | None) -> Drawn:
-        """Return the result of a slice, with the log-probabilities that it requests for its prompt."""
+        """Return a slice's result (one sequence's part of a step) with the prompt log-probabilities it requests."""
         if not part.scored_ids:
             return drawn
         count = part.params.prompt_logprobs or 0
@@ -137,17 +136,17 @@ class FakeModel:
         return ScoredSlice(tuple(self.prompt_logprobs(place, token_id, count) for place, token_id in positions), drawn)
 
     def prompt_logprobs(self, position: int, token_id: int, count: int) -> Logprobs:
-        """Return made-up values for a prompt's token and `count` others, exact in float32."""
+        """Return made-up log-probabilities of the prompt token at `position` and `count` others, exact in float32."""
         logprob = -1.0 - (31 * position + token_id) % 97 / 8
         return Logprobs(logprob, tuple(((token_id + 1 + rank) % self.vocab_size, -0.5 - rank) for rank in range(count)))
 
 
 class StaleKv(Exception):
-    """The KV of an earlier position differs from what was written for it: an engine or a transfer is at fault."""
+    """Error: KV that was read differs from what was written for its position: an engine or a transfer is at fault."""
 
 
 class FakeRunner:
-    """A ModelRunner on FakeModel. Reads only the sampling parameters that end an answer, and makes up logprobs."""
+    """ModelRunner that computes FakeModel. Reads only the sampling parameters that end an answer; makes up logprobs."""
 
     name = "fake"
     device = "cpu"
@@ -176,13 +175,13 @@ class FakeRunner:
         self._cache = words.reshape(*words.shape[:2], 2, self.layout.block_tokens, -1)
 
     def completed(self, block_ids: Sequence[int]) -> None:
-        """Nothing to copy: the pool is the only memory."""
+        """Do nothing: KV is computed in the host pool itself."""
 
     def landed(self, block_ids: Sequence[int]) -> None:
-        """Nothing to copy: the pool is the only memory."""
+        """Do nothing: KV is computed in the host pool itself."""
 
     def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
-        """Compute a step. Raises StaleKv when `verify` is on and a slice's earlier positions do not read back."""
+        """Compute a step. Raises StaleKv if `verify` is on and the KV of earlier positions is not what was written."""
         before = self._chains_before(batch)
         lengths = [len(part.token_ids) for part in batch]
         if max(lengths) == 1:
@@ -263,13 +262,13 @@ class FakeRunner:
         return chain
 
     def _chains(self, chain: np.uint64, token_ids: Sequence[int]) -> Words:
-        """Return the chain after each of these tokens: chain * M**(i+1) + sum of (token_j + 1) * M**(i-j), j <= i."""
+        """Return the chain hash after each token: chain * M**(i+1) + sum of (token_j + 1) * M**(i-j), j <= i."""
         count = len(token_ids)
         steps = (np.asarray(token_ids, np.uint64) + np.uint64(1)) * self._inverse_powers[1 : count + 1]
         return (np.cumsum(steps, dtype=np.uint64) + chain) * self._powers[1 : count + 1]
 
     def _draw(self, chains: Words, draw_indices: Words) -> list[int]:
-        """Vectorized FakeModel.draw."""
+        """Vectorized FakeModel.draw()."""
         model = self.model
         mixed = chains + (draw_indices + np.uint64(1)) * np.uint64(_GOLDEN)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)

@@ -1,7 +1,7 @@
-"""Every transition of a request inside a stepwise engine, and the events that it causes. No I/O, no threads, no clock.
+"""State transitions of requests inside a stepwise engine, and the events they cause. No I/O, no threads, no clock.
 
-The caller serialises all calls, runs the model between plan() and apply(), and carries out the transfers: an engine
-with threads (engine.py) and one that runs on a simulated clock share all decisions.
+The caller serializes all calls, runs the model between plan() and apply(), and carries out the transfers: an engine
+with threads (engine.py) and a simulated one share all decisions.
 """
 
 from collections import deque
@@ -36,9 +36,9 @@ _RETRY_AFTER_S = 0.1
 
 
 class Lifecycle:
-    """Requests of one stepwise engine and their blocks. An EngineAccount (threaded.py).
+    """Requests of one stepwise engine and their blocks; implements EngineAccount (threaded.py).
 
-    put: takes events, in order. on_work: called when plan() may return something new, or blocks have become free.
+    put: receives events, in order. on_work: called when plan() may return something new, or blocks have become free.
     chunk_tokens: most prompt tokens of a step. max_batch: most decode requests of a step.
     """
 
@@ -93,7 +93,7 @@ class Lifecycle:
     # For its transfers; see TransferAccount (transfers.py).
 
     def open_decode(self, request: EngineRequest, held_tokens: int | None) -> Sequence:
-        """Take the blocks of the prompt and one more token."""
+        """Add a request to decode, with blocks for prompt and next token. Raises RequestAlreadyExists, NoCapacity."""
         token_count = len(request.token_ids) + 1
         return self._open(self.decodes, "decode", request, SequencePhase.RESERVED, token_count, held_tokens)
 
@@ -115,7 +115,7 @@ class Lifecycle:
         return None
 
     def end(self, sequence: Sequence) -> None:
-        """End a request: no event of it follows. Its blocks are freed once nothing can touch them."""
+        """End a request, which has no more events. Its blocks are freed once no step or transfer can touch them."""
         sequence.done = True
         if sequence.phase in (SequencePhase.PREFILLING, SequencePhase.COMPUTED):
             del self.prefills[sequence.key]
@@ -162,9 +162,8 @@ class Lifecycle:
         self._on_work()
 
     def last_blocks(self) -> list[tuple[Sequence, list[int]]]:
-        """Return, for each request that is being stopped and is in no step, the blocks that are not in the pool yet.
-        The pool holds all KV that the runner has not taken over. They are free for others after stopped() at the
-        earliest."""
+        """Return the requests being stopped that are in no step, each with its blocks that are not in the host pool
+        yet. They keep these blocks until stopped() is called."""
         stopping, block_count = self.residency.stopping, self._info.layout.block_count
         last_blocks = [
             (
@@ -181,7 +180,7 @@ class Lifecycle:
         return last_blocks
 
     def stopped(self, sequence: Sequence) -> None:
-        """Record that its last blocks are in the pool now. It may have ended or continued meanwhile."""
+        """Record that a stopping request's last blocks are in the host pool. It may have ended or continued before."""
         sequence.is_saving = False
         if sequence.done:
             self._settle(sequence)
@@ -191,7 +190,7 @@ class Lifecycle:
             self._put_preempted(self.residency.make_whole(sequence))
 
     def unmirrored_blocks(self, planned: list[PlannedSlice]) -> list[tuple[Sequence, list[int]]]:
-        """Return, for each request that is copied, the blocks that this step completes."""
+        """Return the step's requests that are copied to replicas, each with the blocks that the step fills up."""
         block_tokens = self._info.layout.block_tokens
         return [
             (sequence, sequence.block_ids[sequence.mirrored : (sequence.computed + token_count) // block_tokens])
@@ -202,7 +201,7 @@ class Lifecycle:
     # Steps.
 
     def plan(self) -> list[PlannedSlice]:
-        """Form the next step and mark its sequences; empty when there is nothing to do."""
+        """Form the next step, empty if there is nothing to compute. Its sequences count as in a step until apply()."""
         if preempted := self.residency.prepare_step():
             self._put_preempted(preempted)
         running, suspect_first = self.residency.running, not self._was_suspects
@@ -217,7 +216,7 @@ class Lifecycle:
 
     @staticmethod
     def members(planned: list[PlannedSlice]) -> list[StepMember]:
-        """Return the requests of a step that has raised, without those that are done."""
+        """Return the unfinished requests of a step that raised."""
         return [
             StepMember(sequence.key, sequence.draw_index, sequence.suspect_until)
             for sequence, _ in planned
@@ -230,9 +229,11 @@ class Lifecycle:
         drawn: Iterable[Drawn],
         mirrored: Iterable[tuple[Sequence, list[int]]] = (),
     ) -> tuple[list[tuple[Source, int]], list[bytes]]:
-        """Account for a step that has run. mirrored: its unmirrored_blocks(), which are in the pool now.
+        """Record the results of a step: update the requests and emit events. mirrored: unmirrored_blocks() of the step,
+        which are in the host pool now.
 
-        Returns the computed prompts to hand over, each with the token drawn after it, and the pushes to abort.
+        Returns the computed prompts, each with the token drawn after it, for the push to deliver; and ids of pushes to
+        abort.
         """
         for sequence, block_ids in mirrored:
             sequence.mirrored += len(block_ids)
@@ -308,7 +309,7 @@ class Lifecycle:
         )
 
     def check_integrity(self) -> None:
-        """Assert that every block is free, held by a live request, or quarantined by a step or a transfer."""
+        """Assert that every KV block is free, held by a live request, or kept while a step or transfer may touch it."""
         live = [*self.prefills.values(), *self.decodes.values(), *self._quarantined]
         self.residency.allocator.check_integrity(live)
         for sequence in live:

@@ -1,16 +1,16 @@
-"""Blocks and batch places of decode sequences: growth, preemption, resumption. No I/O, no locks.
+"""Blocks and batch membership of decode sequences: growth, preemption, resumption. No I/O, no locks.
 
-The containers, in the order in which they give blocks up::
+The containers, in the order in which sequences are preempted::
 
     landed    KV here, not admitted yet          the latest landing first
     waiting   admitted, outside the batch        the latest admission first
     running   in the batch                       the latest admission first
     reserved  leased to a transfer               never: it lands, fails or expires
-    stopped   on its way to another instance     never: it leaves, or goes on after a while
+    stopped   on its way to another instance     never: it leaves, or continues after a while
 
-No request starves: the earliest admitted sequence is the last to give its blocks up and the first to get them back;
-while any admitted sequence lacks blocks no new reservation is taken, so the ones before it are finitely many; and a
-sequence alone in the pool fits by construction.
+No request starves: the earliest admitted sequence is preempted last and resumed first; while any admitted sequence
+lacks blocks no new reservation is accepted, so finitely many are ahead of it; and a sequence alone in the pool always
+fits.
 """
 
 from bisect import insort
@@ -25,7 +25,7 @@ _admission = attrgetter("admission")
 
 
 class Residency:
-    """The decode side's sequences between reserve() and their last token. The caller serialises all calls."""
+    """Decode sequences from reserve() to their last token, and their KV blocks. The caller serializes all calls."""
 
     def __init__(self, allocator: BlockAllocator, layout: KvLayout, max_batch: int) -> None:
         self.landed: dict[Sequence, None] = {}
@@ -39,16 +39,17 @@ class Residency:
 
     @property
     def short_of_blocks(self) -> bool:
-        """True if an admitted sequence waits for blocks that it has given up."""
+        """True if an admitted sequence was preempted and waits for blocks."""
         return any(not sequence.block_ids for sequence in self.waiting)
 
     def land(self, sequence: Sequence) -> None:
-        """Record that the KV of a reserved sequence has landed."""
+        """Record that all KV of a reserved sequence has arrived."""
         sequence.phase = SequencePhase.LANDED
         self.landed[sequence] = None
 
     def make_whole(self, sequence: Sequence) -> list[Sequence]:
-        """Give a sequence outside the batch the block of its next token, or take all that it has and return it."""
+        """Allocate the block of a sequence's next token or, if none is free, preempt the sequence and return it in a
+        list. For a sequence outside the batch."""
         wanted = self._layout.block_count(len(sequence.token_ids)) - len(sequence.block_ids)
         preempted: list[Sequence] = []
         if wanted > self.allocator.free_count:
@@ -58,7 +59,7 @@ class Residency:
         return preempted
 
     def admit(self, sequence: Sequence) -> None:
-        """Let a landed sequence run. It waits for a place in the batch after those admitted before."""
+        """Queue a landed sequence for the running batch, after those admitted before."""
         del self.landed[sequence]
         sequence.phase = SequencePhase.WAITING
         sequence.admission = self._admission_count
@@ -66,19 +67,19 @@ class Residency:
         self.waiting.append(sequence)
 
     def stop(self, sequence: Sequence) -> None:
-        """Stop a sequence: it joins no further step. It keeps its blocks."""
+        """Exclude a sequence from further steps. It keeps its blocks."""
         self.remove(sequence)
         sequence.phase = SequencePhase.STOPPING
         self.stopping[sequence] = None
 
     def stopped(self, sequence: Sequence) -> None:
-        """Record that a sequence has stopped, and its blocks are complete."""
+        """Record that a sequence has stopped and its KV is complete in the host pool."""
         del self.stopping[sequence]
         sequence.phase = SequencePhase.STOPPED
 
     def go_on(self, sequence: Sequence) -> list[Sequence]:
-        """Put a stopped sequence back in its place. Returns it if it had to give up its blocks, since there was none
-        for its next token."""
+        """Continue a stopped sequence, in its old order of admission. Returns it in a list if it was preempted, as no
+        block was free for its next token."""
         self.remove(sequence)
         if sequence.in_step:
             # Its seat is still free: the batch changes between steps only.
@@ -94,7 +95,7 @@ class Residency:
         return [] if sequence.is_saving else self.make_whole(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence; the caller releases its blocks."""
+        """Remove a sequence from its container; the caller releases its blocks."""
         if sequence.phase is SequencePhase.LANDED:
             del self.landed[sequence]
         elif sequence.phase is SequencePhase.WAITING:
@@ -105,11 +106,8 @@ class Residency:
             del self.stopping[sequence]
 
     def prepare_step(self) -> list[Sequence]:
-        """Give every running sequence blocks for all of its tokens, and fill the batch. Returns those that gave up
-        their blocks for it.
-
-        Called between steps only: blocks that are given up here are free at once.
-        """
+        """Allocate blocks for the next token of all running sequences and fill the batch. Returns the sequences
+        preempted for it. Called between steps only: their blocks are free at once."""
         preempted: list[Sequence] = []
         block_tokens = self._layout.block_tokens
         index = 0
@@ -136,14 +134,14 @@ class Residency:
         return preempted
 
     def clear(self) -> None:
-        """Forget all sequences."""
+        """Remove all sequences from all containers."""
         self.landed.clear()
         self.waiting.clear()
         self.running.clear()
         self.stopping.clear()
 
     def check_integrity(self, decodes: Iterable[Sequence]) -> None:
-        """Assert that each of these, and no other, is reserved or in the one container of its phase."""
+        """Assert that the containers hold exactly `decodes`, by phase; reserved and stopped ones are in none."""
         counted = 0
         for sequence in decodes:
             phase = sequence.phase
@@ -156,7 +154,7 @@ class Residency:
         assert counted == sum(map(len, containers)), "an ended sequence is still here"
 
     def _make_room(self, wanted: int, sequence: Sequence, preempted: list[Sequence]) -> bool:
-        """Preempt until `wanted` blocks are free. False if `sequence` itself was preempted."""
+        """Preempt sequences until `wanted` blocks are free. Returns False if `sequence` itself was preempted."""
         while self.allocator.free_count < wanted:
             victim = self._latest_outside() or self.running[-1]
             if victim.phase is SequencePhase.RUNNING:
@@ -169,8 +167,8 @@ class Residency:
         return True
 
     def _resume(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
-        """Give a preempted sequence blocks for all its tokens and the next, at the cost of later ones outside the
-        batch. False, and nothing changed, when that is not enough."""
+        """Allocate blocks for all tokens of a preempted sequence, and preempt later ones outside the batch for it.
+        Returns False, with nothing changed, if that is not enough."""
         wanted = self._layout.block_count(len(sequence.token_ids))
         # One spare block for each running sequence, or the next growth would preempt it again at once.
         spare = len(self.running)

@@ -17,9 +17,9 @@ _LATE_REPORT_S = 10.0
 
 
 class TimedRunner(FakeRunner):
-    """A fake runner whose steps take a latency model's time. model: its own timing should be 0.
+    """FakeRunner whose steps take the time that a latency model predicts. model: its own timing should be 0.
 
-    When this machine is too slow to keep the model's time, a warning is logged, at most every 10 s.
+    Logs a warning, at most every 10 s, if this machine is too slow to keep the predicted time.
     """
 
     name = "timed"
@@ -32,7 +32,7 @@ class TimedRunner(FakeRunner):
         self._reported_s = time.monotonic()
 
     def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
-        """Spread the step's time evenly over the layers. Raises the fake runner's errors."""
+        """Compute a step, spread evenly over the layers within its predicted time. Raises the fake runner's errors."""
         started_s = time.monotonic()
         step_s = self.latency.step_s([(part.start, len(part.token_ids)) for part in batch])
         layer_s = step_s / self.layout.layer_count

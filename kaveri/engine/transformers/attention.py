@@ -20,19 +20,18 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class PagedMemory:
-    """The KV pool as tensors of one layer each, written by token and gathered by block.
+    """KV pool of a model as one tensor per layer, written by token and gathered by block.
 
-    On the CPU the tensors are views of the pool itself. On a GPU they are a device copy of the same shape, and the pool
-    is the host's end of every transfer: `mirror` copies blocks to the pool before they are pushed, `landed` copies
-    blocks to the device after they have arrived, both through a window on the pool (host_window.py). Where there is no
-    window, as on a GPU whose driver does not lock the pool's pages and in tests with a copy on the CPU, blocks go
-    through ordinary memory.
+    On a CPU the tensors are views of the host pool. On a GPU they are a device copy of the same shape, and the host
+    pool is the end of every transfer: mirror() copies blocks to it before they are pushed, landed() copies blocks to
+    the device after they have arrived, through a window on the pool (host_window.py) or, where pages cannot be pinned
+    and in tests on a CPU, through ordinary memory.
 
-    separate: work on a copy of the pool; None for a copy on a GPU only. The scratch is as large as the largest gather:
-    one layer's KV of a running batch. It comes on top of the pool.
+    separate: True to work on a copy of the pool; None for a copy on a GPU only. Gathering needs scratch memory on top
+    of the pool: one layer's KV of a running batch.
 
-    A block is [2, block_tokens, kv_head_count, head_dim], K before V, so the pool is also a table of half blocks: half
-    2 * block is K, half 2 * block + 1 is V; and a table of token rows, 2 * block_tokens of them to a block.
+    A block is [2, block_tokens, kv_head_count, head_dim], K before V, so the pool is also a table of half blocks (2 *
+    block is K, 2 * block + 1 is V), and a table of token rows, 2 * block_tokens of them to a block.
     """
 
     def __init__(self, pool: KvPool, device: torch.device, separate: bool | None = None) -> None:
@@ -53,7 +52,7 @@ class PagedMemory:
         self._scratch = torch.empty(0, dtype=host.dtype, device=device)
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor, fresh_halves: Tensor | None) -> None:
-        """Store the K and V of T tokens, in half blocks of which some are filled with zeros first.
+        """Store the K and V of T tokens. fresh_halves: half blocks to fill with zeros first.
 
         rows: [2 * T], int64: the token rows of the keys, then of the values. keys, values: [kv_heads, T, head_dim].
         """
@@ -81,10 +80,10 @@ class PagedMemory:
         return keys, values
 
     def mirror(self, layer: int, reports: LayerReports) -> None:
-        """Copy the step's blocks of one layer to the pool, and report the layer that is there now.
+        """Copy the step's blocks of one layer from the device to the host pool, and report a layer copied.
 
-        That is this layer, or the one before if the device copies by itself: its copy has nearly always ended by now,
-        and the device has had work of this layer meanwhile. report_last() reports the last one.
+        On a GPU the copy is asynchronous, and the layer before is reported: its copy has nearly always ended by now.
+        report_last() reports the last one. Without a device copy, reports the layer itself.
         """
         if self._pool is not None:
             ids, pool = reports.block_ids, self._pool
@@ -99,18 +98,18 @@ class PagedMemory:
         reports.on_layer(layer)
 
     def mirror_all(self, block_ids: Sequence[int]) -> None:
-        """Copy blocks of all layers to the pool and wait. Nothing to do where the pool itself is used."""
+        """Copy blocks of all layers from the device to the host pool and wait. Does nothing without a device copy."""
         if self._pool is not None and block_ids:
             copy_blocks(self._cache, self._pool, block_ids)
 
     def landed(self, block_ids: Sequence[int]) -> None:
-        """Copy blocks of all layers from the pool to the device and wait. Nothing to do without a device copy."""
+        """Copy blocks of all layers from the host pool to the device and wait. Does nothing without a device copy."""
         if self._pool is not None and block_ids:
             copy_blocks(self._pool, self._cache, block_ids)
 
 
 def report_last(reports: LayerReports) -> None:
-    """Report the layer whose copy to the pool is under way, if any."""
+    """Wait for the pending copy of a layer to the host pool, if any, and report the layer."""
     if reports.under_way is not None:
         (layer, copied), reports.under_way = reports.under_way, None
         copied.synchronize()
@@ -131,11 +130,10 @@ def paged_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over one packed row of T tokens.
+    """Attention function for transformers over one packed row of T tokens, with the KV in `kaveri_memory`.
 
     query: [1, heads, T, head_dim]; key, value: [1, kv_heads, T, head_dim]. Returns [1, T, heads, head_dim].
-    attention_mask is None: visibility is the step's. Arguments that are not named here change nothing; probe.py
-    refuses models that pass others.
+    attention_mask is None: kaveri_step decides visibility. Other arguments are ignored; probe.py rejects such models.
     """
     step, memory = kaveri_step, kaveri_memory
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -164,9 +162,9 @@ def paged_attention(
 
 
 def _mask(segment: Segment, window: int | None, dtype: torch.dtype) -> Tensor | None:
-    """Return the mask to add to the scores, 0 for visible positions and -inf elsewhere. None: plain causal.
+    """Return the additive mask of rows that attend together: 0 if visible, else -inf; None for plain causal.
 
-    Returns [tokens, context] for a chunk, else [sequences, 1, 1, context].
+    Returns [tokens, context] for a chunk, else [sequences, 1, 1, context]. window: sliding window in tokens.
     """
     if segment.halves is None and (window is None or window >= segment.context_tokens):
         return None
@@ -183,7 +181,7 @@ def _mask(segment: Segment, window: int | None, dtype: torch.dtype) -> Tensor | 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    """Attention over [batch, heads, tokens, head_dim]. mask: additive; None: causal from position 0."""
+    """Attention over [batch, heads, tokens, head_dim]. mask: additive; None for causal from position 0."""
     if softcap is None:
         return scaled_dot_product_attention(
             query,

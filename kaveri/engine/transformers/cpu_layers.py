@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 _TYPICAL_ROWS = 16
-"""oneDNN chooses a layout for a number of rows: the one for 4 to 32 rows is among the best for a chunk of 512, too. For
-one row of a float32 matrix of many MiB it is a fifth slower than no packing."""
+"""Number of rows for which oneDNN chooses the layout of packed weights: the one for 4 to 32 rows is among the best for
+a chunk of 512, too. For one row of a float32 matrix of many MiB it is a fifth slower than no packing."""
 
 
 class LinearCall(NamedTuple):
-    """One call of a linear layer while a model ran."""
+    """Record of one call of a linear layer during a run of the model."""
 
     name: str
     input: Tensor
@@ -27,7 +27,7 @@ class LinearCall(NamedTuple):
 
 @contextmanager
 def watched_linears(model: nn.Module) -> Iterator[list[LinearCall]]:
-    """Record the calls of the model's linear layers while it is open."""
+    """Context manager: record the calls of the model's linear layers inside the with block."""
     calls: list[LinearCall] = []
 
     def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -47,11 +47,11 @@ def watched_linears(model: nn.Module) -> Iterator[list[LinearCall]]:
 
 @torch.inference_mode()
 def pack_linears(model: nn.Module, calls: Sequence[LinearCall]) -> None:
-    """Replace the linear layers in `calls` of one run. From here on the model runs in inference mode only.
+    """Pack the linear layers in `calls`, recorded in one run. The model then only runs in inference mode.
 
     torch packs a weight again in every call. Here that is done once, in oneDNN's layout, and layers that share an input
     (query, key and value projections, or gate and up) become one matrix. Packed weights replace the layers' own, so
-    memory does not grow; the model's code stays as it is.
+    memory does not grow.
 
     Not replaced: layers that oneDNN cannot compute here, and those whose weight another module shares (an output layer
     tied to the embedding would need its weight twice).
@@ -70,15 +70,14 @@ def pack_linears(model: nn.Module, calls: Sequence[LinearCall]) -> None:
 
 @dataclass(eq=False, slots=True)
 class PackedProduct:
-    """The product of one layer, or of several that share their input: the first one called computes it, the others take
-    their parts."""
+    """Matrix product of linear layers that share their input (or of one): the first one called computes it for all."""
 
     weight: Tensor
     bias: Tensor | None
     sizes: list[int]
-    """Outputs of each layer."""
+    """Number of outputs of each layer."""
     rows: Tensor | None = None
-    """Input of the product, while parts of it are left."""
+    """Input of the last product, while not all layers have taken their outputs."""
     parts: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -91,7 +90,7 @@ class PackedProduct:
 
 
 class PackedLinear(nn.Module):
-    """Replaces a linear layer. index: of its part in the product."""
+    """Module that replaces a linear layer. index: the layer's position among those of the product."""
 
     def __init__(self, product: PackedProduct, index: int = 0) -> None:
         super().__init__()
@@ -100,7 +99,8 @@ class PackedLinear(nn.Module):
         self._product, self._index = product, index
 
     def forward(self, rows: Tensor) -> Tensor:
-        """rows: [..., in_features]. Returns [..., out_features]; rows lie apart if the product is shared."""
+        """Compute the layer. rows: [..., in_features]. Returns [..., out_features], strided if layers share the
+        product."""
         product, index = self._product, self._index
         # The same object, kept alive from here: another tensor cannot have its identity.
         if rows is not product.rows or index not in product.parts:
@@ -149,11 +149,11 @@ def _computes(weight: Tensor) -> bool:
 
 
 class RmsNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension; rounded before the weight, as in transformers.
+    """RMS norm over the last dimension: x / sqrt(mean(x^2) + eps) * weight, rounded before the weight.
 
-    RMS norm (Zhang and Sennrich 2019, equation 4) by torch's layer norm, which is one kernel on a CPU; theirs are six.
-    The layer norm of (x, -x) is the RMS norm of x followed by that of -x: its mean is zero and its mean square that of
-    x.
+    RMS norm (Zhang and Sennrich 2019, equation 4) by torch's layer norm, which is one kernel on a CPU; that of
+    transformers is six. The layer norm of (x, -x) is the RMS norm of x followed by that of -x: its mean is 0, its mean
+    square that of x.
     """
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
@@ -163,14 +163,14 @@ class RmsNorm(nn.Module):
         self._size = len(weight)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """rows: [..., size], of the weight's dtype. Returns the same shape."""
+        """Normalize rows: [..., size], of the weight's dtype. Returns the same shape."""
         both = layer_norm(torch.cat((rows, -rows), -1), (2 * self._size,), eps=self._eps)
         return both[..., : self._size] * self.weight
 
 
 @torch.inference_mode()
 def replace_rms_norms(model: nn.Module) -> None:
-    """Replace the RMS norms that lie on a CPU. A norm of another kind is recognized by its output, and stays."""
+    """Replace a model's RMS norms on a CPU by RmsNorm, after a numeric comparison: other kinds of norms stay."""
     for name, module in list(model.named_modules()):
         eps = getattr(module, "variance_epsilon", None)
         weight = getattr(module, "weight", None)

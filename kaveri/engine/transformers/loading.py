@@ -35,12 +35,10 @@ _HUB_TIMEOUT_S = 5.0
 def load_runner(
     model: str, dtype: str, device: str, max_model_len: int | None, block_tokens: int
 ) -> TransformersRunner:
-    """Load weights and make them ready to run; takes seconds, and on a first use of a hub id the download's time.
+    """Load a model and return its runner; takes seconds, plus the download of a new hub id. Raises ConfigError.
 
-    model: a folder, a hub id or a bundled name. dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-    On a CPU without instructions for the checkpoint's type "auto" is float32: see auto_dtype.
+    model: a folder, a hub id or a bundled name. dtype: "auto" (see auto_dtype()), "float32", "bfloat16" or "float16".
     device: "auto", "cpu" or "cuda[:index]". max_model_len: None for as many positions as the model was made for.
-    Raises ConfigError.
     """
     if block_tokens < 1:
         raise ConfigError("block_tokens", f"is {block_tokens}; it must be at least 1")
@@ -97,7 +95,7 @@ def _torch_device(device: str) -> torch.device:
 
 
 def local_folder(model: str) -> Path:
-    """Return the folder with the model's files; download them if `model` is a hub id that is not cached yet."""
+    """Return the folder with the model's files; downloads them if `model` is an uncached hub id. Raises ConfigError."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -131,7 +129,7 @@ def _hub_folder(model: str) -> Path:
 
 
 def _loaded_dtype(dtype: str, values: Mapping[str, Any], on_cpu: bool) -> Any:
-    """Return the dtype for from_pretrained. Quantized checkpoints keep the stored type, that of unquantized weights."""
+    """Return the dtype for from_pretrained(). With "auto", quantized checkpoints keep the stored type."""
     if dtype != "auto":
         return TORCH_DTYPES[dtype]
     stored = stored_dtype(values)

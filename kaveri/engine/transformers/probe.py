@@ -1,7 +1,7 @@
-"""Detects how a model's layers call their attention, and refuses models that paged attention cannot reproduce exactly.
+"""Detects how a model's layers call their attention, and rejects models that paged attention cannot reproduce exactly.
 
-The model's name is not used: its own forward runs on two tokens, with an attention function that records its calls, and
-on a few with its own attention, with position ids and without. The KV's shape comes from the former.
+Independent of the model's name: runs the model's own forward on two tokens, with an attention function that records its
+calls (which also gives the KV's shape), and on a few with its own attention, with and without position ids.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from kaveri.errors import ConfigError
 _PROBE_NAME = "kaveri_probe"
 _PROBE_TOKENS = 4
 _ROUNDING = 8
-"""Steps of the dtype's precision, of the largest logit."""
+"""Tolerance, in units of the dtype's epsilon times the largest logit."""
 # Arguments of attention layers that either change nothing here or are honoured.
 _KNOWN_ARGUMENTS = {
     "cache_position",
@@ -40,7 +40,7 @@ _KNOWN_ARGUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Arguments with which one layer called its attention."""
+    """Arguments that one layer passed to its attention function. strange: names of unsupported ones."""
 
     layer: int | None
     query_shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class AttentionCall:
 
 @torch.inference_mode()
 def probe_attention(name: str, model: Any, config: Any) -> list[AttentionCall]:
-    """Run the model once on two tokens and return the calls of its attention layers."""
+    """Run the model on two tokens; return each attention layer's call. Raises ConfigError if it cannot run packed."""
     if not getattr(model, "_supports_attention_backend", False):
         raise ConfigError("model", f"{name} ({config.model_type}) does not take attention functions from outside")
     layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -81,9 +81,9 @@ def probe_attention(name: str, model: Any, config: Any) -> list[AttentionCall]:
 
 @torch.inference_mode()
 def require_plain_positions(name: str, model: Any, config: Any) -> None:
-    """Raise ConfigError unless positions count from 0, as a packed step gives them to the model.
+    """Raise ConfigError unless the model counts positions from 0, as packed steps do.
 
-    Leaving positions out uses the model's own default. RoBERTa's, for one, count from its padding token's id + 1.
+    Compares logits with explicit and default positions. RoBERTa's, for one, start at its padding token's id + 1.
     """
     model.set_attn_implementation("eager")
     padding = getattr(config, "pad_token_id", None)
@@ -104,7 +104,7 @@ def require_plain_positions(name: str, model: Any, config: Any) -> None:
 
 
 def require_paged(name: str, calls: Sequence[AttentionCall], config: Any, length: int) -> None:
-    """Raise ConfigError unless paged attention computes exactly what the model's own attention would."""
+    """Raise ConfigError unless paged attention equals the model's own attention, for up to `length` tokens."""
     if not calls or [call.layer for call in calls] != list(range(config.num_hidden_layers)):
         raise ConfigError("model", f"{name} has layers that are no attention layers, or calls them out of order")
     for call in calls:

@@ -1,4 +1,4 @@
-"""The runner on a transformers model: packs a step, runs the model's own forward with paged attention, draws."""
+"""Runs a transformers model: packs a step, calls the model's own forward with paged attention, draws tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from kaveri.kv.tiers.pool import KvPool
 
 
 class TransformersRunner:
-    """A ModelRunner. Made by loading.load_runner, which has checked that this model's attention is supported."""
+    """ModelRunner of a transformers model. Made by load_runner(), which has checked that its attention is supported."""
 
     name = "transformers"
 
@@ -33,7 +33,7 @@ class TransformersRunner:
         self.eos_token_ids = eos_token_ids
 
     def attach(self, pool: KvPool) -> None:
-        """Give the runner its blocks, once, before the first step. Raises ConfigError if the device has no room."""
+        """Set the KV pool, once, before the first step. Raises ConfigError if the device lacks memory for its copy."""
         assert self._memory is None, "a runner has one pool"
         self.layout.require_same(pool.layout)
         try:
@@ -44,7 +44,7 @@ class TransformersRunner:
 
     @torch.inference_mode()
     def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
-        """Compute one step; see ModelRunner. Raises the listener's errors, with the step half done."""
+        """Compute one step and draw tokens. Errors of on_layer pass through and leave the step half done."""
         memory = self._memory
         assert memory is not None, "attach() comes first"
         step = pack(batch, self.layout, self._device, on_layer)

@@ -20,16 +20,16 @@ from kaveri.telemetry.logs import get_logger
 
 _NO_EOS: frozenset[int] = frozenset()
 _SCORED_TOGETHER = 64
-"""Rows of float32 logits that are made at a time: 37 MiB with a vocabulary of 150,000."""
+"""Rows of logits converted to float32 at a time: 37 MiB with a vocabulary of 150,000."""
 _MASK_64 = 2**64 - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
-"""This and the factors are less 2**64, which changes no bit: tensors have int64 only."""
+"""Increment of SplitMix64. This and the factors are less 2**64, with the same bits: torch has int64 arithmetic only."""
 _MIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
-"""Each: value ^= value >> shift; value *= factor."""
+"""Rounds of SplitMix64's hash, as (shift, factor): value ^= value >> shift; value *= factor."""
 
 
 def stream_state(seed: int, index: int) -> int:
-    """Return 64 bits from which one draw reads a number per token id: the same on every instance and in every batch.
+    """Return the 64-bit random state of one draw: a function of seed and index, on every instance and in every batch.
 
     SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, figure 13): the
     seed's own hash is a state, and the draw's state is `index` gammas ahead of it.
@@ -39,9 +39,9 @@ def stream_state(seed: int, index: int) -> int:
 
 
 def waiting_times(states: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Exponential(1) numbers, one per token id, read from each state: [len(states), vocab_size], float64, above 0.
+    """Return Exponential(1) numbers, one per token id, for each state: [len(states), vocab_size], float64, above 0.
 
-    SplitMix64 again: token id i is the i-th number after the state. 52 random bits each.
+    By SplitMix64: token id i uses the i-th number after the state, 52 random bits.
     """
     gammas = torch.arange(1, vocab_size + 1, device=device).mul_(_GOLDEN_GAMMA)
     signed = [state - (state >> 63 << 64) for state in states]
@@ -65,13 +65,14 @@ def _mix(value: int) -> int:
 def draw_tokens(
     logits: Tensor, slices: Sequence[SequenceSlice], eos_token_ids: AbstractSet[int] = _NO_EOS
 ) -> list[DrawnToken | NoToken]:
-    """Draw one token per row, or none if the row holds NaN, +inf or nothing but -inf (which masks a token).
+    """Draw one token per row; NoToken if the row holds NaN, +inf or nothing but -inf (which masks a token).
 
-    logits: [rows, vocabulary], any float dtype. slices: one per row; params, draw_index are read. A row's token depends
-    on its own logits, params and draw_index alone. eos_token_ids: the model's; not drawn before min_tokens.
+    logits: [rows, vocabulary], any float dtype. slices: one per row, of which params and draw_index are read. A row's
+    token depends on its own logits, params and draw_index alone. eos_token_ids: the model's; not drawn before
+    min_tokens.
 
-    If that raises, rows are drawn one by one, and those whose draw raises have no token. Raises when none of several
-    rows can be drawn: that is no fault of a row.
+    If drawing raises, rows are drawn one by one, and those that raise get NoToken. Raises if all of several rows raise:
+    that is no fault of a row.
     """
     try:
         return _draw_together(logits, slices, eos_token_ids)
@@ -121,7 +122,7 @@ def _draw_together(
 
 
 def _without_barred(logits: Tensor, slices: Sequence[SequenceSlice], eos_token_ids: AbstractSet[int]) -> Tensor:
-    """Return the logits with -inf for tokens that would end an answer before its min_tokens; copied if any."""
+    """Return logits (a copy if changed) with -inf for tokens that would end an answer before its min_tokens."""
     pairs = [
         (row, token_id)
         for row, piece in enumerate(slices)
@@ -134,8 +135,8 @@ def _without_barred(logits: Tensor, slices: Sequence[SequenceSlice], eos_token_i
 
 
 def _sample(logits: Tensor, slices: Sequence[SequenceSlice], *, filters: bool) -> list[int]:
-    """Draw a token for each row: from the whole vocabulary, or, with `filters`, from the top_k likeliest tokens, and of
-    those from the smallest set that reaches top_p of their weight."""
+    """Sample a token for each row from the whole vocabulary or, with `filters`, from the smallest set of the top_k
+    likeliest tokens whose weight reaches top_p."""
     device, vocab_size = logits.device, logits.shape[-1]
     # Probabilities after temperature, up to a factor; the likeliest token's is 1. The maximum goes first, so that a
     # tiny temperature makes -inf of the others and not inf - inf.
@@ -160,9 +161,9 @@ def _sample(logits: Tensor, slices: Sequence[SequenceSlice], *, filters: bool) -
 
 
 def score_tokens(logits: Tensor, token_ids: Sequence[int], count: int) -> tuple[Logprobs, ...]:
-    """Return the log-probabilities of known tokens, with the `count` likeliest ones in the place of each.
+    """Return the log-probability of each given token, with the `count` likeliest alternatives at its position.
 
-    logits: [rows, vocabulary], any float dtype; one row for each token. Computed in float32.
+    logits: [rows, vocabulary], any float dtype; one row per token. Computed in float32.
     """
     entries: list[Logprobs] = []
     for first in range(0, len(token_ids), _SCORED_TOGETHER):
@@ -179,7 +180,7 @@ def _logprobs(logits: Tensor, slices: Sequence[SequenceSlice], token_ids: Sequen
 
 
 def _report(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
-    """Return log-probabilities of each row, from the raw logits in float32: before temperature, top_k and top_p."""
+    """Return log-probabilities for each row, in float32 from logits before temperature, top_k and top_p."""
     chosen = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
     every = torch.log_softmax(logits.float(), -1)
     values = every.gather(-1, chosen).squeeze(1).tolist()

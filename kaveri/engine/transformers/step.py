@@ -1,7 +1,7 @@
-"""State that all layers of a step share: the packing of its slices into one row, and the places of their KV.
+"""Packs the slices of a step (each one sequence's part) into one row of tokens, with the locations of their KV.
 
-The row is ordered for attention, not for the caller: slices of many tokens (prefill chunks) first, one after the other,
-then slices of one token (decode), the longest context first, cut into groups of similar length.
+The row is ordered for attention: slices of many tokens (prefill chunks) first, one after the other, then slices of one
+token (decode), the longest context first, cut into groups of similar length.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,54 +27,52 @@ _K_AND_V = np.arange(2).reshape(2, 1, 1)
 
 @dataclass(slots=True)
 class Segment:
-    """Rows [first, last) of the step that attend together: one prefill chunk, or decoding sequences of similar length,
-    one row each."""
+    """Rows [first, last) of a step that attend together: a prefill chunk, or decoding sequences of similar length."""
 
     first: int
     last: int
     positions: Tensor
     """Positions of the rows' tokens, int64: [tokens, 1] for a chunk, else [sequences, 1, 1, 1]."""
     halves: Tensor | None
-    """[2, sequences, blocks], int64: K and V of the context; shorter sequences repeat their last block. None for a
-    chunk that is its whole context."""
+    """[2, sequences, blocks], int64: half blocks with K and V of the context; shorter sequences repeat their last
+    block. None for a chunk without earlier context."""
     context_tokens: int
     masks: dict[int | None, Tensor] = field(default_factory=dict)
-    """Masks of earlier layers, by sliding window."""
+    """Attention masks computed by earlier layers, by sliding window."""
 
 
 @dataclass(slots=True)
 class LayerReports:
-    """Reports of the layers whose KV is in the pool."""
+    """Reports to on_layer the layers whose KV of the step is in the host pool."""
 
     on_layer: Callable[[int], None]
     block_ids: Tensor
     """[blocks], int64: every block that the step writes to."""
     under_way: tuple[int, torch.cuda.Event] | None = None
-    """Last layer, and the copy of its KV to the pool."""
+    """Last layer, and the pending copy of its KV to the host pool."""
 
 
 @dataclass(slots=True)
 class Step:
-    """One packed batch. T tokens in all."""
+    """One packed batch of T tokens, as all layers of the model use it."""
 
     token_ids: Tensor
     """[1, T], int64."""
     position_ids: Tensor
     """[1, T], int64."""
     kv_rows: Tensor
-    """[2 * T], int64: rows to which the tokens' keys, then their values, are written."""
+    """[2 * T], int64: rows of the pool for the tokens' keys, then for their values."""
     fresh_halves: Tensor | None
-    """Half blocks that a slice enters without filling them. They are cleared first: an earlier owner's data there is
+    """Half blocks that a slice enters without filling them, to be cleared first: an earlier owner's data there is
     masked, yet a NaN among it would survive the mask's zero weight."""
     chunks: list[Segment]
     decodes: list[Segment]
     logits_rows: Tensor
-    """[draws + scored], int64: rows after which a token is drawn, then rows whose next token, which is known, gets a
-    log-probability."""
+    """[draws + scored], int64: rows after which a token is drawn, then rows whose next token is to be scored."""
     drawn_slices: list[int]
-    """Index of each draw's slice in the caller's batch."""
+    """Index, in the caller's batch, of the slice of each drawn token."""
     scored_slices: list[int]
-    """The slices of the caller's batch that the scored rows belong to, one after the other."""
+    """Indexes, in the caller's batch, of the slices of the scored rows, in order."""
     reports: LayerReports | None
 
 
@@ -84,7 +82,7 @@ def pack(
     device: torch.device,
     on_layer: Callable[[int], None] | None,
 ) -> Step:
-    """Pack one step. Neither `batch` nor a slice of it is empty."""
+    """Pack one step. `batch` and its slices must not be empty. on_layer: None if no KV is pushed."""
     block_tokens = layout.block_tokens
     chunk_order = [index for index, piece in enumerate(batch) if len(piece.token_ids) > 1]
     decode_order = [index for index, piece in enumerate(batch) if len(piece.token_ids) == 1]

@@ -1,10 +1,10 @@
 """The KV connector that vLLM loads: passes each hook to the side that it belongs to, and does nothing else.
 
 vLLM makes one with the scheduler and one in each worker. Order of the hooks in a step, as tests/vllm/test_hooks.py
-verifies: the scheduler asks get_num_new_matched_tokens and tells update_state_after_alloc for each request that it
-places, then build_connector_meta; the worker gets handle_preemptions before the model runs, save_kv_layer after each
-layer's attention, wait_for_save after all, then get_transfer_results; the scheduler gets request_finished_all_groups
-for each request that has ended, and takes back the blocks of those in the results.
+verifies: the scheduler calls get_num_new_matched_tokens and update_state_after_alloc for each request that it places,
+then build_connector_meta; the worker calls handle_preemptions before the model runs, save_kv_layer after each layer's
+attention, wait_for_save after all, then get_transfer_results; the scheduler calls request_finished_all_groups for each
+request that has ended, and frees the blocks of those in the results.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ CONNECTOR_NAME = "KaveriConnector"
 
 
 class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
-    """The KV connector. scheduler_side, worker_side: set in vLLM's instance for that role, else None."""
+    """Kaveri's KV connector for vLLM. scheduler_side is set in vLLM's scheduler, worker_side in its workers."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -44,13 +44,12 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return True: a prompt preempted during its computation is computed again, never transferred."""
+        """True: a prompt preempted during its computation is recomputed, never transferred."""
         return True
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return False: save_kv_layer is not called within a full CUDA graph, but on a device KV is copied after the
-        step (Mirror)."""
+        """Return False: full CUDA graphs skip save_kv_layer, but on a device KV is copied after the step anyway."""
         return False
 
     # The scheduler's hooks.
@@ -89,7 +88,7 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: transfers write by themselves."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request is computed only after all of its KV has landed."""
+        """Do nothing: a request is computed only after all of its KV has arrived."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         self._worker.layer_done(layer_name)
@@ -113,7 +112,7 @@ class KaveriConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 class StepMetadata(KVConnectorMetadata):
-    """Per-step message from the scheduler's side to the workers'."""
+    """Per-step message from the scheduler's connector to the workers'."""
 
     def __init__(self, orders: StepOrders) -> None:
         self.orders = orders

@@ -1,4 +1,4 @@
-"""The connector's side in vLLM's scheduler: translates between vLLM's requests and ours. Decides nothing by itself."""
+"""The connector's side in vLLM's scheduler: translates between vLLM's requests and Kaveri's, without decisions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ _PARAM = "kaveri_engine_id"
 
 
 class Placement(NamedTuple):
-    """Report of vLLM's scheduler: a request that waits for a transfer has been given its blocks."""
+    """Report of vLLM's scheduler: blocks are allocated for a request that waits for its KV."""
 
     entry: Entry
     first_block: int
@@ -22,33 +22,33 @@ class Placement(NamedTuple):
 
 
 class RequestAdvance(NamedTuple):
-    """Report of vLLM's scheduler: the step computes tokens of this request."""
+    """Report of vLLM's scheduler: the step computes token_count tokens of this request."""
 
     entry: Entry
     token_count: int
     computed: int
-    """Number of tokens whose KV exists after the step."""
+    """Number of tokens with KV after the step."""
     block_ids: Sequence[int]
-    """The request's blocks, for prompts and requests copied to a replica."""
+    """The request's blocks; empty unless it is on the prefill side or copied to a replica."""
 
 
 StepListener = Callable[[Sequence[Placement], Sequence[RequestAdvance], Sequence[Entry]], Sequence[PromptChunk]]
-"""Handles the start of a step, with the requests that it preempts, on the thread that steps vLLM. Returns the prompt
-chunks for the ranks to push."""
+"""Called with the placements, advances and preempted requests of a step before it runs, on the thread that steps vLLM.
+Returns the prompt chunks whose KV the ranks push."""
 
 
 def transfer_params(engine_id: str) -> dict[str, Any]:
-    """Build the SamplingParams.extra_args by which the hooks recognize a request of the engine."""
+    """Return the SamplingParams.extra_args by which the hooks recognize a request of Kaveri's engine."""
     return {"kv_transfer_params": {_PARAM: engine_id}}
 
 
 def engine_id_of(extra_args: Mapping[str, Any]) -> str:
-    """Return the id of Kaveri's engine that submitted a vLLM request; empty for others."""
+    """Return the id of Kaveri's request from a vLLM request's extra_args; empty if Kaveri did not submit it."""
     return str(extra_args.get("kv_transfer_params", {}).get(_PARAM, ""))
 
 
 class SchedulerSide:
-    """Scheduler-side hooks. Ignores requests that do not come from the engine."""
+    """Scheduler-side hooks of the connector. Ignores requests that Kaveri's engine did not submit."""
 
     def __init__(self, block_tokens: int) -> None:
         self._requests: Requests | None = None
@@ -59,18 +59,18 @@ class SchedulerSide:
         self._next_orders = StepOrders()
 
     def attach(self, requests: Requests, on_step: StepListener) -> None:
-        """Serve an engine from the next step on, until detach()."""
+        """Serve an engine from the next step on, until detach(). on_step: called with the start of each step."""
         self._requests, self._on_step = requests, on_step
 
     def detach(self) -> None:
         self._requests = self._on_step = None
 
     def left(self, block_ids: Sequence[int]) -> None:
-        """Make these finished blocks readable at the ranks with the next step."""
+        """Order the ranks to make these blocks readable for pushes at the next step; their requests compute no more."""
         self._next_orders.left_block_ids += block_ids
 
     def landed(self, block_ids: Sequence[int]) -> None:
-        """Report blocks that a transfer has written to the workers with the next step, which reads them."""
+        """Order the ranks to take over blocks that a transfer has written, at the next step, which reads them."""
         self._next_orders.landed_block_ids += block_ids
 
     def release(self, entry: Entry) -> None:
@@ -80,11 +80,11 @@ class SchedulerSide:
 
     @property
     def has_reports(self) -> bool:
-        """True if the next step has something to report to vLLM."""
+        """True if a step is needed to carry orders to the ranks, even without tokens to compute."""
         return bool(self._next_orders.released or self._next_orders.left_block_ids)
 
     def requested(self, request: Any) -> None:
-        """Handle a request that vLLM has accepted."""
+        """Register a request that vLLM has accepted, if Kaveri's engine submitted it."""
         engine_id = (request.kv_transfer_params or {}).get(_PARAM)
         ours = self._requests.by_id.get(engine_id) if self._requests is not None and engine_id is not None else None
         if ours is not None:
@@ -95,11 +95,11 @@ class SchedulerSide:
                 del request.block_hashes[(ours.held_tokens - 1) // self._block_tokens :]
 
     def matched(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
-        """Return the number of tokens that a transfer brings beyond vLLM's prefix cache, and True if vLLM must wait for
-        them.
+        """Return the number of tokens whose KV a transfer brings beyond vLLM's prefix cache, and True if vLLM must wait
+        for it.
 
-        The number covers the whole prompt (vLLM still computes the last token, which prefill samples), or the tokens of
-        the copy for a resumed request.
+        Covers the whole prompt (vLLM still computes the last token, which prefill samples), or the tokens of the
+        replica for a resumed request.
         """
         entry = self._entries.get(request.request_id)
         if entry is None or entry.phase is not EntryPhase.AWAITING_BLOCKS:
@@ -117,7 +117,7 @@ class SchedulerSide:
             self._placements.append(Placement(entry, first_block, len(block_ids)))
 
     def stepping(self, scheduler_output: Any) -> StepOrders:
-        """Build the orders for the step that vLLM has just scheduled."""
+        """Return the orders for the ranks in the step that vLLM has just scheduled."""
         chunks = self._tell_hooks(scheduler_output)
         orders, self._next_orders = self._next_orders, StepOrders()
         orders.chunks = chunks
@@ -146,8 +146,7 @@ class SchedulerSide:
         return self._on_step(placements, advances, preempted)
 
     def finished(self, request: Any) -> bool:
-        """Handle the end of a request in vLLM. Returns True if its blocks stay allocated until the worker's side
-        reports it."""
+        """Handle a request's end in vLLM. Returns True if its blocks stay allocated until release()."""
         entry = self._entries.pop(request.request_id, None)
         if entry is None or self._requests is None:
             return False

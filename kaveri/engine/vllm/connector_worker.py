@@ -1,5 +1,4 @@
-"""The connector's side in the model's process: the pool over vLLM's memory, and a step's information for its rank.
-Bytes are moved by the rank's end of the data plane, which belongs to the engine that has attached it."""
+"""The connector's side in the model's process: the pool over vLLM's memory, and each step's progress for its rank."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -16,7 +15,7 @@ from kaveri.engine.vllm.rank_server import serve_rank
 
 
 class WorkerSide:
-    """The connector's worker side. Called by vLLM on the thread that computes.
+    """Worker side of the KV connector. Called by vLLM on the thread that computes.
 
     ranks_at: address where the engine listens for its ranks, if this one is in a process of its own; else empty.
     """
@@ -43,7 +42,7 @@ class WorkerSide:
         return self._plane
 
     def register(self, caches: Mapping[str, Tensor]) -> None:
-        """Handle vLLM's allocation of the KV cache. Raises ConfigError for an unsupported layout."""
+        """Make the rank's KV pool over vLLM's cache tensors, by layer name. Raises ConfigError for their layout."""
         rank = get_tensor_model_parallel_rank()
         layout = self._layout_of()
         part = layout.rank(rank)
@@ -66,20 +65,19 @@ class WorkerSide:
             self._plane.begin_step(orders.chunks)
 
     def layer_done(self, layer_name: str) -> None:
-        """Record that the step's KV of this layer is in vLLM's cache, or will be when the device has executed the
-        work."""
+        """Handle the end of a layer's attention: the step's KV of this layer is in vLLM's cache."""
         if self._mirror is None and self._plane is not None:
             self._plane.layer_done(self._layers[layer_name])
 
     def end_step(self) -> None:
-        """Record the same for all layers."""
+        """Handle the end of the model's forward: all of the step's KV is in vLLM's cache."""
         if self._plane is not None:
             if self._mirror is not None:
                 self._mirror.take_out(sorted(self._plane.written_blocks().union(self._orders.completed_block_ids)))
             self._plane.end_step()
 
     def take_released(self) -> set[str]:
-        """Return the ids, in vLLM, of requests whose blocks vLLM gets back at the end of the step; each once."""
+        """Return ids, in vLLM, of ended requests whose blocks vLLM gets back after this step; each once."""
         orders, self._orders = self._orders, StepOrders()
         return set(orders.released)
 

@@ -24,8 +24,7 @@ class StepOutput(NamedTuple):
 
 
 class VllmCore:
-    """A loaded vLLM engine (LLMEngine, VLLM_ENABLE_V1_MULTIPROCESSING=0) with the KV connector. ranks: its
-    tensor-parallel ranks, in order."""
+    """A loaded vLLM engine (LLMEngine) in this process, with the KV connector. ranks: tensor-parallel, in order."""
 
     def __init__(
         self,
@@ -53,8 +52,8 @@ class VllmCore:
         self.scheduler_side: SchedulerSide = connector.scheduler_side
 
     def add(self, engine_id: str, token_ids: Sequence[int], params: Any, *, is_prefill: bool) -> None:
-        """Queue a request. Raises vLLM's error when vLLM refuses it. Prompts are computed in the order of these calls.
-        Their blocks are reserved, and taken from decoding requests if necessary."""
+        """Queue a request in vLLM. Prompts are computed in the order of these calls; their blocks are reserved, by
+        preempting decoding requests if necessary. Raises vLLM's error if vLLM rejects it."""
         params.extra_args = {**(params.extra_args or {}), **transfer_params(engine_id)}
         self._count += 1
         priority = _PROMPT if is_prefill else _DECODING
@@ -62,9 +61,8 @@ class VllmCore:
         self._llm.add_request(engine_id, prompt, params, arrival_time=float(self._count), priority=priority)
 
     def begin_answer(self, request: Any, first_token_id: int | None) -> None:
-        """Start to decode a request whose KV has landed, except that of its last token, first_token_id, which the next
-        step computes. first_token_id: None for a resumed request: all its tokens are known, and its copied KV has
-        landed. request: vLLM's record."""
+        """Start to decode a request whose KV has arrived. first_token_id: its last token, whose KV the next step
+        computes; None for a request resumed from a replica, whose tokens are all known. request: vLLM's record."""
         if first_token_id is not None:
             request.prompt_token_ids[-1] = request._all_token_ids[-1] = first_token_id
             # The hash of the block that this token completes.
@@ -74,12 +72,11 @@ class VllmCore:
         self._scheduler.finished_recving_kv_req_ids.add(request.request_id)
 
     def decode(self, request: Any) -> None:
-        """Continue a computed prompt as a decoding request from the next step on; vLLM may preempt it from then on.
-        request: vLLM's record."""
+        """Continue a computed prompt as a decoding request, which vLLM may preempt. request: vLLM's record."""
         request.priority = _DECODING
 
     def abort(self, vllm_id: str) -> None:
-        """End a request; the connector decides if its blocks are kept. Unknown ids are ignored."""
+        """End a request; the connector decides if its blocks are kept. Ignores unknown ids."""
         self._llm.abort_request([vllm_id], internal=True)
 
     def step(self, batch_count: int, held: Collection[Any] = ()) -> list[StepOutput]:
@@ -123,8 +120,8 @@ class VllmCore:
         return found
 
     def undrawable(self, request: Any) -> bool:
-        """Return True if the request's last step produced NaN logits, so its token is meaningless. request: vLLM's
-        record. Infinite logits count where vLLM computes them in float32 and the token is sampled, not greedy."""
+        """Return True if the request's last step produced NaN logits, so its token is meaningless. Counts infinite
+        logits only if vLLM computes in float32 and samples the token. request: vLLM's record."""
         return bool(request.num_nans_in_logits)
 
     def holds(self, vllm_id: str) -> bool:
@@ -132,7 +129,7 @@ class VllmCore:
         return vllm_id in self._scheduler.requests
 
     def blocks_of(self, vllm_id: str) -> list[int]:
-        """Return a request's blocks, in token order."""
+        """Return the ids of a request's blocks, in token order."""
         block_ids: list[int] = self._scheduler.kv_cache_manager.get_block_ids(vllm_id)[0]
         return block_ids
 
@@ -143,17 +140,17 @@ class VllmCore:
 
     @property
     def free_blocks(self) -> int:
-        """Number of blocks that no request holds, including unused blocks of the prefix cache."""
+        """Number of blocks that no request holds, including reusable blocks of the prefix cache."""
         return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def tables(self) -> dict[str, list[int]]:
-        """Return the blocks of each request by its id in vLLM."""
+        """Return the block ids of each request, by its id in vLLM."""
         return {
             vllm_id: self._scheduler.kv_cache_manager.get_block_ids(vllm_id)[0] for vllm_id in self._scheduler.requests
         }
 
     def reference_counts(self) -> dict[int, int]:
-        """Return the number of requests per held block, without the null block, which is never free."""
+        """Return the number of requests that hold each block in use. Excludes the null block, which is never free."""
         blocks = self._scheduler.kv_cache_manager.block_pool.blocks
         return {block.block_id: block.ref_cnt for block in blocks if block.ref_cnt and not block.is_null}
 

@@ -1,6 +1,6 @@
-"""Combines the data planes of all ranks: a push is accepted, and a transfer lands, once every rank has it. A transfer
-has the same id in all ranks. A failure in one rank cancels it in the others; it ends when no rank can touch its blocks
-any more."""
+"""Combines the KV transfers of all tensor-parallel ranks: a push is accepted, and a transfer lands, once every rank has
+it. A transfer has the same id in all ranks. A failure in one rank cancels it in the others; it ends when no rank can
+touch its blocks any more."""
 
 import itertools
 import os
@@ -34,11 +34,12 @@ _STAGED_TIMEOUT_S = 10.0
 
 
 class DataPlane:
-    """KvPlane over all ranks. Only close() waits for a rank in another process.
+    """Pushes and receives KV on all tensor-parallel ranks (a KvPlane). Only close() waits for a rank in another
+    process.
 
-    setup: for all ranks; each listens at its own address (rank_endpoint). listener: called on any thread, also within
+    setup: for all ranks; each listens at its own address (rank_endpoint()). listener: called on any thread, also within
     grant() or open_push(). on_lost: called when a rank, and with it every transfer, is lost. Raises ConfigError, with
-    the ranks detached, when a rank cannot listen.
+    the ranks detached, if a rank cannot listen.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class DataPlane:
         return RankCopies(self)
 
     def stage(self, block_id: int, slot: int) -> None:
-        """Copy a block to a slot in every rank, and wait for completion. Raises EngineError after a timeout."""
+        """Copy a block to a staging slot in every rank, and wait. Raises EngineError after a timeout."""
         serial, staged = next(_SERIALS), threading.Event()
         with self._lock:
             self._staging[serial] = set(range(len(self._ranks))), staged
@@ -182,13 +183,13 @@ class DataPlane:
 
 
 class RankCopies:
-    """PushSender of the replicas of all ranks."""
+    """Pushes KV copies to other instances (replicas) from all tensor-parallel ranks; a PushSender."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
 
     def open(self, ticket: Ticket, parts: Sequence[Ticket] = ()) -> None:
-        """Begin a push. Each rank finds its own parts of the ticket."""
+        """Begin a push in every rank. Each rank finds its own parts of the ticket."""
         self._plane.open_copy(ticket)
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
@@ -204,7 +205,7 @@ class RankCopies:
         self._plane.do(RankCall("abort", (transfer_id,), {"keep_marked": keep_marked}))
 
     def flow(self) -> SenderFlow:
-        """Return an empty snapshot: copies are counted nowhere."""
+        """Return an empty snapshot: copies to replicas are not counted."""
         return SenderFlow()
 
     def close(self) -> None:
@@ -213,10 +214,10 @@ class RankCopies:
 
 @dataclass(eq=False, slots=True)
 class _Spread:
-    """Transfer across all ranks. Guarded by the data plane's lock."""
+    """One transfer across all ranks. Guarded by the data plane's lock."""
 
     gathering: Gathering
-    """Combines the ranks' transfers."""
+    """Combines the events of the ranks."""
     ungranted: set[int]
 
 

@@ -1,8 +1,8 @@
 """Samples vLLM's tokens as the transformers engine does: by (seed, index within the answer, token id).
 
 vLLM runs greedily, and a logits processor masks all but the sampled token. An answer continues unchanged in another
-batch, after a preemption or on another instance; vLLM's stateful per-request generators are not used.
-Log-probabilities are vLLM's, computed from the unmasked logits.
+batch, after a preemption or on another instance; vLLM's stateful per-request generators are not used. Log-probabilities
+are vLLM's, computed from the unmasked logits.
 
     EngineArgs(logits_processors=[KeyedDraws], ...), SamplingParams from kaveri.engine.vllm.sampling
 """
@@ -45,16 +45,15 @@ class Draw:
     eos_token_ids: frozenset[int] = frozenset()
     """The model's end-of-answer tokens; used with min_tokens."""
     engine_id: str = ""
-    """Engine id under which a failed sampling is recorded. Empty: sampling runs in another process, so the step
-    raises."""
+    """Id under which a failed sampling is recorded. Empty if sampling runs in another process, where it raises."""
 
     @property
     def changes_logits(self) -> bool:
-        """True if any token is sampled other than greedily among all."""
+        """True if any token is not simply the argmax: it is sampled, or min_tokens excludes some."""
         return self.params.temperature > 0 or self.params.min_tokens > self.first_index
 
     def to_extra_args(self) -> dict[str, Any]:
-        """Convert to plain values for the workers."""
+        """Convert to plain values for SamplingParams.extra_args."""
         params = self.params
         names = (*_SAMPLED, *_ENDING) if params.min_tokens > self.first_index else _SAMPLED
         values = {name: getattr(params, name) for name in names}
@@ -63,7 +62,7 @@ class Draw:
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None, *, is_engines: bool = False) -> "Draw | None":
-        """Parse to_extra_args(); None for other users' requests. is_engines: the engine runs in this process."""
+        """Undo to_extra_args(); None for other users' requests. is_engines: True in the engine's own process."""
         values = (extra_args or {}).get(_EXTRA_ARG)
         if values is None:
             return None
@@ -74,7 +73,7 @@ class Draw:
 
 
 class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
-    """Logits processor for both of vLLM's model runners; vLLM picks the interface when it configures itself.
+    """Logits processor for both of vLLM's model runners: samples tokens by key and masks all others.
 
     The older runner identifies requests by batch row and reports how rows move; the newer one ("V2") by a slot that a
     request keeps, and reports every row's slot at each step. vLLM discards the token of a chunk that does not end its
@@ -125,7 +124,7 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
     # The newer runner.
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Return True if the request's logits will be changed."""
+        """Add a request at slot req_idx. Returns True if its logits will be changed."""
         self._add(req_idx, sampling_params, [], 0)
         return req_idx in self._draws
 
@@ -149,7 +148,7 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
 
 
 def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
-    """Sample a token for each placed row and mask the row: 0 for the token, -inf everywhere else.
+    """Sample a token for each row in `placed` and mask the row: 0 for the token, -inf everywhere else.
 
     logits: [rows, vocabulary], floating point, changed in place. placed: row, request and index within the answer of
     the next token. A greedy row loses only the tokens that must not end its answer yet; a row without any possible
@@ -185,7 +184,7 @@ def _bar(logits: Tensor, row: int, draw: Draw, index: int) -> None:
 
 
 def _note_raised(draw: Draw, reason: str, cause: Exception | None = None) -> None:
-    """Record a failed sampling: the engine ends the request after the step, whichever token vLLM takes from its row."""
+    """Record a failed sampling, for which the engine ends the request after the step; raise it in other processes."""
     if not draw.engine_id:
         raise EngineError(reason) from cause
     RAISED_DRAWS[draw.engine_id] = reason

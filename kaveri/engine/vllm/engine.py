@@ -1,4 +1,4 @@
-"""Implements the engine contract on vLLM's in-process engine, with our own order, admission and transfers.
+"""Implements the engine contract on vLLM's in-process engine, with Kaveri's own order, admission and transfers.
 
 Owns the contract's calls and the engine thread, which alone calls vLLM. vLLM (core) computes, batches and allocates
 blocks; steps, requests, transfers and the ranks' data planes do the rest.
@@ -35,19 +35,18 @@ from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import log_settings
 
 _STALLED_S = 0.05
-"""Max sleep of the engine thread when vLLM can run nothing; any relevant change wakes it earlier."""
+"""Longest sleep of the engine thread, in seconds, if vLLM can run nothing; any relevant change wakes it earlier."""
 _CHECK_TIMEOUT_S = 30.0
 
 
 class VllmEngine(ThreadedEngine[VllmRequest]):
-    """PrefillEngine and DecodeEngine on vLLM (contract.py).
+    """Prefill and decode engine (contract.py) on vLLM.
 
-    max_batch: max decode requests in the running batch; further admitted ones wait here, in order. listen: addresses
-    for pushes, best first; empty for a prefill-only engine, whose reserve() fails. transports: creates each rank's KV
-    transports, preferred first; a module-level function if ranks have their own processes; None: socket transports.
-    receiving: how each rank receives pushes. replicas: how requests are copied to their replica holders. Raises
-    ConfigError when one request of the model's length does not fit into the empty pool, or when listening fails; the
-    caller then keeps ownership of the core.
+    max_batch: most decode requests in the running batch; further admitted ones wait here, in order. listen: addresses
+    for incoming KV, best first; if empty, reserve() fails. transports: returns each rank's KV transports, in order of
+    preference; a module-level function if ranks have their own processes; None for the socket transports. Raises
+    ConfigError if one request of the model's length does not fit into the empty pool, or if listening fails; the caller
+    then still owns the core.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class VllmEngine(ThreadedEngine[VllmRequest]):
             self._core.shutdown()
 
     def check_integrity(self) -> None:
-        """See the contract. Waits for the current step; must not be called by the listener."""
+        """Assert that no KV block is leaked or shared. Waits for the current step; not for use in the listener."""
         check: Future[None] | None = None
         with self._shared.lock:
             if self._shared.closing:
@@ -122,7 +121,7 @@ class VllmEngine(ThreadedEngine[VllmRequest]):
         source: KvLayout | None = None,
         held_tokens: int | None = None,
     ) -> "Future[Ticket]":
-        """See the contract. The ticket is granted once vLLM has allocated the blocks."""
+        """Reserve KV blocks for a request to decode. Its ticket is granted once vLLM has allocated the blocks."""
         return self._transfers.reserve(request, expires_in_s, source, held_tokens)[1]
 
     # The engine thread.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kaveri.engine.vllm.rank import Rank
 
 _PREFILLS_AT_ONCE = 64
-"""Max prompts that one step packs; vLLM keeps buffers for each."""
+"""Most prompts that one step packs; vLLM keeps buffers for each."""
 _LEAST_FREE_SHARE = 0.01
 """Share of a GPU's memory that must be free at an engine's start: several instances may share one GPU."""
 _OURS = {
@@ -73,10 +73,10 @@ _OF_THE_MODEL = (
 def load_engine(
     settings: EngineSettings, listen: Sequence[KvEndpoint], transports: Callable[[], Sequence[Transport]]
 ) -> "VllmEngine":
-    """Load weights, allocate the KV cache and open the KV listener; takes seconds. The caller calls start().
+    """Load weights, allocate the KV cache and listen for KV, but do not start the engine. Raises ConfigError.
 
     Called at most once per process, since vLLM's state is global, by the thread that imports vLLM. listen: addresses
-    for pushes. transports: see VllmEngine. Raises ConfigError.
+    for incoming KV. transports: returns the KV transports of a rank.
     """
     core = load_core(settings)
     from kaveri.engine.vllm.engine import VllmEngine
@@ -96,7 +96,7 @@ def load_engine(
 
 
 def load_core(settings: EngineSettings) -> "VllmCore":
-    """Load vLLM with the KV connector; see load_engine."""
+    """Load vLLM with Kaveri's KV connector. At most once per process. Raises ConfigError."""
     engine_args = settings.engine_args or {}
     _check_options(engine_args)
     _prepare_process()
@@ -195,8 +195,8 @@ def _arguments(settings: EngineSettings, folder: Path) -> dict[str, Any]:
 
 
 def vllm_dtype(dtype: str, values: Mapping[str, Any], on_cpu: bool) -> str:
-    """Choose vLLM's dtype option: `dtype` itself, or auto_dtype's choice for vLLM's CPU default. values: of
-    config.json. On CPUs vLLM computes float16 checkpoints in float16, all others in bfloat16."""
+    """Return the dtype option for vLLM: `dtype` itself; for "auto", auto_dtype()'s choice if this CPU lacks
+    instructions for vLLM's (float16 for float16 checkpoints, else bfloat16). values: of config.json."""
     if dtype != "auto" or quantization_method(values) is not None:
         return dtype
     chosen = "float16" if stored_dtype(values) == "float16" else "bfloat16"
@@ -231,8 +231,7 @@ def _start(
 
 
 def model_fingerprint(checkpoint: str, engine_args: Mapping[str, Any]) -> str:
-    """Identify a model by its checkpoint's fingerprint and the options that change its computation. An option
-    explicitly set to its default counts as different from an unset one."""
+    """Return the checkpoint's fingerprint, hashed with the vLLM options that change the model's computation, if any."""
     changes = {name: engine_args[name] for name in _OF_THE_MODEL if engine_args.get(name) is not None}
     if not changes:
         return checkpoint

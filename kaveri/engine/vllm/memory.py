@@ -1,4 +1,4 @@
-"""Exposes vLLM's KV cache as a pool: its location, the layout of a block, and a host mirror of a device cache."""
+"""Exposes vLLM's KV cache as a pool: its location, the layout of a block, and a host copy of a device cache."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,8 @@ _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.floa
 class SharedCache(TorchFunctionMode):
     """Makes vLLM allocate its KV cache in a shared memory file, so that other local processes can write to it (shm).
 
-    While active, as the connector's get_mem_pool_context, it replaces the single
-    torch.zeros(byte_count, dtype=torch.int8) on the host that allocates vLLM's whole cache; other calls are unchanged.
+    While active, as the connector's get_mem_pool_context(), it replaces the single torch.zeros(byte_count,
+    dtype=torch.int8) on the host that allocates vLLM's whole cache; other calls are unchanged.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ def blocks_of(caches: Mapping[str, Tensor], layout: KvLayout) -> Tensor:
     """View vLLM's KV cache as [layer_count, block_count, block_bytes], uint8, on the cache's device.
 
     caches: as registered by vLLM: a tensor [block_count, kv_head_count, block_tokens, 2 * head_dim] per layer, in layer
-    order, with any byte order. Raises ConfigError when a layer's block is not contiguous, or layers are not evenly
+    order, with any byte order. Raises ConfigError if a layer's block is not contiguous, or layers are not evenly
     spaced.
     """
     tensors = list(caches.values())
@@ -70,8 +70,8 @@ def blocks_of(caches: Mapping[str, Tensor], layout: KvLayout) -> Tensor:
 
 
 def pool_over(cache: Tensor, layout: KvLayout, shared: SharedMemory | None) -> KvPool | None:
-    """Build the pool over vLLM's own memory; None if no transport can access that memory. cache: as returned by
-    blocks_of. shared: the file that vLLM may have allocated the cache from."""
+    """Return a KV pool over vLLM's own memory; None if transports cannot access it, as on a GPU. cache: from
+    blocks_of(). shared: file in which vLLM may have allocated the cache."""
     if cache.device.type != "cpu" or not cache.is_contiguous():
         return None
     memory: npt.NDArray[np.uint8] = cache.numpy()
@@ -93,11 +93,10 @@ def _is_one_run(tensor: Tensor) -> bool:
 
 
 class Mirror:
-    """Copy in host memory of a KV cache on a device: pushes read from it, and landings write to it.
+    """Copy in host memory of a KV cache on a device: pushes read from it, and incoming transfers write to it.
 
     Block i of the pool mirrors block i of the cache. Copies wait for the device: a chunk's KV is copied after the whole
-    chunk, so a push overlaps with later chunks, not with the layers of its own. Copies use a window on the pool
-    (host_window.py), or ordinary memory if there is none. Called only by the engine's thread.
+    chunk, so a push overlaps with later chunks, not with the layers of its own. Called only by the engine's thread.
 
     cache: [layer_count, block_count, block_bytes], uint8, on any device: a view of vLLM's own memory.
     """
@@ -109,12 +108,12 @@ class Mirror:
         self._cache = in_words(cache)
 
     def take_out(self, block_ids: Sequence[int]) -> None:
-        """Copy blocks of all layers from the cache to the pool, including KV computed before this call."""
+        """Copy blocks of all layers from the device to the host, including KV computed before this call."""
         if block_ids:
             copy_blocks(self._cache, self._host, block_ids)
 
     def bring_in(self, block_ids: Sequence[int]) -> None:
-        """Copy blocks of all layers to the cache; visible to later readers on return."""
+        """Copy blocks of all layers from the host to the device; visible to later readers on return."""
         if block_ids:
             copy_blocks(self._host, self._cache, block_ids)
             if self._cache.is_cuda:
@@ -123,7 +122,7 @@ class Mirror:
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any, model_fingerprint: str) -> KvLayout:
-    """Return the layout of a block of this vLLM engine over all ranks. Call after the model is loaded.
+    """Return the KV layout of this vLLM engine over all ranks. Call after the model is loaded.
 
     model_fingerprint: of the checkpoint; the layout's fingerprint also covers vLLM's choices. Raises ConfigError if the
     layout is unsupported.
@@ -153,14 +152,14 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, model_fingerprint: str) ->
 
 
 def _with_rotary_choice(model_fingerprint: str) -> str:
-    """Add vLLM's choice of rotary factors: LongRoPE (Ding et al. 2024, arXiv 2402.13753) has two sets, and vLLM picks
-    one for all positions by its configured length. Their KV is incompatible."""
+    """Add vLLM's choice of rotary factors to a fingerprint: LongRoPE (Ding et al. 2024, arXiv 2402.13753) has two sets,
+    and vLLM picks one for all positions by its configured length. Their KV is incompatible."""
     chosen = {rotary.use_long_rope for rotary in _ROPE_DICT.values() if hasattr(rotary, "use_long_rope")}
     return model_fingerprint + "-long" if True in chosen else model_fingerprint
 
 
 def _order(vllm_config: Any, layer_names: Sequence[str]) -> str:
-    """Name the order of data within a block. Two engines can exchange blocks only if the whole order is equal. If heads
+    """Return the name of the data order within a block. Two engines exchange blocks only if names are equal. If heads
     come first, their rank counts may differ: vLLM computes each head separately.
 
     On the CPU the instruction set decides: "vec" holds K transposed, "amx" in tiles.

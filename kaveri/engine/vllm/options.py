@@ -13,8 +13,8 @@ from kaveri.errors import ConfigError
 
 
 def parse_engine_args(text: str) -> Mapping[str, Any]:
-    """Parse the value of a setting: '{"max_num_seqs": 64}', or the path of a file, with or without @. Names may also be
-    spelled as on vLLM's command line: max-num-seqs. Values are not validated. Raises ValueError."""
+    """Parse vLLM's options from a JSON object such as {"max_num_seqs": 64}, or from a file's path, with or without @.
+    Names may also be spelled as on vLLM's command line. Values are not validated. Raises ValueError."""
     text = text.strip()
     if not text:
         return {}
@@ -40,7 +40,7 @@ def _read(path: Path) -> Any:
 
 
 def require_known(engine_args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option name unknown to the installed vLLM."""
+    """Raise ConfigError for an option name that the installed vLLM does not know."""
     from vllm import EngineArgs
 
     known = [option.name for option in fields(EngineArgs)]

@@ -1,4 +1,4 @@
-"""Interface between the engine and a tensor-parallel rank, in this process (rank_plane) or another (remote_rank)."""
+"""Interface to a tensor-parallel rank of the engine, in this process (rank_plane) or another (remote_rank)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ LostListener = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """Setup of a rank. Picklable: sent to the rank's process if it has its own."""
+    """KV transfer settings of a tensor-parallel rank. Picklable, for ranks in their own process."""
 
     listen: tuple[KvEndpoint, ...]
-    """Listening addresses for pushes, best first. Empty: none."""
+    """Listening addresses for incoming KV, best first; empty for none."""
     transports: "Callable[[], Sequence[Transport]] | None"
-    """Creates the KV transports, preferred first; None: socket transports."""
+    """Returns the KV transports, in order of preference; None for the socket transports."""
     epoch: int
     receiving: ReceiverOptions = ReceiverOptions()  # noqa: RUF009 - it is frozen
     copy_slots: int = 0
@@ -43,14 +43,14 @@ class PromptChunk(NamedTuple):
     new_block_ids: tuple[int, ...]
     """Blocks added for this step, after earlier ones."""
     before: int
-    """Number of tokens computed before the step, without those of the prefix cache."""
+    """Tokens computed before the step, without those of the prefix cache."""
     computed: int
-    """Number of tokens computed after the step, including those of the prefix cache."""
+    """Tokens computed after the step, including those of the prefix cache."""
 
 
 @dataclass(slots=True)
 class StepOrders:
-    """Orders for one step, the same for every rank."""
+    """What the ranks do with KV blocks in one step of vLLM; the same for every rank."""
 
     chunks: Sequence[PromptChunk] = ()
     landed_block_ids: list[int] = field(default_factory=list)
@@ -58,22 +58,22 @@ class StepOrders:
     released: list[str] = field(default_factory=list)
     """Ids in vLLM of ended requests whose blocks no transfer touches any more."""
     completed_block_ids: list[int] = field(default_factory=list)
-    """Blocks that the step completes, to be copied to replicas afterwards."""
+    """Blocks that the step fills, to be copied to replicas afterwards."""
     left_block_ids: list[int] = field(default_factory=list)
-    """Finished blocks to be copied to replicas."""
+    """Blocks of requests that are computed no more, to be copied to replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankCall:
-    """Call a rank; its events follow. Methods and their arguments:
+    """A call to a tensor-parallel rank; its events follow. Methods and their arguments:
 
-    grant(ticket): lease the blocks. Granted or TransferReleased follows.
-    revoke(transfer_id): cancel a landing. TransferReleased follows, unless it has ended.
-    open_push(engine_id, ticket): push a prompt during its computation. PushAccepted or PushFailed follows.
-    abort_push(transfer_id): cancel a push. PushFailed follows, unless it has ended.
-    hand_over(engine_id, first_token_id): add a computed prompt's first token to every push of that prompt.
-    forget(engine_id): drop a prompt that has ended.
-    stage(serial, block_id, slot): copy a block of the pool to a staging slot. BlockStaged follows.
+        grant(ticket): lease the blocks. Granted or TransferReleased follows.
+        revoke(transfer_id): cancel an incoming transfer. TransferReleased follows, unless it has ended.
+        open_push(engine_id, ticket): push a prompt during its computation. PushAccepted or PushFailed follows.
+        abort_push(transfer_id): cancel a push. PushFailed follows, unless it has ended.
+        hand_over(engine_id, first_token_id): add a computed prompt's first token to every push of that prompt.
+        forget(engine_id): drop a prompt that has ended.
+        stage(serial, block_id, slot): copy a block of the pool to a staging slot. BlockStaged follows.
 
     Others are methods of the PushSender that pushes replicas from the staging slots.
     """
@@ -94,23 +94,23 @@ RankListener = Callable[[RankEvent], None]
 
 
 class Rank(Protocol):
-    """A tensor-parallel rank. Only attach() and detach() may block."""
+    """A tensor-parallel rank of the engine, as far as KV is concerned. Only attach() and detach() may block."""
 
     @property
     def layout(self) -> KvLayout:
-        """Layout of the whole engine."""
+        """KV layout of the whole engine."""
 
     def attach(self, setup: RankSetup, listener: RankListener, on_lost: LostListener) -> tuple[KvEndpoint, ...]:
-        """Attach the rank's data plane; return its listening addresses for pushes. Raises ConfigError."""
+        """Start the rank's KV transfers; return its listening addresses for pushes. Raises ConfigError."""
 
     def detach(self) -> None:
-        """End the data plane with all transfers. Idempotent; waits at most 10 s."""
+        """End all transfers of the rank. Idempotent; waits at most 10 s."""
 
     def do(self, call: RankCall) -> None:
-        """Carry out a call. Its events are passed to the listener."""
+        """Carry out a call. Its events go to the listener."""
 
     def flow(self) -> KvFlow:
-        """Return a recent snapshot of the transfers."""
+        """Return a recent snapshot of the rank's KV transfers."""
 
     def shutdown(self) -> None:
-        """Shut down a rank that is no longer needed. Idempotent."""
+        """End a rank that is no longer needed. Idempotent."""

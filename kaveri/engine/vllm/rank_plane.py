@@ -1,6 +1,5 @@
-"""Data plane of one rank: the pool's sender and receiver, and the prompts pushed from it. Runs in the process that owns
-the rank's memory: the engine's, or a tensor-parallel rank's. All ranks get the same calls; each has its own listener
-(data_plane)."""
+"""KV transfers of one tensor-parallel rank: the pool's sender and receiver, and the prompts pushed from it. Runs in the
+process that owns the rank's memory. All ranks get the same calls; each has its own listener (data_plane)."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -28,8 +27,7 @@ from kaveri.kv.transports import make_transports
 
 
 class StagedCopies:
-    """A rank's staging slots, and replica pushes from them; copier.py makes the decisions. layout: of the whole engine.
-    pool: of the rank; its blocks are copied."""
+    """Staging slots (block buffers) of a rank, and pushes from them to replicas. layout: of the whole engine."""
 
     def __init__(
         self,
@@ -48,7 +46,7 @@ class StagedCopies:
         self._sender = KvSender(self._staging, listener, transports=transports)
 
     def do(self, call: RankCall) -> None:
-        """Carry out a call. Its events are passed to the listener."""
+        """Carry out a call about copies to replicas. Its events go to the listener."""
         match call:
             case RankCall("stage", (serial, block_id, slot)):
                 self._staging.memory[:, slot] = self._pool.memory[:, block_id]
@@ -67,8 +65,8 @@ class StagedCopies:
 
 
 class RankPlane:
-    """Rank in this process. Thread-safe, except for the calls about a step, which belong to the computing thread.
-    layout: of the whole engine. pool: of this rank. The listener is also called within do()."""
+    """KV transfers of a tensor-parallel rank in this process (a Rank). Thread-safe, except for the calls about a step,
+    which belong to the computing thread. layout: of the whole engine. pool: of this rank."""
 
     def __init__(self, layout: KvLayout, pool: KvPool) -> None:
         self.layout = layout
@@ -147,7 +145,7 @@ class RankPlane:
     # The step under way.
 
     def begin_step(self, chunks: Sequence[PromptChunk]) -> None:
-        """Record that the model is about to compute these chunks."""
+        """Announce that the model is about to compute these chunks."""
         if not chunks or (kv := self._kv) is None:
             return
         for chunk in chunks:
@@ -168,7 +166,7 @@ class RankPlane:
         self._in_step.clear()
 
     def written_blocks(self) -> set[int]:
-        """Return the blocks that the step completes; with a prompt's first chunk also those of the prefix cache."""
+        """Return the pushed prompts' block ids that the step fills; for a first chunk also those of the prefix cache."""
         block_tokens = self._pool.layout.block_tokens
         return {
             block

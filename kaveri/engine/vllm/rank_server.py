@@ -1,6 +1,5 @@
 """Serves the engine's calls to a tensor-parallel rank, in the rank's own process. The connection carries small calls
-and events; KV is pushed directly to the other instance. The end of the connection means that the engine has ended, and
-ends the data plane."""
+and events; KV is pushed directly to the other instance. When the connection ends, so do the rank's transfers."""
 
 import os
 import signal
@@ -22,22 +21,21 @@ END_GRACE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """End the data plane. Response: ("detached", None)."""
+    """Message to a rank: end all transfers. Response: ("detached", None)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskFlow:
-    """Request a snapshot of the transfers. Response: ("flow", KvFlow)."""
+    """Message to a rank: send a snapshot of the transfers. Response: ("flow", KvFlow)."""
 
 
 RankMessage = RankSetup | Detach | AskFlow | RankCall
-"""Message to a rank. A RankSetup attaches the rank; response: ("attached", endpoints) or ("refused", (field,
-reason))."""
+"""Message to a rank. RankSetup attaches it; response: ("attached", endpoints) or ("refused", (field, reason))."""
 
 
 def serve_rank(plane: RankPlane, rank: int, path: str) -> None:
-    """Connect to the engine's socket at `path`, and serve it on a thread until the connection ends. The process then
-    exits within END_GRACE_S: inside a collective it would wait for a killed rank forever."""
+    """Connect a rank to the engine's socket at `path` and serve it on a thread. After the connection ends, the process
+    is killed within END_GRACE_S: inside a collective it would wait for a killed rank forever."""
     connection = Client(path, "AF_UNIX")
     server = RankServer(plane, rank, connection)
     connection.send((rank, plane.layout))
@@ -52,7 +50,7 @@ def _serve_until_the_end(server: "RankServer") -> None:
 
 
 class RankServer:
-    """Receives messages (RankMessage); sends responses and events: (kind, value)."""
+    """Serves one rank over a connection: receives RankMessages, sends responses and events as (kind, value)."""
 
     def __init__(self, plane: RankPlane, rank: int, connection: "Connection[Any, Any]") -> None:
         self._plane = plane

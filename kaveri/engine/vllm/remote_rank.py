@@ -1,6 +1,6 @@
 """Tensor-parallel ranks in their own processes, as used by the engine; rank_server is the other end. vLLM starts the
-processes and carries the orders of a step. Everything else uses one connection per rank: a Unix socket in a folder that
-only this user can enter."""
+processes and carries the orders of a step; all else uses one connection per rank, a Unix socket private to this user.
+"""
 
 import contextlib
 import os
@@ -22,20 +22,19 @@ from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.telemetry.logs import get_logger
 
 _MEET_TIMEOUT_S = 60.0
-"""Time limit for a rank to connect after vLLM reports all ranks as ready."""
+"""Seconds for a rank to connect after vLLM reports all ranks as ready."""
 _ANSWER_TIMEOUT_S = 60.0
 _DETACH_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 10.0
-"""Time after which a rank that accepts no call is lost."""
+"""Seconds after which a rank that accepts no call is lost."""
 _QUIET_S = 15.0
-"""Time without any message after which a rank is probed."""
+"""Seconds without any message after which a rank is probed."""
 _CALLS_MAX = 65_536
-"""Max queued calls of a rank: a few for each request that can be in flight."""
+"""Most queued calls of a rank: a few for each request that can be in flight."""
 
 
 class RankMeeting:
-    """Accepts the connections of one engine's ranks while the context lasts. Raises ConfigError when listening
-    fails."""
+    """Context manager that accepts connections of an engine's tensor-parallel ranks. Raises ConfigError on failure."""
 
     def __init__(self, rank_count: int) -> None:
         self._folder = tempfile.mkdtemp(prefix="kaveri-ranks-")
@@ -50,7 +49,7 @@ class RankMeeting:
         self._socket.listen(rank_count)
 
     def ranks(self) -> "tuple[RemoteRank, ...]":
-        """Return all ranks, in order. Raises ConfigError when one does not connect."""
+        """Wait for all ranks to connect, and return them in order. Raises ConfigError if one does not."""
         self._socket.settimeout(_MEET_TIMEOUT_S)
         met: dict[int, RemoteRank] = {}
         try:
@@ -78,7 +77,7 @@ class RankMeeting:
 
 
 class RemoteRank:
-    """Rank in another process; see Rank. flow() returns the last received snapshot, so callers do not wait.
+    """Rank in another process. flow() returns the last received snapshot, so callers do not wait.
 
     One thread sends calls, another reads responses. A rank is lost when its process ends or after 2 * _QUIET_S without
     a response.
@@ -191,7 +190,6 @@ class RemoteRank:
             on_lost(f"tensor-parallel rank {self._rank} {what}")
 
     def _end(self) -> None:
-        """Shut down both directions; the reader closes the connection."""
         if not self._lost.acquire(blocking=False):
             return
         with contextlib.suppress(queue.Full):

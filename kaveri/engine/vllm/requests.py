@@ -18,8 +18,8 @@ _SERIALS = itertools.count()
 
 
 class Requests:
-    """Requests from submission until vLLM has their blocks back. An EngineAccount (threaded.py). put: receives
-    events, in order. on_work: called when the engine thread has something to do."""
+    """The vLLM engine's requests, until vLLM has their blocks back; implements EngineAccount (threaded.py). put:
+    receives events, in order. on_work: called when the engine thread has something to do."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class Requests:
 
     @property
     def free_blocks(self) -> int:
-        """Number of blocks that are neither held nor reserved."""
+        """Number of blocks neither held by nor reserved for a request."""
         return max(0, self.unused_blocks - sum(request.state.promised for request in self._live()))
 
     @property
     def short_of_blocks(self) -> bool:
-        """True if a request that gave its blocks up waits for new ones."""
+        """True if an admitted request was preempted and waits for blocks."""
         return any(isinstance(request.state, life.Evicted) for request in self.decodes.values())
 
     def open_prefill(self, request: EngineRequest) -> VllmRequest:
@@ -73,7 +73,7 @@ class Requests:
             self._on_work()
 
     def apply(self, request: VllmRequest, event: life.Event) -> list[TokenStep | RankCall]:
-        """Apply an event to a request. Returns its tokens, and calls to the ranks for the caller to make."""
+        """Apply an event to a request's state. Returns its tokens, and the rank calls that the caller must make."""
         before = request.state
         request.state, actions = life.step(before, event)
         match event:
@@ -98,7 +98,7 @@ class Requests:
         return rest
 
     def take_waiting(self, max_batch: int) -> list[VllmRequest]:
-        """Dequeue the waiting requests that fit into the running batch, in order; the caller lets them join."""
+        """Dequeue the admitted requests that fit into the running batch, in order; the caller lets them join."""
         room = max_batch - self.running_count()
         taken = _without_later_suspects(self.waiting, self._computes_suspect)[: max(0, room)]
         for request in taken:
@@ -106,7 +106,7 @@ class Requests:
         return taken
 
     def take_added(self) -> list[VllmRequest]:
-        """Dequeue the new requests to give to vLLM now, including at most one suspect prompt at a time."""
+        """Dequeue new requests to submit to vLLM now: at most one suspect (of a step that raised) at a time."""
         taken = _without_later_suspects(self.added, self._computes_suspect)
         self.added = [request for request in self.added if request not in taken]
         return taken
@@ -116,7 +116,7 @@ class Requests:
         return any(isinstance(request.state, (life.Submitted, life.VllmPrefilling, *life.IN_BATCH)) for request in live)
 
     def leave_entry(self, request: VllmRequest) -> None:
-        """Detach a request from the blocks that vLLM keeps for it, as if it had ended."""
+        """Detach a request from its entry in vLLM, which is then ended and its blocks freed."""
         left = request.leave_entry()
         if left is not None:
             self.ended.add(left)
@@ -128,12 +128,12 @@ class Requests:
             del self.by_id[request.engine_id]
 
     def running_count(self) -> int:
-        """Number of requests in the running batch, evicted ones included."""
+        """Return the number of requests in the running batch, evicted ones included."""
         return sum(isinstance(request.state, life.IN_BATCH) for request in self.decodes.values())
 
     def held(self, max_batch: int) -> list[VllmRequest]:
-        """Return the requests that vLLM has started but must not compute now. Other unadmitted requests may run ahead:
-        the batch has room for them, and no request can lose its blocks by this."""
+        """Return the requests that vLLM has started but must not compute now. Others that are not admitted may run
+        ahead of it, if the batch has room and no request loses blocks."""
         begun = [
             request
             for request in self._live()
@@ -155,7 +155,7 @@ class Requests:
         return held
 
     def awaiting_kv_count(self) -> int:
-        """Number of requests that wait for KV: vLLM counts them as unfinished, but cannot compute them."""
+        """Return the number of requests that wait for KV: vLLM counts them as unfinished, but cannot compute them."""
         return sum(request.awaits_kv for request in (*self.decodes.values(), *self.ended))
 
     def clear(self) -> None:
@@ -269,13 +269,13 @@ class Requests:
             self._on_work()
 
     def left(self, request: VllmRequest, block_ids: Sequence[int]) -> None:
-        """Record the pool blocks that hold all KV of a request that has left its batch."""
+        """Record the pool blocks that hold all KV of a request that is moved to another instance."""
         if isinstance(request.state, life.Left):
             whole = request.state.computed // self._info.layout.block_tokens
             request.whole_block_ids, request.tail_block_ids = tuple(block_ids[:whole]), tuple(block_ids[whole:])
 
     def goes_on(self, request: VllmRequest) -> bool:
-        """Return True if there is room for a token after the one that prefill samples."""
+        """Return True if max_model_len allows a token after the one that prefill samples."""
         return request.prompt_tokens + 1 < self._info.max_model_len
 
     def _open(
@@ -296,7 +296,7 @@ class Requests:
         return opened
 
     def _retire(self, request: VllmRequest, before: life.State) -> None:
-        """Record the end of a request; no event follows. Its blocks are freed when no transfer touches them."""
+        """Record the end of a request. Its blocks are freed when no transfer touches them."""
         del (self.prefills if isinstance(before, life.OF_PREFILL) else self.decodes)[request.key]
         if isinstance(before, life.Waiting) and request in self.waiting:
             self.waiting.remove(request)
@@ -315,7 +315,7 @@ def _may_run_ahead(request: VllmRequest) -> bool:
 
 
 def _without_later_suspects(requests: Iterable[VllmRequest], computes_suspect: Callable[[], bool]) -> list[VllmRequest]:
-    """Filter out suspects that must wait for another one. A request that waits for its KV is not being computed."""
+    """Drop the suspects (requests of a failed step) that must wait until another one is computed."""
     taken, has_suspect = list[VllmRequest](), False
     for request in requests:
         if request.is_suspect and not isinstance(request.state, life.VllmReserved):

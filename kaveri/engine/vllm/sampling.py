@@ -14,7 +14,7 @@ from kaveri.errors import EngineError, InvalidArgument, KaveriError
 
 
 def prefill_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> VllmSamplingParams:
-    """Build vLLM's parameters for a prompt, whose answer may continue as the same request of vLLM."""
+    """Return vLLM's parameters for a prompt, whose answer may continue as the same request of vLLM."""
     params = decode_params(request, eos_token_ids)
     if request.scores_prompt:
         params.prompt_logprobs = request.params.prompt_logprobs
@@ -24,8 +24,8 @@ def prefill_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> Vll
 
 
 def decode_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> VllmSamplingParams:
-    """Build vLLM's parameters for a request over request.token_ids that generates the rest of the answer. vLLM ends the
-    request under the same conditions as kaveri.engine.stopping."""
+    """Return vLLM's parameters for a request over request.token_ids that generates the rest of the answer. vLLM ends it
+    under the same conditions as kaveri.engine.stopping."""
     params = request.params
     assert params.max_tokens is not None, "an EngineRequest says how many tokens it wants"
     stop_token_ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
@@ -57,8 +57,8 @@ def logprobs_of(position: Mapping[int, Any] | None, token_id: int, asked: int | 
 
 
 def prompt_logprobs_of(request: EngineRequest, positions: Sequence[Mapping[int, Any] | None]) -> list[PromptLogprobs]:
-    """Convert vLLM's prompt_logprobs to events. Raises EngineError when there are fewer than prompt tokens. positions:
-    vLLM's Logprob by token id for each token of the prompt; None for the first one."""
+    """Convert vLLM's prompt_logprobs to events. positions: for each prompt token, vLLM's Logprob by token id; None for
+    the first. Raises EngineError if some are missing."""
     token_ids, count = request.token_ids, request.params.prompt_logprobs
     entries = [logprobs_of(each, token_id, count) for each, token_id in zip(positions, token_ids, strict=False)][1:]
     known = tuple(entry for entry in entries if entry is not None)

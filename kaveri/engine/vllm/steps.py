@@ -1,5 +1,5 @@
-"""Runs the engine's turns: passes new work to vLLM, runs a vLLM step, and applies the result to the requests. Runs on
-the engine thread, which alone calls vLLM. During a step vLLM's scheduler calls stepping()."""
+"""Iterations of the vLLM engine's thread: submits new work to vLLM, runs a vLLM step, and applies its results to the
+requests. Only this thread calls vLLM; during a step vLLM's scheduler calls stepping()."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ from kaveri.errors import NoCapacity
 
 _RETRY_AFTER_S = 0.1
 _UNKNOWN = 0
-"""Placeholder for the token that prefill samples later; nothing is computed from the placeholder."""
+"""Placeholder for the token that prefill samples later; nothing is computed from it."""
 
 _HELD_BACK = (life.Arrived, life.Waiting)
 
@@ -31,7 +31,7 @@ _Actions = list[TokenStep | RankCall]
 
 
 class Steps:
-    """Runs the engine's turns."""
+    """Runs the iterations of a vLLM engine's thread. on_stepped: called after each step, when its tokens are known."""
 
     def __init__(
         self,
@@ -44,7 +44,6 @@ class Steps:
         max_batch: int,
         on_stepped: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_stepped: called after each step, when its tokens are known."""
         self._on_stepped = on_stepped
         self._shared = shared
         self._requests = requests
@@ -57,13 +56,13 @@ class Steps:
         self._advances: Sequence[RequestAdvance] = ()
 
     def can_compute(self) -> bool:
-        """Return True if vLLM can compute any request but those held. The caller holds the lock."""
+        """Return True if vLLM can compute any request that is not held back. The caller holds the lock."""
         held_count = len(self._requests.held(self._max_batch))
         return self._core.unfinished_count > self._requests.awaiting_kv_count() + held_count
 
     def turn(self, added: Sequence[VllmRequest], stalled: bool) -> bool:
-        """Pass changes to vLLM and let it make a step. Returns True if anything was done. added: new requests. stalled:
-        the last turn did nothing."""
+        """Submit changes to vLLM and let it run a step. Returns True if anything was done. added: new requests.
+        stalled: True if the last call did nothing."""
         for request in added:
             self._add(request)
         left = self._take_leaving()
@@ -92,13 +91,12 @@ class Steps:
         return reporting or advanced or bool(added)
 
     def members(self) -> list[StepMember]:
-        """Return the unfinished requests of the step that has raised; empty outside of a step."""
+        """Return the unfinished requests of the step that has raised; empty outside a step."""
         owners = [advance.entry.owner for advance in self._advances]
         return [StepMember(each.key, each.draw_index, each.request.suspect_until) for each in owners if not each.done]
 
     def check_integrity(self) -> None:
-        """Assert that vLLM's blocks and the requests agree. Between steps: on the engine thread, or when it is
-        stopped."""
+        """Assert that vLLM's blocks and the requests agree. Between steps, on the engine thread or after its end."""
         tables, counts = self._core.tables(), self._core.reference_counts()
         held: dict[int, int] = {}
         for block_ids in tables.values():
@@ -112,7 +110,7 @@ class Steps:
     def stepping(
         self, placements: Sequence[Placement], advances: Sequence[RequestAdvance], preempted: Sequence[Entry]
     ) -> Sequence[PromptChunk]:
-        """Handle the start of a step; vLLM's scheduler calls it within turn(). See StepListener."""
+        """Handle the start of a step; called by vLLM's scheduler within turn(). Returns the prompt chunks to push."""
         chunks: list[PromptChunk] = []
         actions: _Actions = []
         with self._shared.lock:
@@ -156,7 +154,7 @@ class Steps:
             self._give_decode(request, (_UNKNOWN,) if is_sampled else ())
 
     def _give_decode(self, request: VllmRequest, drawn: Sequence[int]) -> None:
-        """Give vLLM a request of the decode side. drawn: tokens after its prompt that are computed as part of it."""
+        """Submit a request of the decode side to vLLM. drawn: tokens to append to its prompt."""
         given = request.request
         token_ids = (*given.token_ids, *drawn)
         extended = replace(given, token_ids=token_ids, generated_count=given.generated_count + len(drawn))
@@ -169,7 +167,7 @@ class Steps:
             self._transfers.refuse(request, refusal_of(error))
 
     def _release_ended(self) -> None:
-        """End requests in vLLM that have ended here, and return the blocks that no transfer touches any more."""
+        """End requests in vLLM that have ended here, and return blocks that no transfer touches any more."""
         with self._shared.lock:
             ended = [(request, request.entry, request.transfer_id is None) for request in self._requests.ended]
         gone = []
@@ -189,8 +187,7 @@ class Steps:
             self._plane.do(RankCall("forget", (request.engine_id,)))
 
     def _take_leaving(self) -> list[tuple[VllmRequest, Sequence[int]]]:
-        """Stop computing requests that are to be released. Returns them with their blocks, which are readable after the
-        next step."""
+        """Stop computing requests that move to other instances. Returns their block ids, readable after the step."""
         with self._shared.lock:
             decodes = tuple(self._requests.decodes.values())
             leaving = [request for request in decodes if isinstance(request.state, life.Leaving)]
@@ -208,9 +205,9 @@ class Steps:
         return left
 
     def _make_room(self, stalled: bool) -> None:
-        """Free blocks for requests that wait for some, taking those of adopted requests that are not being computed.
+        """Free blocks for preempted requests: those prefilled here, not admitted and not being computed lose theirs.
 
-        While vLLM is stalled, the last landed request that is not being computed loses its blocks too, and is
+        While vLLM is stalled, the last request with received KV that is not being computed loses its blocks too, and is
         recomputed later. This breaks a deadlock between a service that admits nothing until running requests advance,
         and running requests that wait for blocks of unadmitted ones.
         """
@@ -293,7 +290,6 @@ class Steps:
         self._on_stepped()
 
     def _put_tokens(self, actions: Iterable[TokenStep | RankCall]) -> None:
-        """Queue tokens for the listener. The caller holds the lock."""
         tokens = tuple(action for action in actions if isinstance(action, TokenStep))
         if tokens:
             self._shared.put(StepTokens(tokens))
@@ -327,7 +323,7 @@ class Steps:
 
 
 def _chunk(request: VllmRequest, computed: int, block_ids: Sequence[int]) -> PromptChunk:
-    """Build the chunk that a step adds to a prompt. Called before the step is applied to the request."""
+    """Return the chunk that a step adds to a prompt. Called before the step is applied to the request."""
     state = request.state
     known = state.block_count if isinstance(state, life.VllmPrefilling) else 0
     return PromptChunk(request.engine_id, request.prompt_tokens, tuple(block_ids[known:]), state.computed, computed)

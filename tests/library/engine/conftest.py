@@ -1,4 +1,4 @@
-"""Engines that several modules of tests make."""
+"""Fixtures with stepwise engines."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack

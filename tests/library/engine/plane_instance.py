@@ -1,4 +1,4 @@
-"""The data plane of one engine's ranks, and what it told."""
+"""Test double of an instance: the KV transfers of one engine's ranks, and the events they report."""
 
 import queue
 import secrets
@@ -22,8 +22,6 @@ SOON_S = 60.0
 
 
 class PlaneInstance:
-    """An engine's ranks with their data plane."""
-
     def __init__(
         self,
         ranks: Sequence[Rank],
@@ -50,7 +48,7 @@ class PlaneInstance:
         token_count: int = TOKENS,
         expires_in_s: float = 60.0,
     ) -> Ticket:
-        """A ticket for KV of the source, as it arrives there."""
+        """Return a ticket for KV of the source, after a round trip through its wire format."""
         parts = ticket_parts(source, self.layout, self.plane.endpoints)
         ticket = Ticket(
             transfer_id=secrets.token_bytes(16),
@@ -67,7 +65,7 @@ class PlaneInstance:
         return ticket_from_proto(ticket_to_proto(ticket))
 
     def grant(self, source: KvLayout, block_ids: Sequence[int], **fields: Any) -> Ticket:
-        """fields: of ticket()."""
+        """Make a ticket and grant it. fields: further arguments of ticket()."""
         ticket = self.ticket(source, block_ids, **fields)
         self.plane.grant(ticket)
         assert self.next() == Granted(ticket.transfer_id)
@@ -78,7 +76,7 @@ class PlaneInstance:
 
 
 def compute_prompt(rank: RankPlane, layout: KvLayout, name: str, block_ids: Sequence[int]) -> None:
-    """One step of a rank that computes a whole prompt."""
+    """Run one step of a rank that computes a whole prompt."""
     rank.begin_step([PromptChunk(name, TOKENS, tuple(block_ids), 0, TOKENS)])
     for layer in range(layout.layer_count):
         rank.layer_done(layer)

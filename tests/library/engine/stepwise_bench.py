@@ -1,4 +1,4 @@
-"""Engines for tests of the stepwise engine: a runner that stops within a step, and a maker that closes them."""
+"""Engines for tests of the stepwise engine: a runner that pauses within a step, and a maker that closes them."""
 
 import random
 import threading
@@ -20,7 +20,7 @@ MODEL = FakeModel(max_model_len=128, block_tokens=4)
 
 
 class HeldRunner(FakeRunner):
-    """Stops behind layer 0 of every step while it is held."""
+    """FakeRunner that pauses after layer 0 of every step while it is held."""
 
     def __init__(self, model: FakeModel = MODEL) -> None:
         super().__init__(model)
@@ -98,7 +98,7 @@ class StepwiseBench:
 
 @dataclass(frozen=True)
 class StepwisePair:
-    """Started engines and what they told; decode admits what lands."""
+    """A started prefill and a started decode engine with recorders; decode admits every landed request."""
 
     prefill: StepwiseEngine
     decode: StepwiseEngine
@@ -106,7 +106,7 @@ class StepwisePair:
     decoded: EngineRecorder
 
     def hand_over(self, request: EngineRequest) -> Ticket:
-        """Prefill a request, and push it by a ticket of decode."""
+        """Prefill a request, and push it to the decode engine."""
         ticket = self.decode.reserve(request, 60.0).result()
         self.prefill.prefill(request)
         self.prefill.push_to(request.key, ticket)

@@ -1,4 +1,4 @@
-"""Values of a config.json, and the element type to compute in."""
+"""Values of a config.json, and the dtype chosen for a checkpoint."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Copies of running requests' KV while their blocks are given up, and while holders have stopped reading."""
+"""Copies of running requests' KV while their blocks are freed, and while holders have stopped reading."""
 
 import secrets
 import socket
@@ -48,7 +48,6 @@ class _CopiedRequest:
     whole: int = 0
     generation: int = 0
     refusal: str | None = None
-    """Why it cannot be stopped."""
     is_stopped: bool = False
     stopped_tokens: int | None = None
 
@@ -87,7 +86,7 @@ class _Account:
 
 
 class _RecordingSender:
-    """Records what it is given; the test answers."""
+    """PushSender that records its calls; the test answers."""
 
     def __init__(self, listener: PushListener) -> None:
         self.tell = listener
@@ -121,7 +120,7 @@ class _RecordingSender:
 
 
 class _CopierBench:
-    """A copier of requests that the test moves on by itself."""
+    """A Copier whose advance() the test calls."""
 
     def __init__(self, *requests: _CopiedRequest, slot_count: int = 8, layout: KvLayout = _LAYOUT) -> None:
         self.layout = layout
@@ -180,7 +179,7 @@ class _CopierBench:
 
 
 def copying(block_count: int = 10, holder: str = "a", **request: Any) -> tuple[_CopiedRequest, _CopierBench, bytes]:
-    """A request whose copy is begun, and the name of its push."""
+    """Return a request, a bench on which its copy has begun, and the id of the push."""
     copied = _CopiedRequest(_KEY, **request)
     bench = _CopierBench(copied)
     return copied, bench, bench.replicate(copied, block_count, holder)
@@ -225,7 +224,6 @@ def test_copy_of_a_block_that_was_given_up_meanwhile_is_thrown_away() -> None:
     request, bench, _ = copying(whole=2)
 
     def preempt() -> None:
-        # The request gives its blocks up, and computes the first one again in the very same block.
         request.generation, request.whole = 1, 1
         bench.while_staging = lambda: None
 
@@ -466,7 +464,6 @@ def _copying_engine(
 
 
 def _adopted(engine: StepwiseEngine, recorder: EngineRecorder, name: str, max_tokens: int) -> EngineRequest:
-    """A request that is computed, and not admitted yet."""
     request = make_request(engine, name, 40, max_tokens)
     engine.prefill(request)
     recorder.wait_until(lambda: request.key in recorder.token_ids, "first token")

@@ -12,7 +12,6 @@ from kaveri.latency.model import DecodeLatency, LatencyModel, PrefillLatency
 from tests.support.engine_suite import EngineSuite, StepwiseHarness
 
 _EOS = 0.02
-"""Chance of each token to be the end of its answer."""
 
 
 class _FakeHarness(StepwiseHarness):
@@ -24,8 +23,6 @@ class _FakeHarness(StepwiseHarness):
 
 
 class _TimedHarness(_FakeHarness):
-    """Steps of a millisecond or so."""
-
     def _runner(self, max_model_len: int, block_tokens: int) -> ModelRunner:
         latency = LatencyModel(
             name="quick",
@@ -50,8 +47,6 @@ class TestStepwiseOnFake(EngineSuite):
 
 
 class TestStepwiseWithUnlikeBlocks(EngineSuite):
-    """Every push is mapped."""
-
     @pytest.fixture(params=[(4, 16), (16, 4)], ids=["blocks of 4 to 16", "blocks of 16 to 4"])
     def harness(self, request: pytest.FixtureRequest, tmp_path: Path) -> _FakeHarness:
         here, there = request.param

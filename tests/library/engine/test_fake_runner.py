@@ -1,4 +1,4 @@
-"""The fake runner's tokens are its model's, and KV that is not what was written does not go unnoticed."""
+"""The fake runner draws its model's tokens, and detects KV that differs from what was written."""
 
 import random
 from collections.abc import Sequence

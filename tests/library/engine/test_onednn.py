@@ -1,4 +1,4 @@
-"""oneDNN's primitive cache, by its own log."""
+"""Size of oneDNN's kernel cache, read from its own log."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Open transfers between engines of unlike ranks: part by part, marked as far as the part that is marked least."""
+"""Open transfers between engines of unlike rank counts: sent in parts, marked as far as the slowest part."""
 
 import queue
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ SOURCE = [3, 0, 2, 5]
 
 
 class PartSenders:
-    """The two ranks of a sender, and one rank that holds all heads."""
+    """The two ranks of a sender, and one receiving rank that holds all heads."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         transports = make_transports(("unix",))
@@ -59,7 +59,7 @@ class PartSenders:
         self.senders[rank].write_layers(ticket.transfer_id, range(WHOLE.layer_count), start, SOURCE[start:end])
 
     def held(self, block: int) -> np.ndarray:
-        """The two parts of a block, [layer, part, byte], as they lie side by side."""
+        """Return the two parts of a block, side by side: [layer, part, byte]."""
         return self.target.memory[:, block].reshape(WHOLE.layer_count, 2, -1)
 
 
@@ -119,7 +119,6 @@ def test_unlike_notes_of_one_mark_are_no_mark_of_the_whole() -> None:
 @pytest.mark.parametrize("is_given_up", [True, False])
 @pytest.mark.parametrize("order", ["2NHD", "2HND", "H-engine-7"])
 def test_a_sender_of_all_heads_marks_the_parts_of_two_ranks(tmp_path: Path, order: str, is_given_up: bool) -> None:
-    """The sender aborts, or one part fails: the other part ends, too, and is usable up to its mark."""
     source_layout = replace(WHOLE, order=order)
     target_layout = replace(RANKED, order=order)
     transports = make_transports(("unix",))
@@ -183,7 +182,7 @@ def test_a_sender_of_all_heads_marks_the_parts_of_two_ranks(tmp_path: Path, orde
 
 
 def heads_of(block: np.ndarray, layout: KvLayout) -> np.ndarray:
-    """A block of each layer as [layer, head, the head's bytes in any fixed order]."""
+    """Return a block as [layer, head, bytes of the head in any fixed order]."""
     heads = layout.kv_head_count
     if layout.order == "2NHD":
         shaped = block.reshape(layout.layer_count, 2 * layout.block_tokens, heads, -1)

@@ -35,7 +35,7 @@ def _settings(total_blocks: int = 400, **given: Any) -> EngineSettings:
 
 
 class _Forked:
-    """An own_process.StartedProcess that multiprocessing has started."""
+    """own_process.StartedProcess that multiprocessing has started."""
 
     def __init__(self, process: Any) -> None:
         self._process = process
@@ -50,7 +50,7 @@ class _Forked:
 
 @pytest.fixture
 def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Process ids of the engines, which are copies of a process that has imported what they need."""
+    """Process ids of the engines, which are forked from a process with preloaded imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kaveri.engine.own_process_server", "kaveri.engine.factory"])
     started: list[int] = []
@@ -97,7 +97,6 @@ class TestEngineInItsOwnProcess(EngineSuite):
         return _Harness(tmp_path)
 
     def test_request_that_is_live_already_is_refused(self, harness: _Harness) -> None:
-        """As everywhere, but prefill() does not wait for the refusal."""
         with running_pair(harness) as pair:
             request = make_request(pair.prefill, "r", 60, 5)
             pair.prefill.prefill(request)

@@ -198,7 +198,6 @@ def test_events_of_a_step_come_in_one_call(bench: StepwiseBench) -> None:
     for request in requests:
         pair.decoded.wait_for_finish(request.key)
     steps = [call for call in pair.decoded.calls if any(isinstance(event, StepTokens) for event in call)]
-    # The first one runs a step ahead of the others.
     assert [len(call) for call in steps] == [1] * 12
     assert [len(call[0].steps) for call in steps if isinstance(call[0], StepTokens)] == [1, *[4] * 10, 3]
 
@@ -213,7 +212,7 @@ def test_runner_is_told_of_landed_blocks_before_it_reads_them(bench: StepwiseBen
 
 
 def _landed(total_blocks: int, prompt_tokens: int) -> tuple[Lifecycle, StepwiseSequence, list[EngineEvent]]:
-    """A request that has landed, in the lifecycle of an engine with so many blocks."""
+    """Return a lifecycle of total_blocks blocks, a landed request in it, and its events."""
     info = EngineInfo("fake", MODEL.layout, total_blocks, 128, 1000, frozenset(), 1, ())
     events: list[EngineEvent] = []
     lifecycle = Lifecycle(info, 16, 8, events.append, lambda: None)
@@ -224,7 +223,7 @@ def _landed(total_blocks: int, prompt_tokens: int) -> tuple[Lifecycle, StepwiseS
 
 @pytest.mark.parametrize("is_computed", [False, True])
 def test_last_block_of_a_released_request_is_read_from_the_runner_only_if_it_has_it(is_computed: bool) -> None:
-    """A runner on a device would bring down what it has, over the KV that has landed."""
+    """A runner on a device would overwrite the landed KV with what it has."""
     lifecycle, sequence, _ = _landed(20, 6)
     sequence.is_copied = True
     sequence.runner_unaware = not is_computed
@@ -235,7 +234,7 @@ def test_last_block_of_a_released_request_is_read_from_the_runner_only_if_it_has
 
 
 def test_blocks_that_are_brought_to_the_pool_are_not_free_when_their_request_is_aborted() -> None:
-    """The copy would overwrite what the next owner has landed there."""
+    """The copy would overwrite KV that has landed for the next owner."""
     lifecycle, sequence, _ = _landed(2, 6)
     sequence.runner_unaware = False
     assert lifecycle.stop(sequence) is None
@@ -317,7 +316,7 @@ def test_adoption_lets_a_preempted_request_go_on_before_the_adopted_one_is_admit
     engine.admit(first.key)
     recorder.wait_for(Preempted, first.key)
     assert not recorder.finished
-    # From here on no other call comes: an engine that slept now would sleep forever.
+    # The last calls: an engine that slept now would sleep forever.
     engine.adopt(second.key)
     recorder.wait_for_finish(first.key)
     assert recorder.of(Preempted, second.key)

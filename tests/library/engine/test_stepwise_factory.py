@@ -1,4 +1,4 @@
-"""Settings become an engine, or one clear line about the setting that cannot be."""
+"""Settings become an engine, or one clear line about the setting that is wrong."""
 
 import errno
 import importlib.util
@@ -145,7 +145,7 @@ def test_only_a_pool_that_may_lie_in_a_gpu_may_be_larger_than_the_host(
     engine: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(limits, "_GPU_DEVICES", (tmp_path,))
-    # Past the size, vLLM is "not installed".
+    # If the size passes, vLLM is "not installed".
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as raised:
         build_engine(replace(_FAKE, engine=engine, device=device, kv_cache_memory=999_999 * 2**30))
@@ -211,7 +211,7 @@ def test_socket_of_a_killed_process_goes_at_the_next_start_and_those_in_use_stay
     ended = subprocess.Popen(["true"])
     ended.wait()
     abandoned = tmp_path / f"kaveri-kv-{ended.pid}-0001.sock"
-    # As another container's would be: of a process that is unknown here, and answering.
+    # As of another container: its process is unknown here, yet it answers.
     elsewhere = tmp_path / f"kaveri-kv-{ended.pid}-0002.sock"
     with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as living:
         dead.bind(str(abandoned))

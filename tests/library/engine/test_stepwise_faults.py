@@ -1,4 +1,4 @@
-"""The stepwise engine when things break, or when it is asked for what it cannot do."""
+"""The stepwise engine after exceptions, and when it is asked for the impossible."""
 
 import threading
 from collections.abc import Sequence
@@ -39,8 +39,6 @@ from tests.support.engine_suite import start_adopting
 
 
 class _BrokenRunner(FakeRunner):
-    """Raises on a prompt that begins with token 13."""
-
     def run(self, batch: Sequence[SequenceSlice], on_layer: LayerListener | None) -> list[Drawn]:
         if any(part.token_ids[0] == 13 for part in batch):
             raise RuntimeError("bad luck")
@@ -58,7 +56,6 @@ def test_error_of_the_runner_stops_the_engine_loudly(bench: StepwiseBench) -> No
     prefilled.wait_for(FirstToken, computed.key)
     decode.reserve(computed, 60.0).result()
     prefill.prefill(unlucky)
-    # The recorder takes EngineStopped for a problem and says so.
     with pytest.raises(AssertionError, match="bad luck"):
         prefilled.wait_for(FirstToken, unlucky.key)
     assert isinstance(prefilled.events[-1], EngineStopped)
@@ -75,7 +72,7 @@ def test_error_of_the_runner_stops_the_engine_loudly(bench: StepwiseBench) -> No
 
 
 def _broken_by(bench: StepwiseBench, *requests: EngineRequest) -> list[EngineEvent]:
-    """The events of an engine until it stops, which computes these prompts in one step."""
+    """Compute these prompts in one step; return the engine's events until it stops."""
     engine, events, stopped = bench.engine(_BrokenRunner(MODEL), receives=False), list[EngineEvent](), threading.Event()
 
     def listen(news: Sequence[EngineEvent]) -> None:
@@ -99,7 +96,6 @@ def test_a_step_that_raises_makes_each_of_its_requests_a_suspect(bench: Stepwise
     late = make_stepwise_request("late", 90, 9)
     events = _broken_by(bench, _of_death("deadly"), going_on, late, make_stepwise_request("in-line", 5, 9))
     assert not any(isinstance(event, RequestFailed) for event in events)
-    # The last one had no room in the chunk.
     suspects = {EngineKey("deadly", 1): 1, going_on.key: 4, late.key: 1}
     assert events[-1] == EngineStopped("RuntimeError('bad luck')", suspects)
 
@@ -129,7 +125,7 @@ def test_an_engine_that_breaks_outside_of_a_step_suspects_nobody(bench: Stepwise
 
 
 class _NoTokenRunner(FakeRunner):
-    """Draws no token behind `token_count` tokens of a prompt that begins with token 13."""
+    """Draws no token after `token_count` tokens of a prompt that begins with token 13."""
 
     def __init__(self, token_count: int) -> None:
         super().__init__(MODEL)
@@ -163,7 +159,6 @@ def test_request_without_a_first_token_fails_alone(bench: StepwiseBench, pushed:
     assert pair.prefilled.wait_for(RequestFailed, unlucky.key).reason == "not a number"
     pair.decoded.wait_for_finish(other.key)
     if pushed:
-        # The push is given up, and decode hears of it.
         pair.decoded.wait_for(LandingFailed, unlucky.key)
     pair.decode.abort(unlucky.key)
     wait_until_free(pair.prefill, pair.decode)
@@ -178,7 +173,6 @@ def test_request_without_a_next_token_fails_alone(bench: StepwiseBench) -> None:
     for request in (unlucky, other):
         engine.prefill(request)
     assert recorder.wait_for(RequestFailed, unlucky.key).reason == "not a number"
-    # Behind 10, 11, 12 and 13 tokens.
     assert len(recorder.token_ids[unlucky.key]) == 4
     recorder.wait_for_finish(other.key)
     assert recorder.token_ids[other.key] == MODEL.answer(other.token_ids, 0, 9)

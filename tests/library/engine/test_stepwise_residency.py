@@ -1,4 +1,4 @@
-"""Who holds blocks, who gives them up, and that everybody gets through, on pools that are too small."""
+"""Allocation and preemption of KV blocks on pools that are too small: every request finishes."""
 
 import random
 from itertools import count
@@ -18,12 +18,11 @@ _LAYOUT = KvLayout("test", 1, 4, 1, 4, "float32")
 
 _LOADED_STEPS = 3000
 _LONGEST_STEPS = 400
-"""From admission to the last token, under load: 139 were seen. Far less than the load lasts, or starvation would end
-with it."""
+"""Limit from admission to the last token under load (139 were seen); far below _LOADED_STEPS, to detect starvation."""
 
 
 class _Pool:
-    """A residency driven by hand, with an engine's way of reserving, landing and drawing."""
+    """A Residency driven by hand, which reserves, lands and draws like an engine."""
 
     def __init__(self, total_blocks: int, max_batch: int = 8, chunk_tokens: int = 8) -> None:
         self.allocator = BlockAllocator(total_blocks)
@@ -62,13 +61,12 @@ class _Pool:
         self.residency.waiting.insert(0, sequence)
 
     def leave_free(self, block_count: int) -> object:
-        """Takes all but the given number of blocks; release() gives them back."""
+        """Allocate all but `block_count` blocks to a new owner and return the owner."""
         others = object()
         self.allocator.allocate(others, self.allocator.free_count - block_count)
         return others
 
     def step(self) -> list[Sequence]:
-        """One engine step. Returns those that were preempted for it."""
         preempted = self.residency.prepare_step()
         for sequence, token_count in form_step(self.residency.running, (), self.chunk_tokens):
             sequence.computed += token_count
@@ -116,7 +114,6 @@ def test_landed_and_unadmitted_gives_way_before_the_batch_does() -> None:
         assert not running.done
     assert preempted == [landed]
     assert landed.phase is SequencePhase.LANDED
-    # A copy of its blocks that spans this is no copy of them.
     assert landed.generation == 1
     pool.residency.admit(landed)
     while not landed.done:
@@ -167,7 +164,6 @@ def test_the_latest_landing_gives_way_before_those_before_it() -> None:
     running = pool.admitted(7, 9)
     pool.residency.prepare_step()
     reserved = [pool.reserve(7, 3) for _ in range(2)]
-    # Not in the order of their reservation.
     for sequence in reversed(reserved):
         pool.land(sequence)
     pool.leave_free(0)
@@ -196,7 +192,6 @@ def test_preempted_sequence_keeps_its_rank_and_comes_back_before_those_admitted_
     assert not third.block_ids
     while not first.done:
         pool.step()
-    # Whatever becomes free is for the one before: it is whole again no later than the other.
     while not second.block_ids:
         assert not third.block_ids
         pool.step()
@@ -210,7 +205,6 @@ def test_nothing_free_goes_to_a_later_sequence_while_an_earlier_one_lacks_blocks
     pool.residency.prepare_step()
     pool.take_blocks_of(short)
     pool.take_blocks_of(long)
-    # Enough for the short one, and too few for the long one.
     others = pool.leave_free(4)
     assert pool.residency.prepare_step() == []
     assert pool.residency.running == [first]
@@ -227,13 +221,12 @@ def test_sequence_with_its_blocks_runs_while_an_earlier_one_waits_for_some_and_r
     pool.land(later)
     pool.take_blocks_of(earlier)
     pool.residency.admit(later)
-    # What the later one has would not be enough for the earlier one.
+    # The blocks of the later one would not be enough for the earlier one.
     others = pool.leave_free(1)
     assert pool.residency.prepare_step() == []
     assert pool.residency.running == [first, later]
     pool.allocator.release(others)
     pool.residency.prepare_step()
-    # So the later one is the first to give way again.
     assert pool.residency.running == [first, earlier, later]
 
 
@@ -242,7 +235,7 @@ def test_sequence_comes_back_only_when_each_running_one_has_a_block_to_grow_into
     running, waiting = [pool.admitted(3, 30) for _ in range(2)], pool.admitted(7, 5)
     pool.residency.prepare_step()
     pool.take_blocks_of(waiting)
-    # Two for itself, and one for each of those that run.
+    # It needs two, plus a spare one per running sequence.
     others = pool.leave_free(3)
     pool.residency.prepare_step()
     assert pool.residency.running == running

@@ -129,7 +129,7 @@ def test_large_kv_changes_no_token() -> None:
     answer = model.answer((1,) * 30, 0, 4)
     drawn = runner.run([part(0, 30, (2, 1))], None)
     for index, token_id in enumerate(answer[:-1]):
-        # The second of these is the first of a block.
+        # The second of these tokens is the first of a block.
         drawn += runner.run([SequenceSlice((token_id,), 30 + index, (2, 1, 0), True, 1 + index, _PARAMS)], None)
     assert [token.token_id for token in drawn if isinstance(token, DrawnToken)] == answer
 

@@ -57,7 +57,7 @@ class RunSequence:
         return self.prompt + self.answer
 
     def take(self, count: int) -> SequenceSlice:
-        """The next `count` positions; draws when they end what is known."""
+        """Return the next `count` positions; draws if they end the known tokens."""
         end = min(self.computed + count, len(self.tokens))
         return SequenceSlice(
             token_ids=self.tokens[self.computed : end],
@@ -71,12 +71,12 @@ class RunSequence:
 
 
 class BatchDriver:
-    """Runs sequences over a pool full of NaN, in blocks scattered by a seed, packing chunks beside decodes."""
+    """Runs sequences in blocks scattered over a pool of NaNs, mixing prefill chunks and decodes in each step."""
 
     def __init__(self, runner: TransformersRunner, seed: int, separate_memory: bool = False) -> None:
         self.runner = runner
         self.pool = KvPool(runner.layout, BLOCK_COUNT)
-        # Every bit set is a NaN in each dtype: what an earlier owner left must not show.
+        # All bits set is a NaN in each dtype: an earlier owner's data must not show.
         self.pool.memory.fill(0xFF)
         runner.attach(self.pool)
         if separate_memory:
@@ -91,7 +91,7 @@ class BatchDriver:
     def finish(
         self, sequences: Sequence[RunSequence], answer_tokens: int, on_layer: LayerListener | None = None
     ) -> None:
-        """Steps until all have `answer_tokens`: each step decodes whoever can and fills up with chunks of prompts."""
+        """Step until all have `answer_tokens`: each step decodes all that can and fills up with prompt chunks."""
         for one in sequences:
             if not one.blocks:
                 self.hold(one, answer_tokens)
@@ -177,7 +177,6 @@ def test_prompt_logprobs_equal_a_plain_forward_pass_however_prompts_are_cut(
         expected = reference.logprobs(prompt)[:-1]
         entries: list[Logprobs] = []
         while not scored.answer:
-            # Beside another prompt: the rows of a step are of both.
             left = len(plain.tokens) - plain.computed
             pieces = [(scored, scored.take(33)), *([(plain, plain.take(9))] if left else [])]
             entries += driver.step(pieces, None)
@@ -259,7 +258,7 @@ def test_listener_hears_of_each_layer_in_order_once_its_kv_is_in_the_pool(
     assert [layer for layer, _ in seen] == layers
     for layer, then in seen:
         assert np.array_equal(then, driver.pool.memory[layer])
-        # Nothing but the blocks of these two was touched, and none of their bytes is left as it was.
+        # Exactly the blocks of these two were written, every byte of them.
         blocks = first.blocks[:3] + second.blocks[:1]
         assert not (then[blocks] == 0xFF).all(axis=1).any()
         assert (np.delete(then, blocks, axis=0) == 0xFF).all()

@@ -1,4 +1,4 @@
-"""The loader: what it reads off a checkpoint, and that it refuses in one line what it cannot serve exactly."""
+"""The loader of transformers models: what it reads, and its one-line errors for models that it cannot serve exactly."""
 
 import re
 import shutil

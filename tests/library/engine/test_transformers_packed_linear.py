@@ -1,4 +1,4 @@
-"""Packed linear layers compute what the layers computed, join only what may be joined, and let go of the weights."""
+"""Packed linear layers compute the same as the originals, are joined only if that is exact, and free old weights."""
 
 import gc
 import weakref
@@ -20,8 +20,6 @@ WIDTH = 24
 
 
 class Projections(nn.Module):
-    """Three layers of different size, and how a forward calls them."""
-
     def __init__(self, call: Callable[["Projections", Tensor], tuple[Tensor, ...]], bias: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -84,7 +82,6 @@ def test_layers_with_inputs_of_their_own_are_packed_one_by_one() -> None:
     pack(model)
     assert isinstance(model.first, PackedLinear)
     assert isinstance(model.third, PackedLinear)
-    # Never called, so nothing is known of how it is used.
     assert type(model.second) is nn.Linear
     require_same(model, Projections(chain))
 

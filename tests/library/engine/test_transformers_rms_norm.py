@@ -1,4 +1,4 @@
-"""The RMS norm by layer norm gives what the models' own gives, and takes the place of no other norm."""
+"""The RMS norm by layer norm equals the models' own, and replaces no other norm."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ SIZE = 24
 
 
 class OffsetNorm(nn.Module):
-    """As Gemma's: weights are stored as differences from one."""
+    """RMS norm as in Gemma: weights are stored as differences from one."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class OffsetNorm(nn.Module):
 
 
 class GatedNorm(OffsetNorm):
-    """As Mamba's: the same as Llama's where no gate is given."""
+    """RMS norm as in Mamba: equals Llama's without a gate."""
 
     def forward(self, rows: Tensor, gate: Tensor | None = None) -> Tensor:
         normed = rms_norm(rows, self.weight.shape, self.weight, self.variance_epsilon)

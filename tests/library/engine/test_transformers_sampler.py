@@ -1,4 +1,4 @@
-"""The sampler: what each parameter promises, and that a draw depends on nothing but its own row."""
+"""The sampler: the effect of each parameter, and that a draw depends only on its own row."""
 
 import math
 import random
@@ -36,7 +36,6 @@ def test_no_token_is_drawn_from_logits_that_are_not_finite(params: dict[str, obj
     broken[1, 7] = torch.nan
     broken[2, 7] = torch.inf
     broken[3] = -torch.inf
-    # Masked tokens are no error.
     broken[4, 1:] = -torch.inf
     slices = [row(index, seed=index, **params) for index in range(6)]
     drawn = draw_tokens(broken, slices)
@@ -114,7 +113,7 @@ def test_draws_follow_the_filtered_distribution(params: dict[str, object], allow
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.95}])
 def test_rounding_of_the_logits_hardly_ever_changes_a_draw(params: dict[str, object]) -> None:
-    # What another batch shape does to logits of a trained model in float32 is about a tenth of this noise.
+    # About ten times the noise of another batch shape on a trained model's float32 logits.
     noise = torch.Generator().manual_seed(12)
     changed = 0
     for part in range(8):
@@ -122,7 +121,7 @@ def test_rounding_of_the_logits_hardly_ever_changes_a_draw(params: dict[str, obj
         rounded = logits + torch.randn(500, 2000, generator=noise) * 1e-4
         slices = [row(part * 500 + index, seed=11, **params) for index in range(500)]
         changed += sum(a != b for a, b in zip(ids(logits, slices), ids(rounded, slices), strict=True))
-    # Of 4,000; a number on the running sum of the weights changes dozens.
+    # Out of 4,000; inverse transform sampling changes dozens.
     assert changed <= 2
 
 
@@ -140,11 +139,11 @@ def test_waiting_times_are_exponential_over_tokens_indices_and_seeds() -> None:
 
 
 def test_waiting_times_never_change() -> None:
-    # A request that is resumed by another release of Kaveri goes on with the same tokens.
+    # A request that another release of Kaveri resumes must continue with the same tokens.
     states = [stream_state(0, 0), stream_state(0, 1), stream_state(2**64 - 1, 5)]
     assert states == [12035550249420947055, 12935080325729570654, 2841415184624655396]
     times = waiting_times(states, 3, torch.device("cpu"))
-    # The bits as a plain reading of SplitMix64 gives them, to the last of them.
+    # Bit for bit as in a plain implementation of SplitMix64.
     for state, row_times in zip(states, times.tolist(), strict=True):
         for token_id, time in enumerate(row_times):
             value = (state + (token_id + 1) * 0x9E3779B97F4A7C15) % 2**64
@@ -194,7 +193,6 @@ def test_tokens_that_would_end_an_answer_too_early_are_not_drawn_and_are_reporte
     for index in range(20):
         token, logprobs = drawn[index].token_id, drawn[index].logprobs  # type: ignore[union-attr]
         assert token not in barred
-        # The model's own opinion, as ever.
         assert logprobs is not None
         assert logprobs.top[0][0] == likeliest[index]
         assert logprobs.logprob == pytest.approx(torch.log_softmax(logits[index], -1)[token].item(), abs=1e-5)
@@ -204,7 +202,7 @@ def test_tokens_that_would_end_an_answer_too_early_are_not_drawn_and_are_reporte
 
 
 def _raising(monkeypatch: pytest.MonkeyPatch, *seeds: int) -> None:
-    """The draw of a request with one of these seeds raises, alone or with others."""
+    """Make every draw of a request with one of these seeds raise."""
     stream_state = sampler.stream_state
 
     def raises(seed: int, index: int) -> int:

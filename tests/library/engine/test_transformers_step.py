@@ -20,8 +20,6 @@ def decoding(context_tokens: int) -> SequenceSlice:
 
 
 class SlowCopy:
-    """Stands for a CUDA event."""
-
     def __init__(self, heard: list[Any]) -> None:
         self._heard = heard
 

@@ -1,4 +1,4 @@
-"""KV between instances of unlike numbers of tensor-parallel ranks: parts by heads, over real links."""
+"""KV between instances with different numbers of tensor-parallel ranks: parts by heads, over real connections."""
 
 import queue
 from collections.abc import Iterator, Sequence
@@ -29,12 +29,10 @@ MODEL = KvLayout("model", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype=
 OPAQUE = "H-engine-7"
 
 Values = np.ndarray[Any, np.dtype[np.uint8]]
-"""[layer, token, KV head, K or V, byte]; of an opaque order [layer, block, KV head, byte]."""
+"""[layer, token, KV head, K or V, byte]; with an opaque order [layer, block, KV head, byte]."""
 
 
 class UnlikeInstance(PlaneInstance):
-    """An instance whose ranks are in this process."""
-
     def __init__(
         self, layout: KvLayout, transport: str, listen: Sequence[KvEndpoint] = (), block_count: int = BLOCKS
     ) -> None:
@@ -44,7 +42,7 @@ class UnlikeInstance(PlaneInstance):
         super().__init__(self.ranks, listen, transports=(transport,))
 
     def compute(self, name: str, block_ids: Sequence[int], values: Values, first_token_id: int = 7) -> None:
-        """One step that computes a whole prompt, whose KV is `values`."""
+        """Run one step that computes a whole prompt, whose KV is `values`."""
         self.fill(block_ids, values)
         for rank in self.ranks:
             compute_prompt(rank, self.layout, name, block_ids)
@@ -55,7 +53,7 @@ class UnlikeInstance(PlaneInstance):
             place.write(values[part])
 
     def require(self, block_ids: Sequence[int], values: Values) -> None:
-        """The blocks hold the values, on every rank those of its heads."""
+        """Assert that the blocks hold the values: on every rank, those of its heads."""
         seen = np.zeros(values.shape[2], bool)
         for place, part in self._places(block_ids, values.shape[1]):
             np.testing.assert_array_equal(place.read(), values[part])
@@ -63,7 +61,7 @@ class UnlikeInstance(PlaneInstance):
         assert seen.all(), "a head is on no rank"
 
     def _places(self, block_ids: Sequence[int], count: int) -> Iterator[tuple["_Places", tuple[slice, slice, slice]]]:
-        """For each rank its blocks as values, and its part of them."""
+        """Yield each rank's blocks and the part of the values that belongs to its heads."""
         for pool in self.pools:
             heads = pool.layout.kv_heads
             part = slice(None), slice(None), slice(heads.start, heads.stop)
@@ -71,7 +69,7 @@ class UnlikeInstance(PlaneInstance):
 
 
 class _Places:
-    """Some blocks of a pool, as values; the plain reference: one loop."""
+    """Reads and writes values in some blocks of a pool; the plain reference: one loop."""
 
     def __init__(self, pool: KvPool, block_ids: Sequence[int], count: int) -> None:
         self._pool, self._block_ids, self._count = pool, block_ids, count
@@ -95,7 +93,7 @@ class _Places:
 
 
 def values_of(layout: KvLayout, seed: int) -> Values:
-    """A prompt's KV by chance."""
+    """Return random KV of a prompt."""
     chance, head_bytes = np.random.default_rng(seed), layout.head_dim * 4
     shape: tuple[int, ...] = (layout.layer_count, TOKENS, layout.kv_head_count, 2, head_bytes)
     if not layout.has_known_order:
@@ -173,7 +171,6 @@ def test_blocks_that_the_receiver_has_already_are_left_as_they_are(
     pair = make_pair(transport, source, target)
     cached, values = values_of(MODEL, seed=1), values_of(MODEL, seed=2)
     pair.receiving.fill([4, 5, 1], cached)
-    # Computed before the ticket is there.
     pair.sending.compute("r", [0, 3, 2], values)
     pair.push(pair.receiving.grant(source, [5, 1], first_block=1))
     assert isinstance(pair.receiving.next(), TransferLanded)

@@ -1,7 +1,4 @@
-"""The data plane of an engine with several ranks: one transfer, a part of it in every rank's pool.
-
-Real pools, senders and receivers; the ranks are in this process, or each in one of its own.
-"""
+"""KV transfers of an engine with several ranks, over real pools, senders and receivers, in one process or several."""
 
 import multiprocessing
 import os
@@ -36,8 +33,6 @@ LAYOUT = KvLayout("model", 2, block_tokens=4, kv_head_count=4, head_dim=8, dtype
 
 
 class RankMemory:
-    """Stand-in for a rank's worker side."""
-
     def __init__(self, rank: int, layout: KvLayout = LAYOUT) -> None:
         self.layout = layout
         self.pool = KvPool(layout.rank(rank), BLOCKS)
@@ -130,13 +125,12 @@ def test_ranks_that_cannot_all_listen_leave_none_listening(tmp_path: Path) -> No
         stack.callback(holder.plane.close)
         with pytest.raises(ConfigError):
             PlaneInstance([memory.plane for memory in memories], [taken])
-        # The first rank's address is free again.
         next_holder = PlaneInstance([RankMemory(0, replace(LAYOUT, tensor_ranks=1)).plane], [taken])
         next_holder.plane.close()
 
 
 def _serve(path: str, rank: int, seed: int, block_ids: Sequence[int], compute: Any, done: Any) -> None:
-    """A rank: computes one prompt on command, and answers with what is in its blocks."""
+    """Process of a rank: computes one prompt on command, and answers with the contents of its blocks."""
     memory = RankMemory(rank)
     if seed:
         memory.fill(seed + rank)
@@ -149,8 +143,6 @@ def _serve(path: str, rank: int, seed: int, block_ids: Sequence[int], compute: A
 
 
 class RemoteInstance:
-    """The ranks of one instance, in processes of their own."""
-
     def __init__(self, seed: int, block_ids: Sequence[int]) -> None:
         context = multiprocessing.get_context("spawn")
         self._queues = [(context.Queue(), context.Queue()) for _ in range(RANKS)]
@@ -164,7 +156,7 @@ class RemoteInstance:
             self.ranks = meeting.ranks()
 
     def ask(self, what: str) -> list[bytes]:
-        """Every rank computes, or just tells what is in its blocks."""
+        """Send a command to every rank; return the contents of their blocks."""
         for asked, _ in self._queues:
             asked.put(what)
         return [told.get(timeout=SOON_S) for _, told in self._queues]
@@ -191,7 +183,6 @@ def test_a_rank_that_never_returns_from_its_step_ends_when_its_engine_is_gone(re
     for rank in remote_pair.source.ranks:
         rank.shutdown()
     for process in remote_pair.source.processes:
-        # Its main thread waits for a command that does not come.
         process.join(SOON_S)
         assert process.exitcode == -signal.SIGKILL
 
@@ -238,11 +229,11 @@ def test_a_rank_that_stands_still_is_lost_and_nobody_waits_for_it(
 ) -> None:
     monkeypatch.setattr(remote_rank, "_QUIET_S", 2.0)
     target = remote_pair.target
-    # The readers have begun to wait for as long as before; what comes ends that.
+    # The readers still wait with the old timeout, until the next message.
     receiving = PlaneInstance(target.ranks, remote_pair.listen)
     assert receiving.lost.empty()
     os.kill(target.processes[0].pid, signal.SIGSTOP)
-    # More than its connection takes. The other rank has none of them ahead of what it is asked.
+    # More than its connection takes; none of them queue at the other rank.
     for number in range(10_000):
         target.ranks[0].do(RankCall("forget", (f"r{number}",)))
     assert receiving.lost.get(timeout=SOON_S) == "tensor-parallel rank 0 does not answer"

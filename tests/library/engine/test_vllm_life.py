@@ -1,4 +1,4 @@
-"""The life of a request in the vLLM engine: any order of the events that can happen, and every event that cannot.
+"""State machine of a request in the vLLM engine: any order of possible events, and every impossible one.
 
 Does not verify that vLLM causes them in such orders; tests/vllm does.
 """
@@ -102,7 +102,7 @@ def _request(prompt_tokens: int) -> EngineRequest:
 
 
 class VllmLife(RuleBasedStateMachine):
-    """One request. Each rule is an event that can happen now; its actions are checked against what it means."""
+    """State machine of one request: each rule applies an event that can happen now and checks its actions."""
 
     state: State
     told: list[Any]
@@ -117,7 +117,6 @@ class VllmLife(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: hasattr(self, "state"))
     def anything(self, data: st.DataObject) -> None:
-        # Most lives end late: what follows an early end is soon said.
         is_end = data.draw(st.integers(0, 9)) == 0
         legal = _LEGAL[type(self.state)]
         kinds = [kind for kind in _EVENTS if kind in legal and (is_end or kind not in _ENDS)] or [*legal]
@@ -150,7 +149,7 @@ class VllmLife(RuleBasedStateMachine):
         self.told += actions
 
     def check(self, before: State, event: Event, actions: list[Any]) -> None:
-        """Actions of each event. A push ends with its prompt; tokens drawn ahead are reported at admission."""
+        """Assert the actions of an event. A push ends with its prompt; tokens drawn ahead are reported at admission."""
         is_prompt = isinstance(before, Submitted | VllmPrefilling | VllmComputed)
         abort = [RankCall("abort_push", (before.transfer_id,))] if is_prompt and before.transfer_id is not None else []
         key = before.facts.key
@@ -258,7 +257,6 @@ def test_nothing_becomes_of_a_request_whose_transfer_is_open(event: Event) -> No
 def test_a_prompt_that_ends_by_itself_ends_its_push(event: Event) -> None:
     ended, actions = step(replace(_example(VllmPrefilling), open_id=b"x"), event)  # type: ignore[type-var, call-arg]
     assert RankCall("abort_push", (b"x",)) in actions
-    # Its blocks are touched until the push has ended.
     assert ended.transfer_id == b"x"
 
 

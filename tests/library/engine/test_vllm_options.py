@@ -1,4 +1,4 @@
-"""vLLM's own options, as a user writes them; none of it needs vLLM."""
+"""vLLM's own options, as a user writes them. Needs no vLLM."""
 
 import importlib.util
 from pathlib import Path

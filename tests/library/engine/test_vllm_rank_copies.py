@@ -1,4 +1,4 @@
-"""Copies to replicas out of the pools of several ranks. Needs no vLLM: each rank's memory is at hand."""
+"""Copies of KV to replicas from the pools of several ranks, in this process and without vLLM."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -86,7 +86,7 @@ def test_copy_that_one_rank_gives_up_ends_in_all(bench: _RankCopiesBench) -> Non
 def test_copy_that_fails_in_one_rank_is_kept_by_its_holder_as_far_as_it_was_marked(
     bench: _RankCopiesBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner ends: one rank's link closes first, and the other one's push is given up for that."""
+    """One rank's connection closes, and the other rank's push is then aborted."""
     calls: list[RankCall] = []
     do = bench.ranks[0].do
     monkeypatch.setattr(bench.ranks[0], "do", lambda call: (calls.append(call), do(call)))

@@ -1,4 +1,4 @@
-"""Which requests hold or are promised vLLM's blocks, and which are in its running batch. None of it needs vLLM."""
+"""Requests that hold or are promised vLLM's blocks, or are in its running batch. Needs no vLLM."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ _LAYOUT = KvLayout("test", 1, 4, 1, 4, "float32")
 
 
 class _Table(Requests):
-    """Requests, with what they told and the steps that vLLM would make."""
+    """Requests with a record of their events, and the steps that vLLM would make."""
 
     def __init__(self, total_blocks: int) -> None:
         self.told: list[EngineEvent] = []
@@ -53,7 +53,6 @@ def _request(name: str, prompt_tokens: int) -> EngineRequest:
 
 def test_what_was_promised_between_two_steps_is_promised_to_no_other() -> None:
     table = _Table(10)
-    # Five blocks, and four for 12 tokens and the next.
     table.open_prefill(_request("a", 20))
     table.open_decode(_request("b", 12))
     assert table.free_blocks == 1
@@ -99,7 +98,7 @@ def test_an_adopted_prompt_keeps_room_for_its_next_token() -> None:
 
 
 def _computed(table: _Table, name: str, *, stays: bool) -> VllmRequest:
-    """A prompt that fills its two blocks."""
+    """Return a computed prompt that fills two blocks."""
     request = table.open_prefill(replace(_request(name, 8), stays=stays))
     record: Any = object()
     request.entry = Entry(request, f"vllm-{name}", record, EntryPhase.COMPUTING)
@@ -114,7 +113,6 @@ def test_a_prompt_draws_ahead_while_it_stays_and_batch_and_blocks_have_room() ->
     table.fill_batch(8)
     assert table.held(1) == [staying, other]
     assert table.held(2) == [other]
-    # Three are promised: to a prompt of twelve tokens.
     table.open_prefill(_request("prompt", 12))
     for unused, held in ((3, [staying, other]), (4, [other])):
         table.unused_blocks = unused
@@ -165,7 +163,6 @@ def test_request_that_ended_while_it_waited_is_not_admitted() -> None:
     table.check_integrity([])
     assert table.fill_batch(8) == [second]
     assert table.stats().waiting_requests == 0
-    # Known until vLLM has its blocks back.
     assert first in table.ended
     table.forget(first)
     assert first.engine_id not in table.by_id
@@ -197,7 +194,6 @@ def test_vllm_is_given_one_suspect_at_a_time() -> None:
     other = table.open_prefill(_request("other", 3))
     assert table.take_added() == [first, other]
     assert table.take_added() == []
-    # A decode suspect lands, and waits for its turn as well.
     table.open_decode(suspect("third", 9))
     (third,) = table.take_added()
     table.apply(third, life.BlocksAllocated(1))

@@ -1,4 +1,4 @@
-"""vLLM engines for the tests of this folder: processes, started once, that lend their model to one test at a time."""
+"""vLLM engines for these tests: processes that load a model once and lend it to one test at a time."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +12,11 @@ from tests.support.tiny_models import make_tiny_model
 
 MAX_MODEL_LEN = 128
 _BLOCKS = 401
-"""One more than a test takes: vLLM keeps the first for itself."""
+"""One more than a test uses: vLLM keeps the first for itself."""
 
 
 class Lender:
-    """Processes for one role, each with vLLM and the same model in it."""
+    """Processes for the prefill or decode side of a test, each with vLLM and the same model loaded."""
 
     def __init__(self, model: Path, *, mirrored: bool = False, tensor_ranks: int = 1) -> None:
         self._model = model

@@ -34,7 +34,7 @@ class _VllmHarness(ReplicaStores):
     ) -> RemoteEngine:
         assert (max_model_len, chunk_tokens) == (MAX_MODEL_LEN, CHUNK_TOKENS)
         listen = [self._endpoint("kv"), KvEndpoint("tcp", "127.0.0.1:0")]
-        # A little before each step: changes between two steps are seen.
+        # A pause before each step, so that changes between two steps are seen.
         return self._decodes.lend().open(total_blocks=total_blocks, max_batch=max_batch, listen=listen, pause_s=0.002)
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
@@ -67,7 +67,7 @@ class TestVllmEngine(EngineSuite):
 # One test loads vLLM in up to four engines of two ranks, on as few as two cores.
 @pytest.mark.timeout(900)
 class TestVllmEngineOfTwoRanks(EngineConformance, ReplicationConformance):
-    """Two tensor-parallel ranks. They split pushes and copies; what one scheduler decides TestVllmEngine tests."""
+    """Tests of what two tensor-parallel ranks split: pushes and copies. Scheduling is tested with one rank above."""
 
     @pytest.fixture
     def harness(

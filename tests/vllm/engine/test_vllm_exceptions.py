@@ -1,4 +1,4 @@
-"""Exceptions within the vLLM engine: of one request's draw, and out of a step."""
+"""Exceptions within the vLLM engine: in one request's sampling, and in a step."""
 
 import threading
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def test_a_draw_that_raises_ends_its_request_and_the_engine_goes_on(prefills: An
 
 
 def _broken_by(prefills: Any, *requests: EngineRequest) -> list[EngineEvent]:
-    """The events of an engine that computes prompts until one of them stops it."""
+    """Compute prompts until one of them stops the engine; return its events."""
     events, stopped = list[EngineEvent](), threading.Event()
 
     def listen(news: Sequence[EngineEvent]) -> None:

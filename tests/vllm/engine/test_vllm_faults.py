@@ -1,5 +1,4 @@
-"""What the conformance suite does not ask of the vLLM engine: peers that die, every transport, what is cached, what
-other engines push."""
+"""vLLM engine beyond the conformance suite: dying peers, each transport, prefix caches, pushes from other engines."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -60,7 +59,7 @@ class _VllmEngines:
     def pair_with(
         self, prefill: Any, prefilled: EngineRecorder, *transports: str, admit: bool = True, **arguments: Any
     ) -> Pair:
-        """Another decode engine for a prefill engine."""
+        """Start another decode engine and pair it with an existing prefill engine."""
         decoded = EngineRecorder()
         decode = self.decode(decoded, *transports, **arguments)
         if admit:
@@ -106,13 +105,12 @@ def test_kv_goes_by_way_of_a_copy_where_vllms_memory_is_on_a_device(
         pair = _VllmEngines(mirrored_prefills, mirrored_decodes, tmp_path, stack).pair()
         first = make_request(pair.prefill, "first", 100, 12)
         tail = make_request(pair.prefill, "tail", 20, 8).token_ids
-        # Its first two blocks are in the prefix caches of both.
         second = replace(first, key=EngineKey("second", 1), token_ids=first.token_ids[:70] + tail)
         for request in (first, second, make_request(pair.prefill, "third", 33, 12)):
             pair.hand_over(request)
             assert pair.answer(request) == reference.answer(request.token_ids, 12)
         wait_until_free(pair.prefill, pair.decode)
-        # All of it is in the prefix cache of prefill, and nothing in that of the new decode.
+        # Cached in the prefill engine, but not in the new decode engine.
         pair.decode.close()
         engines = _VllmEngines(mirrored_prefills, mirrored_decodes, tmp_path, stack)
         again = engines.pair_with(pair.prefill, pair.prefilled, "tcp")
@@ -186,7 +184,7 @@ def test_adopted_request_does_not_wait_for_a_prompt_that_is_under_way(
     bench: _VllmEngines, reference: PlainTransformers
 ) -> None:
     recorder = EngineRecorder()
-    # What is asked while the prompt is under way is heard between two of its steps.
+    # Calls made while the prompt is computed arrive between two of its steps.
     engine = bench.decode(recorder, pause_s=0.05)
     request, prompt = make_request(engine, "r", 20, 12), make_request(engine, "prompt", 110, 2)
     engine.prefill(request)

@@ -30,7 +30,7 @@ _SHAPE = {"max_positions": 256, "hidden_size": 128, "head_dim": 32}
 
 @pytest.fixture
 def load() -> Iterator[Callable[..., EngineProcess]]:
-    """Loads a model in a process of its own; ended with the test."""
+    """Return a function that loads a model in a process of its own, which ends with the test."""
     pytest.importorskip("vllm")
     with ExitStack() as stack:
 
@@ -54,7 +54,7 @@ def test_request_whose_logits_are_not_finite_fails_alone(load: Any, tmp_path: Pa
 
     folder = make_tiny_model(tmp_path, "qwen2", **_SHAPE)
     whole = PlainTransformers(folder).answer(_PROMPT, 12)
-    # Nothing is finite behind this token, which the answer draws.
+    # Nothing is finite after this token of the answer.
     index = next(index for index, token_id in enumerate(whole) if index > 1 and token_id not in _PROMPT)
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][whole[index]] = torch.nan
@@ -88,7 +88,7 @@ def test_ends_that_no_token_has_change_nothing_as_in_generate(load: Any, tmp_pat
 
     folder = make_tiny_model(tmp_path, "qwen2", **_SHAPE)
     first = PlainTransformers(folder).answer(_PROMPT, 1)[0]
-    # As the fourth, a token that it would draw first; the others are none of its 320.
+    # The fourth id is the first that it would draw; the others are outside its vocabulary of 320.
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [320, 2**40, -1, first]}))
     plain = AutoModelForCausalLM.from_pretrained(folder)
     whole = plain.generate(torch.tensor([_PROMPT]), min_new_tokens=8, max_new_tokens=8, do_sample=False)

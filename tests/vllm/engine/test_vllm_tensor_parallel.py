@@ -1,4 +1,4 @@
-"""vLLM engines whose model is spread over two ranks, each a process that pushes and takes the KV of its own heads."""
+"""vLLM engines of two ranks, each a process that pushes and receives the KV of its own heads."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
