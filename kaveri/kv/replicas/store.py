@@ -24,7 +24,8 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 
 
 class ReplicaKey(NamedTuple):
-    """Identifies a replica in a store: the request, and the owner, one attempt of a router's session to run it."""
+    """Identifies a replica in a store: the request, and its owner: the attempt (placement) in a session (client
+    reconnection)."""
 
     request_id: str
     session: int

@@ -51,8 +51,8 @@ class KvSender:
     write waits for it, is presumed dead.
 
     transports: in order of preference. on_local_done: called with source blocks that are no longer read, before their
-    push ends; a failed push may report them by PushFailed alone, and a push to another layout does so always.
-    staging_bytes: memory for each of a few other layouts, while receivers need them; see MappedPushes.
+    push ends; not for all blocks of a failed push, nor for pushes to other layouts. staging_bytes: memory for each of a
+    few other layouts, while receivers need them; see MappedPushes.
     """
 
     def __init__(
