@@ -38,11 +38,9 @@ class BlockMap:
         destination_ids: Sequence[int],
         destination_first: int,
     ) -> tuple[RegionCopy, ...]:
-        """Return the copies, per layer, that move the KV of `tokens` (positions in the request) from source to
-        destination blocks.
+        """Return the copies, per layer, that move the KV of `tokens` (positions in the request) between blocks.
 
-        source_first, destination_first: position of the first token of block source_ids[0], of block
-        destination_ids[0].
+        source_first, destination_first: position of the first token of the first block on that side.
         """
         if not self.destination.has_known_order:
             # The place of a token's bytes within the block is unknown: only whole blocks.

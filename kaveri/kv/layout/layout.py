@@ -25,8 +25,7 @@ ORDERS = ("2NHD", "2HND")
 element. Any other order is opaque: its blocks fit only blocks of the same order and size."""
 
 HEADS_FIRST = "H-"
-"""Prefix of opaque orders in which each head's KV within a block is one contiguous run of bytes. Such blocks can be
-split by heads."""
+"""Prefix of opaque orders in which a head's KV within a block is one run of bytes, so that heads can be split."""
 
 MAPPED_TOKENS_MAX = 1024
 """Max tokens of a block that is converted to another layout: the sender buffers a few such blocks of each layer."""
@@ -41,8 +40,7 @@ _PART = frozenset({"layer_count", "kv_head_count", "first_layer", "first_kv_head
 class KvLayout:
     """Shape of a KV pool: `layer_count` layers of blocks, each block [K or V, block_tokens, kv_head_count, head_dim].
 
-    A pool may hold a part of the model, as a rank's does: the layers from first_layer on, and the KV heads from
-    first_kv_head on.
+    A pool may hold a part of the model, as a rank's does: layers from first_layer on, KV heads from first_kv_head on.
     """
 
     model_fingerprint: str
@@ -74,8 +72,8 @@ class KvLayout:
         return range(self.first_kv_head, self.first_kv_head + self.kv_head_count)
 
     def rank(self, rank: int) -> "KvLayout":
-        """Layout of one tensor-parallel rank's own pool. kv_head_count must be a multiple of tensor_ranks, or vice
-        versa."""
+        """Layout of one tensor-parallel rank's pool. Of kv_head_count and tensor_ranks, one must be a multiple of the
+        other."""
         heads, ranks = self.kv_head_count, self.tensor_ranks
         first = self.first_kv_head + rank * heads // ranks
         return replace(self, kv_head_count=max(1, heads // ranks), first_kv_head=first, tensor_ranks=1)
@@ -99,8 +97,7 @@ class KvLayout:
         self._require_equal(other, frozenset())
 
     def require_mappable(self, other: "KvLayout") -> None:
-        """Raise LayoutMismatch, naming the field, unless blocks of the two layouts convert into each other without
-        loss.
+        """Raise LayoutMismatch, naming the field, unless the two layouts' blocks convert into each other without loss.
 
         Both must hold the same layers and heads of the same model. Block size (up to MAPPED_TOKENS_MAX tokens) and byte
         order may differ if both orders are in ORDERS; the number of ranks, if the order allows a split by heads.
@@ -120,8 +117,8 @@ class KvLayout:
         return other is not None
 
     def require_part(self, part: "KvLayout") -> None:
-        """Raise LayoutMismatch, naming the field, unless blocks convert to layout `part`, which holds all or some of
-        this layout's layers and heads."""
+        """Raise LayoutMismatch, naming the field, unless blocks convert to `part`, a layout with some of the layers and
+        heads."""
         self._require_equal(part, _MAPPED | _PART)
         if self != part:
             self._require_known(part)
@@ -130,10 +127,8 @@ class KvLayout:
                 raise LayoutMismatch(name, ours, theirs)
 
     def heads_in_part(self, other: "KvLayout") -> int:
-        """Number of KV heads that a rank of this layout has in common with an overlapping rank of the other.
-
-        Raises LayoutMismatch if that number is not the same for all such pairs of ranks.
-        """
+        """Number of KV heads that a rank of this layout has in common with each overlapping rank of the other. Raises
+        LayoutMismatch if pairs of ranks differ in it."""
         for layout in (self, other):
             heads, ranks = layout.kv_head_count, layout.tensor_ranks
             if ranks < 1 or (heads % ranks and ranks % heads):
@@ -170,7 +165,7 @@ class KvLayout:
 
 
 class PartPlace(NamedTuple):
-    """Destination of one part of a push (heads that a source and a destination rank share): that rank, and its block
+    """Destination of one part of a push (the heads that a source and a destination rank share): rank and block
     layout."""
 
     rank: int
@@ -179,8 +174,8 @@ class PartPlace(NamedTuple):
 
 @lru_cache(maxsize=256)
 def part_places(source: KvLayout, destination: KvLayout) -> tuple[PartPlace, ...]:
-    """Return the parts of a push between two instances, ordered by destination rank. Raises LayoutMismatch if not
-    mappable."""
+    """Return the parts of a push, one per pair of ranks with common heads, by destination rank. Raises
+    LayoutMismatch."""
     source.require_mappable(destination)
     head_count = source.heads_in_part(destination)
     return tuple(

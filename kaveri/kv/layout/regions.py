@@ -58,8 +58,7 @@ class TokenPlaces:
     def of_blocks(
         cls, layout: KvLayout, block_ids: Sequence[int], first_head: int, first_token: int = 0
     ) -> "TokenPlaces":
-        """Locate tokens in a pool's blocks: block_ids[i] holds block_tokens tokens from first_token + i * block_tokens
-        on.
+        """Locate tokens in a pool's blocks. Block i holds block_tokens tokens from first_token + i * block_tokens on.
 
         layout: the pool's. If its order is not in ORDERS, heads come first and only whole blocks are addressed.
         first_head: index of the first of the heads within the pool.
@@ -79,11 +78,9 @@ class TokenPlaces:
 def map_regions(
     tokens: range, head_count: int, head_bytes: int, source: TokenPlaces, destination: TokenPlaces
 ) -> tuple[RegionCopy, ...]:
-    """Return the copies, as few as possible, that move K and V of `tokens` (positions in the request) between two
-    placements.
+    """Return the copies, as few as possible, that move K and V of `tokens` (positions in the request).
 
-    head_bytes: bytes of one head's K for one token. Raises InvalidArgument when a side has too few blocks for the
-    tokens.
+    head_bytes: bytes of one head's K for one token. Raises InvalidArgument when a side has too few blocks.
     """
     if not tokens:
         return ()
@@ -138,8 +135,7 @@ def copy_regions(
     """Run the copies in every layer.
 
     source, destination: [layer_count, layer_bytes of that side], uint8, C-contiguous, not overlapping. Raises
-    ValueError, possibly after some copies, for a copy beyond the array; one that leaves its layer for the next is not
-    detected.
+    ValueError, possibly after some copies, for a copy beyond the array; one from a layer into the next is not detected.
     """
     layer_count, source_layer_bytes = source.shape
     destination_layer_bytes = destination.shape[1]

@@ -18,8 +18,7 @@ class Receiving:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """State of a replica: its owner's push is being revoked. It may still write unverified blocks; marks are
-    ignored."""
+    """State of a replica: its owner's push is being revoked. Its writes and marks no longer count."""
 
     transfer_id: bytes
 
@@ -46,8 +45,7 @@ class Replica:
     stays: bool = False
     """True if it is kept when its owner gives it up."""
     block_ids: list[int] = field(default_factory=list)
-    """First the blocks of token_ids, verified, the last one possibly part full; then blocks granted for the next
-    tokens."""
+    """First the blocks of token_ids, verified, the last one possibly part full; then blocks for the next tokens."""
     token_ids: list[int] = field(default_factory=list)
     reading: set[bytes] = field(default_factory=set)
     """Transfer ids of pushes that read its blocks."""

@@ -41,15 +41,14 @@ OWNER_ENDED = "the owner has ended its push"
 """Reason in the ReplicaOrphaned of a replica whose owner has finished its push."""
 _RETRY_AFTER_S = 0.5
 _BLOCKS_AHEAD = 1
-"""Blocks granted beyond the last mark. An owner fills one in block_tokens decode steps; the next grant comes long
-before."""
+"""Blocks granted beyond the last mark. An owner fills one in block_tokens steps; the next grant comes long before."""
 
 
 class Replicas:
     """Implements ReplicaStore over one pool of `block_count` blocks that hold all KV heads of `layout`.
 
-    make_receiver, make_sender: create that pool's receiver and sender; their errors propagate. token_bytes: source of
-    random bytes, replaced in simulations.
+    make_receiver, make_sender: for that pool; their errors propagate. token_bytes: random bytes, replaced in
+    simulations.
     """
 
     def __init__(

@@ -24,8 +24,8 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 
 
 class ReplicaKey(NamedTuple):
-    """Identifies a replica in a store: the request, and its owner: the attempt (placement) in a session (client
-    reconnection)."""
+    """Identifies a replica: the request, and its owner, a placement (attempt) in a session (client connection) of
+    it."""
 
     request_id: str
     session: int
@@ -37,8 +37,7 @@ class ReplicaUsage:
     """Memory use of a replica store."""
 
     used_bytes: int = 0
-    """Bytes of blocks that replicas hold, including those granted in advance, or that an ended transfer may still
-    access."""
+    """Bytes of blocks that replicas hold or were granted in advance, or that an ended transfer may still access."""
     total_bytes: int = 0
     replica_count: int = 0
 
@@ -62,7 +61,7 @@ class ReplicaOrphaned:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDropped:
-    """Event of a replica: deleted, since its owner gave it up or was lost before any KV was verified. Not sent after
+    """Event of a replica: deleted, since its owner gave it up or was lost before any KV was verified. Not after
     drop()."""
 
     key: ReplicaKey
@@ -83,12 +82,12 @@ ReplicaListener = Callable[[ReplicaEvent], None]
 
 
 class ReplicaStore(Protocol):
-    """Store of replicas: copies of other instances' KV caches. Thread-safe. Unknown keys are ignored, or have no
+    """Store of replicas: copies of other instances' KV caches. Thread-safe. Unknown keys are ignored or have no
     tokens."""
 
     @property
     def layout(self) -> KvLayout:
-        """KV layout of the replicas; the `source` argument of DecodeEngine.reserve() for a replica pushed to that
+        """KV layout of the replicas, to be passed as `source` to DecodeEngine.reserve() before a push to that
         engine."""
 
     @property
@@ -104,17 +103,15 @@ class ReplicaStore(Protocol):
         """Reserve blocks for a new replica and return the ticket with which its owner pushes KV into them.
 
         Reserves the whole blocks of `token_count` tokens and one more. Each verified mark of the owner grants it
-        further blocks, while some are free; otherwise the replica stops growing until then. expires_in_s: the owner is
-        presumed lost after this long without a mark. stays: keep the replica, unless empty, when its owner gives it up.
-        A replica of the same key is dropped first.
+        further blocks, once some are free. expires_in_s: the owner is presumed lost after this long without a mark.
+        stays: keep the replica, unless empty, when its owner gives it up. A replica of the same key is dropped first.
 
         Raises NoCapacity when the memory is full or other replicas wait for blocks, LayoutMismatch unless the layout is
         the store's own, and InvalidArgument for other values out of range.
         """
 
     def watermark(self, key: ReplicaKey) -> int:
-        """Number of verified tokens: whole blocks, plus the last, part-full one once the owner has finished its
-        push."""
+        """Number of verified tokens: whole blocks, plus a part-full last one once the owner has finished its push."""
 
     def token_ids(self, key: ReplicaKey) -> tuple[int, ...]:
         """Ids of the replica's verified tokens, watermark(key) of them."""
@@ -123,12 +120,10 @@ class ReplicaStore(Protocol):
         """True while the store has no free block for the next tokens of this replica."""
 
     def seal(self, key: ReplicaKey) -> None:
-        """Stop accepting KV from the owner: the watermark rises no more, and later writes are not part of the
-        replica."""
+        """Stop accepting KV from the owner: the watermark rises no more, later writes do not count."""
 
     def push(self, key: ReplicaKey, ticket: Ticket) -> "Future[None]":
-        """Push the KV of the first `ticket.token_count` tokens (at most watermark(key)) to the engine that granted the
-        ticket.
+        """Push the KV of the first `ticket.token_count` tokens (at most watermark(key)) to the ticket's engine.
 
         The future completes when the engine has accepted the KV. It fails with TransferFailed, also if the replica is
         dropped meanwhile; with LayoutMismatch when the blocks cannot be mapped; with InvalidArgument for a ticket of

@@ -32,8 +32,7 @@ class SharedMemory:
 
 
 class KvPool:
-    """Pool of KV blocks in host memory: `block_count` blocks in each of the layout's layers, in one prefaulted
-    allocation.
+    """Pool of KV blocks in prefaulted host memory: `block_count` blocks in each of the layout's layers.
 
     memory: [layer_count, block_count, block_bytes], uint8, C-contiguous, page-aligned. Every page is touched at
     creation, since the first touch is several times slower than a copy. Other processes of the host can map the memory;
@@ -67,8 +66,8 @@ class KvPool:
 
     @property
     def descriptor(self) -> int:
-        """Descriptor of the pool's memory file. Raises ConfigError if there is none, so that no other process can map
-        the pool."""
+        """Descriptor of the pool's memory file. Raises ConfigError if there is none: no other process can map the
+        pool."""
         if self._shared is None:
             raise ConfigError("kv transport", "shm needs a pool in a memory file; this engine's blocks lie elsewhere")
         return self._shared.descriptor
@@ -106,8 +105,7 @@ class KvPool:
         return [view[start:end] for start, end in spans]
 
     def spans(self, block_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the blocks' byte ranges [start, stop) within any layer, in this order; those of adjacent blocks are
-        merged."""
+        """Return the blocks' byte ranges [start, stop) within any layer, in this order, merged for adjacent blocks."""
         block_bytes = self.layout.block_bytes
         if block_ids and is_run(block_ids):
             return [(block_ids[0] * block_bytes, (block_ids[-1] + 1) * block_bytes)]
@@ -146,8 +144,7 @@ class BlockAllocator:
         return len(self._free)
 
     def allocate(self, owner: Hashable, count: int) -> list[int]:
-        """Allocate `count` more blocks to `owner` and return only those. Raises NoCapacity if fewer are free,
-        allocating none."""
+        """Allocate `count` more blocks to `owner` and return only those. Raises NoCapacity, allocating none."""
         with self._lock:
             if count > len(self._free):
                 reason = f"{count} blocks wanted, {len(self._free)} of {self.total} free"

@@ -7,8 +7,7 @@ its data waits on the sending side, and data for other receivers proceeds.
     given: outstanding ── spend: arriving ── settle: returned
     └──────────── held ────────────────┘
 
-Credit cannot be revoked, so it goes to senders that are about to use it: open transfers tell a receiver how many bytes
-each sender will still write.
+Credit cannot be revoked, so it goes to senders that will use it soon: open transfers tell how many bytes are to come.
 """
 
 import threading
@@ -22,14 +21,13 @@ _SHARES_MIN = 4
 
 
 class CreditBook:
-    """Divides a receiver's credit, bytes that may be in flight, among its senders. Thread-safe; its lock is never
-    nested.
+    """Divides a receiver's credit (bytes in flight) among its senders. Thread-safe; its lock is never nested.
 
     Every sender is guaranteed `least_bytes` (at least 2), so the first bytes of a transfer wait for no other sender.
     Senders with open transfers have equal windows, `total_bytes` over their number, up to the bytes still to come; at
     most total_bytes + least_bytes * senders is ever held. When another one begins to push, the others' windows shrink
-    as they use credit, and returned credit is given round robin. Unused credit stays with its sender until the next
-    transfer or the end of the connection.
+    as they use credit, and returned credit is given round robin. Unused credit stays with its sender for the next
+    transfer.
     """
 
     def __init__(self, total_bytes: int, least_bytes: int) -> None:
@@ -55,8 +53,8 @@ class CreditBook:
             return len(self.senders), self._window_bytes(), held_bytes, arriving_bytes
 
     def give(self) -> None:
-        """Give senders all credit that is free, but no grant below a quarter of a window, or half if the sender has
-        enough credit for its open transfers: small grants cost more than they bring."""
+        """Give senders all free credit, but no grant below a quarter of a window, or half if the sender has enough
+        credit for its open transfers: small grants cost more than they bring."""
         granted: list[tuple[SenderCredit, int, int]] = []
         with self.lock:
             window_bytes = self._window_bytes()

@@ -65,8 +65,7 @@ class ReceiverFlow:
 
     @staticmethod
     def total(parts: "Iterable[ReceiverFlow]") -> "ReceiverFlow":
-        """Combine the snapshots of one instance's ranks. Block counts are not summed: all ranks lease the same
-        blocks."""
+        """Combine the snapshots of one instance's ranks. Block counts are not summed: all lease the same blocks."""
         parts = tuple(parts)
         return ReceiverFlow(
             sender_count=sum(part.sender_count for part in parts),

@@ -1,5 +1,4 @@
-"""Landing: the receiving side of one granted transfer. Tracks and verifies arrived blocks, and fences them at the
-end."""
+"""Landing: the receiving side of one granted transfer. Tracks and verifies arrived blocks; fences them at its end."""
 
 import threading
 import time
@@ -18,8 +17,8 @@ from kaveri.telemetry.logs import get_logger
 
 @dataclass(frozen=True, slots=True)
 class TransferLanded:
-    """Event of a transfer, on the receiver: all bytes have arrived and all digests match. The ticket's owner has the
-    blocks."""
+    """Event of a transfer, on the receiver: all bytes have arrived and all digests match. The blocks are the
+    caller's."""
 
     transfer_id: bytes
     kv_bytes: int
@@ -52,8 +51,8 @@ class TransferReleased:
 
 TransferEvent = TransferLanded | TransferMarked | TransferReleased
 LandingListener = Callable[[TransferEvent], None]
-"""Called on a thread of the receiver, in the order of events: once with the end of each granted ticket, and before that
-once with each mark of an open transfer."""
+"""Receives, on a thread of the receiver and in order, each mark of an open transfer and the end of each granted
+ticket."""
 
 
 class TicketReceiver(Protocol):
@@ -68,8 +67,7 @@ class TicketReceiver(Protocol):
         """Addresses where it listens for senders, in order of preference."""
 
     def lease(self, ticket: Ticket, parts: Sequence[Ticket] = ()) -> None:
-        """Reserve a ticket's blocks for its transfer. parts: tickets of its parts. Raises TransferFailed when
-        closed."""
+        """Reserve a ticket's blocks for its transfer. parts: one ticket for each pair of ranks, if several."""
 
     def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
         """Add destination blocks to an open transfer. Returns False if it has ended: the caller keeps the blocks."""
@@ -151,8 +149,8 @@ class PoolLanding:
         return True
 
     def extend(self, block_ids: Sequence[int]) -> bool:
-        """Add destination blocks to an open transfer, and notify its sender. Returns False if it has ended: the caller
-        keeps the blocks. Any thread."""
+        """Add destination blocks to an open transfer, and notify its sender. False: it has ended, the caller keeps
+        them."""
         assert self.ticket.is_open, "only an open transfer is extended"
         assert all(0 <= block < self.pool.block_count for block in block_ids), "a block outside the pool"
         with self._lock:
@@ -263,8 +261,7 @@ class PoolLanding:
             self._claim.answer(self.ticket.transfer_id, None)
 
     def abort(self, reason: str, *, given_up: bool = False) -> None:
-        """End the transfer, by its connection, revocation or expiry, and answer its sender. given_up: the sender
-        cancelled it."""
+        """Cancel the transfer and answer its sender. given_up: True if the sender itself cancelled it. Idempotent."""
         with self._lock:
             if self._outcome is not None:
                 return

@@ -19,8 +19,8 @@ MemberT = TypeVar("MemberT", bound=Hashable)
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """A sender's link to one receiver, and its credit. Guarded by the sender's lock. A push never changes its
-    connection."""
+    """A sender's link to one receiver, and its credit. Guarded by the sender's lock. A push never changes to
+    another."""
 
     transport: Transport
     endpoint: KvEndpoint
@@ -112,8 +112,7 @@ class Push:
             self._peer.on_queued(self)
 
     def mark(self, block_count: int, note: bytes) -> None:
-        """Queue a mark of an open push's blocks [0, block_count), with its note. Ignored once the push is stopped or
-        finished."""
+        """Queue a mark of blocks [0, block_count), which the receiver then keeps. Ignored once stopped or finished."""
         with self._peer.lock:
             if self.stopped is not None or self.is_finished:
                 return
@@ -126,7 +125,7 @@ class Push:
             self._peer.on_queued(self)
 
     def finish(self, note: bytes) -> None:
-        """Queue the end mark, with its note. Ignored once the push is stopped or finished."""
+        """Queue the end mark, with its note. Ignored once stopped or finished."""
         with self._peer.lock:
             if self.stopped is None and not self.is_finished:
                 self.is_finished = True
@@ -165,8 +164,7 @@ class Push:
         return range(layer, layer + layer_count), index, blocks
 
     def take_mark(self, block_count: int) -> bool:
-        """Record the receiver's answer to a mark. Returns False if it is not the answer to the oldest unanswered
-        mark."""
+        """Record the receiver's answer to a mark. Returns False unless the oldest unanswered mark is meant."""
         unanswered = self.progress.unanswered_marks
         if not unanswered or unanswered.popleft() != block_count:
             return False
@@ -196,8 +194,8 @@ class Turns(Generic[MemberT]):
     writes (M. Shreedhar and G. Varghese, "Efficient Fair Queueing Using Deficit Round Robin", SIGCOMM 1995).
 
     A write is never split: a member continues while its balance is above zero, and the excess is deducted from its next
-    round. While two members have work, the bytes charged to them differ by at most three times the larger of the
-    quantum (at least 1 byte) and a write.
+    round. While two members have work, their bytes differ by at most three times the larger of a quantum and a write.
+    quantum_bytes: at least 1.
     """
 
     def __init__(self, quantum_bytes: int) -> None:
@@ -220,8 +218,8 @@ class Turns(Generic[MemberT]):
             self._ring.remove(member)
 
     def next(self, is_ready: Callable[[MemberT], bool]) -> MemberT | None:
-        """Return the member whose turn it is, skipping those that are not ready, which keep their balance; None if none
-        is."""
+        """Return the member whose turn it is, None if none is ready. Those not ready are skipped and keep their
+        balance."""
         passed_count = 0
         while passed_count < len(self._ring):
             member = self._ring[0]

@@ -36,8 +36,7 @@ class Grants:
 class PartedTransfer:
     """Runs the parts of one transfer until all have ended. When one fails, the others are cancelled. Thread-safe.
 
-    give_up: cancels all parts; ignored by those that have not begun or have ended. listener: receives the events of the
-    whole transfer.
+    give_up: cancels all active parts. listener: receives the events of the whole transfer.
     """
 
     def __init__(
@@ -50,10 +49,8 @@ class PartedTransfer:
         self._lock = threading.Lock()
 
     def begin(self, start: Callable[[Ticket, PartListener], object]) -> None:
-        """Start all parts by calling `start`. If one cannot start, those before it are cancelled.
-
-        Raises the first error of start() if no part is active then.
-        """
+        """Start all parts by calling `start`, or cancel those before one that cannot start. Raises its error if none is
+        active."""
         for number, part in enumerate(self._parts):
             try:
                 start(part, partial(self._handle, number))

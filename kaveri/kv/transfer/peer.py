@@ -40,8 +40,8 @@ _RETRY_MAX_S = 4.0
 
 @dataclass(eq=False, slots=True)
 class _UnsentAborts:
-    """Given-up pushes whose receiver is not notified yet: it keeps blocks for them until then, or until their tickets
-    expire. Used on the peer's thread only."""
+    """Given-up pushes whose receiver is not notified yet: it keeps blocks for them until then or until their tickets
+    expire."""
 
     pushes: list[Push] = field(default_factory=list)
     retry_at_s: float = 0.0
@@ -83,8 +83,8 @@ class SenderState:
 class Peer:
     """One receiver, on the sending side: the queues of its pushes, and the thread that runs them over one connection.
 
-    The operations of a push run in order. Pushes take turns by bytes, so that a short one does not wait for all of a
-    long one. The queues are bounded by the tickets' block counts.
+    A push's operations run in order. Pushes take turns by bytes, so that a short one does not wait for all of a long
+    one. The queues are bounded by the tickets' block counts.
     """
 
     def __init__(self, state: SenderState, key: PeerKey, routes: Sequence[Route]) -> None:

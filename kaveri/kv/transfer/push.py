@@ -10,8 +10,7 @@ from kaveri.kv.transfer.ticket import Ticket
 
 @dataclass(frozen=True, slots=True)
 class PushAccepted:
-    """Event of a push: the receiver has all bytes, verified if it asks for digests. Source blocks are no longer
-    read."""
+    """Event of a push: the receiver has all bytes, verified if it asks for digests. The source blocks are free."""
 
     transfer_id: bytes
     kv_bytes: int
@@ -20,7 +19,7 @@ class PushAccepted:
 
 @dataclass(frozen=True, slots=True)
 class PushFailed:
-    """Event of a push: it has failed. Its source blocks are no longer read."""
+    """Event of a push: it has failed. Its source blocks are free."""
 
     transfer_id: bytes
     reason: str
@@ -28,8 +27,7 @@ class PushFailed:
 
 @dataclass(frozen=True, slots=True)
 class PushMarked:
-    """Event of an open push: the receiver has verified blocks [0, block_count), and keeps them even if the push
-    fails."""
+    """Event of an open push: the receiver has verified blocks [0, block_count) and keeps them, come what may."""
 
     transfer_id: bytes
     block_count: int
@@ -74,8 +72,8 @@ class PushSender(Protocol):
     """Interface of a sender of pushes: KvSender (sender.py), or a substitute in simulations."""
 
     def open(self, ticket: Ticket, parts: Sequence[Ticket] = ()) -> None:
-        """Begin the push that a ticket permits. parts: tickets of its parts. Raises LayoutMismatch and
-        TransferFailed."""
+        """Begin the push that a ticket permits. parts: one ticket per pair of ranks, if several. Raises LayoutMismatch
+        and TransferFailed."""
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
         """Queue the same source blocks of each layer, for the ticket's blocks from first_index on. Never waits."""

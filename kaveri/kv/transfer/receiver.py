@@ -33,8 +33,7 @@ CREDIT_BYTES = 128 << 20
 """Default bytes that all senders together may have in flight to a receiver. Up to four have windows of 32 MiB, twice
 what the largest writes of a transport need to proceed without a pause."""
 _LEAST_CREDIT_BYTES = 4 << 20
-"""Bytes that each sender may have in flight, however many there are. A push alone is up to a fifth slower with it than
-with the largest window, on two busy cores."""
+"""Bytes that each sender may have in flight, however many there are. A single push is up to a fifth slower with it."""
 
 
 __all__ = [
@@ -121,9 +120,9 @@ class KvReceiver:
     ) -> Ticket:
         """Return a ticket for a new transfer into these pool blocks, and lease them to it; see lease().
 
-        first_block: number of the request's blocks already here, which are not pushed. part: block layout, if the
-        transfer brings only some of the heads. is_open: the transfer may be marked and extended, and may end with fewer
-        blocks. Raises TransferFailed when closed.
+        first_block: number of the request's blocks already here, which are not pushed. part: block layout, if only some
+        heads are pushed. is_open: the transfer may be marked, extended and end early. Raises TransferFailed when
+        closed.
         """
         ticket = Ticket(
             transfer_id=secrets.token_bytes(16),
@@ -141,8 +140,7 @@ class KvReceiver:
         return ticket
 
     def lease(self, ticket: Ticket, parts: Sequence[Ticket] = (), listener: LandingListener | None = None) -> None:
-        """Reserve a ticket's blocks for its transfer; the caller must not use them until TransferLanded or
-        TransferReleased.
+        """Reserve a ticket's blocks for its transfer, until TransferLanded or TransferReleased.
 
         parts: tickets of the parts that this pool takes, if any (taken_tickets); the transfer lands when all have.
         Block ids of a part are those of KvPool.split(). listener: receives the transfer's events in place of the
@@ -173,8 +171,7 @@ class KvReceiver:
         return landing is not None and landing.extend(block_ids)
 
     def revoke(self, transfer_id: bytes) -> None:
-        """Cancel a transfer. TransferReleased follows once nothing can write into its blocks; unknown ids are
-        ignored."""
+        """Cancel a transfer. TransferReleased follows once its blocks cannot be written; unknown ids are ignored."""
         landing = self._grants.wholes.get(transfer_id) or self._grants.landings.get(transfer_id)
         if landing is not None:
             landing.abort("revoked")

@@ -54,8 +54,7 @@ class Reporter:
             get_logger().exception("kv_listener_failed")
 
     def call_after(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Run `action` on the reporter's thread after `delay_s` seconds (not NaN), unless the reporter is closed
-        before."""
+        """Run `action` on the reporter's thread after `delay_s` seconds (not NaN), unless closed before."""
         assert not math.isnan(delay_s), "a timer that is never due"
         due_s = time.monotonic() + delay_s
         with self._changed:

@@ -95,8 +95,8 @@ class KvSender:
         listener: receives the push's events in place of the sender's listener.
 
         Raises LayoutMismatch, naming the field, when the blocks cannot be mapped, and TransferFailed when there is no
-        transport in common, the sender is closed, or no thread can be started; a push to another layout may report that
-        by PushFailed.
+        common transport, the sender is closed, or no thread can start; PushFailed may report these for a push to
+        another layout.
         """
         state, listener = self._state, listener or self._listener
         assert ticket.transfer_id not in (self._wholes if parts else state.pushes), "a ticket is used once"
@@ -148,12 +148,11 @@ class KvSender:
             push.write(layers, first_index, tuple(source_blocks))
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        """Mark an open push: the receiver verifies blocks [0, block_count) of all layers and keeps them even if the
-        push fails.
+        """Mark an open push: the receiver verifies blocks [0, block_count) of all layers and keeps them even after a
+        failure.
 
         PushMarked follows. note: at most 4 KiB, delivered with the mark. Unknown (already failed) transfers are
-        ignored. Raises InvalidArgument unless block_count exceeds the last mark's, and as many blocks of every layer
-        are queued.
+        ignored. Raises InvalidArgument unless block_count exceeds the last mark's and is queued in every layer.
         """
         require_note(note)
         if (push := self._wholes.get(transfer_id) or self._state.pushes.get(transfer_id)) is not None:
@@ -174,8 +173,7 @@ class KvSender:
             push.abort(keep_marked=keep_marked)
 
     def flow(self) -> SenderFlow:
-        """Return a flow-control snapshot of the active pushes; a receiver counts once for each layout that it is
-        sent."""
+        """Return a flow-control snapshot of the active pushes; a receiver counts once for each layout sent to it."""
         state = self._state
         with state.lock:
             peers = tuple(peer.flow() for peer in state.peers.values())
@@ -183,8 +181,7 @@ class KvSender:
         return SenderFlow.total((direct, self._mapped.flow()))
 
     def close(self) -> None:
-        """Break all connections, fail all pushes, end threads. Idempotent. Waits for a connection attempt in
-        progress."""
+        """Break all connections, fail all pushes, end threads. Waits for a connection attempt. Idempotent."""
         self._mapped.close()
         state = self._state
         with state.lock:

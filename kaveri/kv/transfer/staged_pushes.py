@@ -51,8 +51,8 @@ class MakeSender(Protocol):
     """Factory of the sender that reads a staging pool."""
 
     def __call__(self, pool: KvPool, listener: PushListener, *, on_local_done: LocalDoneListener) -> StagingSender:
-        """Create a sender for `pool`. listener: receives its pushes' events. on_local_done: receives blocks no longer
-        read."""
+        """Create a sender for `pool`. listener: of its pushes. on_local_done: receives blocks that it no longer
+        reads."""
 
 
 @dataclass(slots=True)
@@ -119,8 +119,8 @@ class StagedPush:
         return self.ticket.endpoints, self.ticket.epoch
 
     def write(self, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Add readable blocks of these source layers. first_index counts the request's source blocks from first_block
-        on."""
+        """Add readable blocks of these source layers. first_index counts the request's source blocks from
+        first_block."""
         with self.staging.changed:
             if self.outcome is None:
                 for source_layer in layers:
@@ -164,8 +164,7 @@ class StagedPush:
         return not self.due and all(count == self.granted_count for count in self.staged)
 
     def copy(self, source: KvPool, staging: KvPool, layer: int, first_index: int, staging_ids: Sequence[int]) -> None:
-        """Assemble destination blocks [first_index, first_index + len(staging_ids)) of a layer in these staging
-        blocks."""
+        """Assemble destination blocks [first_index, first_index + len(staging_ids)) of a layer in staging memory."""
         ticket, block_tokens = self.ticket, self.ticket.layout.block_tokens
         source_tokens = self.block_map.source.block_tokens
         # [first, stop) tokens of these blocks; the last one may be part full, to an extent that open pushes do not

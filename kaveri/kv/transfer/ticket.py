@@ -28,8 +28,8 @@ class TicketPart:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Permission to push one request's KV into a receiver's blocks. Used once; void after `expires_in_s` unless the KV
-    landed."""
+    """Permission to push one request's KV into a receiver's blocks. Used once; expires `expires_in_s` after its
+    grant."""
 
     transfer_id: bytes
     """16 random bytes; identifies the transfer over all receivers and incarnations."""
@@ -53,12 +53,11 @@ class Ticket:
     """Transfers between one rank of the sender and one of the receiver (part_tickets). The KV has landed when all parts
     have. Empty if there is a single rank on both sides."""
     is_open: bool = False
-    """True if the transfer may be marked and extended, and may end with fewer blocks than were granted. Its time limit
-    then counts from the last mark."""
+    """True if the transfer may be marked, extended, and end early. Its time limit then counts from the last mark."""
 
     def part_tickets(self, is_wanted: Callable[[PartPlace], bool]) -> "tuple[Ticket, ...]":
-        """Return one ticket for each part that `is_wanted`, with block ids of a pool split by part_index(). A ticket
-        without parts counts as its own single part."""
+        """Return a ticket for each part that `is_wanted`, with block ids of a pool split by heads; just this one
+        without parts."""
         if not self.parts:
             return (self,) if is_wanted(PartPlace(0, self.layout)) else ()
         return tuple(self._part_ticket(number) for number, part in enumerate(self.parts) if is_wanted(part.place))
@@ -77,8 +76,7 @@ class Ticket:
 
 
 def part_blocks(destination: KvLayout, place: PartPlace, block_ids: Sequence[int]) -> tuple[int, ...]:
-    """Convert block ids of a destination rank's pool to those of this part in the same pool split by heads
-    (KvPool.split)."""
+    """Convert block ids of a destination rank's pool to this part's ids in that pool split by heads (KvPool.split)."""
     index, ways = part_index(destination, place)
     return tuple(block_ids) if ways == 1 else tuple(block * ways + index for block in block_ids)
 
@@ -86,11 +84,8 @@ def part_blocks(destination: KvLayout, place: PartPlace, block_ids: Sequence[int
 def ticket_parts(
     source: KvLayout, destination: KvLayout, endpoints: Sequence[tuple[KvEndpoint, ...]]
 ) -> tuple[TicketPart, ...]:
-    """Return the parts of a ticket for KV pushed from layout `source`; () if there is a single one. Raises
-    LayoutMismatch.
-
-    endpoints: for each rank of the receiver.
-    """
+    """Return the ticket's parts for KV pushed from layout `source`, () if single. endpoints: per rank of the receiver.
+    Raises LayoutMismatch."""
     if source == destination and source.tensor_ranks == 1:
         return ()
     places = part_places(source, destination)
@@ -109,8 +104,8 @@ def require_pushable(source: KvLayout, ticket: Ticket) -> None:
 
 
 def pushed_tickets(source: KvLayout, rank: int, ticket: Ticket) -> tuple[Ticket, ...]:
-    """Return a ticket for each part that this sender rank pushes; empty if other ranks push the same heads. The ticket
-    must have passed require_pushable()."""
+    """Return a ticket for each part that this sender rank pushes; empty if others push the same heads. Check the ticket
+    by require_pushable() first."""
     return ticket.part_tickets(lambda place: source_rank(source, place) == rank)
 
 

@@ -1,5 +1,4 @@
-"""Contract of a transport, the connection between a sender's and a receiver's pool. These two keep the transfers'
-state.
+"""Contract of a transport: the connection between a sender's and a receiver's pool. It keeps no state of transfers.
 
 A transport moves blocks, named by their index in a registered pool and never by an address. Three events stay apart:
 
@@ -13,8 +12,7 @@ keeps it even if the rest fails, and confirms it. It may get more destination bl
 The receiver limits what a sender may have in flight: it gives credit, in bytes, for all transfers of a connection.
 
 The contract fits two-sided links (sockets, NCCL), whose receiving thread asks for each run of blocks before it lets
-bytes in, and one-sided ones (shared memory, RDMA), which may write into a transfer's blocks from its start to its
-fence.
+bytes in, and one-sided ones (shared memory, RDMA), which may write into a transfer's blocks until it is fenced.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,10 +37,9 @@ class Capabilities:
     """Properties of a transport."""
 
     can_revoke: bool
-    """True if the receiver alone can stop the writes of one transfer, without its sender and without breaking the
-    connection."""
+    """True if the receiver alone can stop one transfer's writes, while the connection stays up."""
     is_byte_stream: bool
-    """Bytes are copied through buffers, and a digest of them is worth its time; if False, the kernel or the network
+    """True if bytes are copied through buffers, so that a digest is worth its time; False if the kernel or the network
     card writes them into the receiver's memory."""
     write_bytes: int
     """Most bytes of one write(), except for a larger block; bounds the padding that an abort may need."""
@@ -53,18 +50,16 @@ class Capabilities:
 class Landing(Protocol):
     """Receiving side of one transfer, as used by the connection that carries it, on that connection's thread only.
 
-    Methods raise TransferFailed when the transfer is refused or has ended: its sender has been answered, and the
-    connection discards the rest of its data.
+    Methods raise TransferFailed if it is refused or has ended: the sender is answered, the rest of its data discarded.
     """
 
     @property
     def pool(self) -> KvPool:
-        """Pool of the ticket's blocks: the listener's, or the same memory in smaller blocks. All transfers of a
-        connection have blocks of one size."""
+        """Pool of the ticket's blocks, perhaps split into smaller ones; of one block size for all transfers of a
+        connection."""
 
     def begin_write(self, layers: range, first_index: int, block_count: int) -> tuple[Sequence[int], Digest | None]:
-        """Permit writes into the transfer's blocks [first_index, first_index + block_count) of `layers`, until
-        end_write().
+        """Permit writes into blocks [first_index, first_index + block_count) of `layers`, until end_write().
 
         Returns the blocks' pool ids, the same in each layer, and the digest, None if not verified. It must be updated
         with the bytes in sending order: layer by layer, within a layer in index order, each block once.
@@ -84,16 +79,16 @@ class Landing(Protocol):
         """Record that the writes permitted by begin_write() have ended; the blocks are complete unless is_stopped()."""
 
     def finish(self, note: bytes, sender_digest: int) -> None:
-        """Verify the transfer at its end mark, which follows all bytes; sender_digest is over them. Returns when it has
-        landed and its sender is answered."""
+        """Verify the transfer at its end, after all bytes, against the sender's digest. Returns once landed and
+        answered."""
 
     def mark(self, block_count: int, note: bytes, sender_digest: int) -> None:
         """Verify and keep blocks [0, block_count) of each layer, at an open transfer's mark; sender_digest is over all
         bytes so far. Returns when the sender is answered."""
 
     def abort(self, reason: str, *, given_up: bool = False) -> None:
-        """End the transfer and answer its sender. given_up: True if the sender cancelled it. Never raises;
-        idempotent."""
+        """End the transfer and answer its sender. given_up: True if the sender cancelled it. Idempotent; never
+        raises."""
 
 
 class Credit(Protocol):
@@ -108,8 +103,8 @@ class Credit(Protocol):
         """Return the credit of spent bytes that were stored or discarded. May give credit to any sender."""
 
     def expect(self, byte_count: int) -> None:
-        """Add to the bytes that transfers will still send; negative: subtract. Called by landings, on any thread. May
-        give credit to any sender."""
+        """Add to the bytes still to come; negative: subtract. Called by landings, on any thread. May give credit to any
+        sender."""
 
     def arrived(self, byte_count: int) -> None:
         """Subtract arrived bytes from those expected, before settle(). Called by landings."""
@@ -122,8 +117,7 @@ GiveCredit = Callable[[int, int], None]
 """Sends a sender (how many more bytes it may write, how many it may have in flight). Never blocks and never raises."""
 
 Answer = Callable[[bytes, str | None], None]
-"""Sends the outcome of a transfer id to its sender: None if accepted, or why rejected. Never blocks and never
-raises."""
+"""Sends the outcome of a transfer id to its sender: None if accepted, or why rejected. Never blocks or raises."""
 
 
 class Progress(Protocol):
@@ -196,7 +190,7 @@ class Link(Protocol):
         digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
-        """Send source_blocks[i] of each layer to ticket.block_ids[first_index + i]; return when the source is no longer
+        """Send source_blocks[i] of each layer to ticket.block_ids[first_index + i]; return when they are no longer
         read.
 
         The caller has the receiver's credit for them. Updates `digest` with the bytes, layer by layer and in index
@@ -205,11 +199,10 @@ class Link(Protocol):
         """
 
     def mark(self, ticket: Ticket, block_count: int, note: bytes, digest: int) -> None:
-        """Send a mark of blocks [0, block_count) of each layer, after all written bytes. digest: of these; 0 if not
-        wanted."""
+        """Send a mark of blocks [0, block_count) of each layer, after all written bytes. digest: of these, or 0."""
 
     def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
-        """Send the end mark, after all written bytes. digest: of these; 0 if not wanted."""
+        """Send the end mark, after all written bytes. digest: of these; or 0 unless wants_digest."""
 
     def abort(self, ticket: Ticket, *, keep_marked: bool = False) -> None:
         """Notify the receiver that the transfer is given up. keep_marked: it should keep the marked blocks."""
@@ -234,7 +227,7 @@ class LinkListener(Protocol):
         """Handle a grant of more destination blocks: block_ids[i] is the transfer's block first_index + i."""
 
     def credited(self, byte_count: int, window_bytes: int) -> None:
-        """Handle credit for byte_count more bytes; at most window_bytes may be in flight now. Possibly before connect()
+        """Handle credit for byte_count more bytes, of at most window_bytes in flight. May come before connect()
         returns."""
 
     def lost(self, reason: str) -> None:
@@ -268,8 +261,7 @@ class Transport(Protocol):
         """Properties of the transport."""
 
     def connect(self, endpoint: KvEndpoint, epoch: int, pool: KvPool, listener: LinkListener) -> Link:
-        """Connect a sender's pool to a receiver. Blocks. Raises LinkLost, also when the receiver there has another
-        epoch."""
+        """Connect a sender's pool to a receiver. Blocks. Raises LinkLost, also if the receiver has another epoch."""
 
     def listen(self, address: str, pool: KvPool, intake: TransferIntake) -> Listener:
         """Listen for pushes into `pool`. Raises ConfigError when the address cannot be bound."""

@@ -47,8 +47,8 @@ TRANSPORTS = PluginPoint(
 
 
 def transport_names(text: str) -> tuple[str, ...]:
-    """Parse a list such as "shm,tcp" or "tcp,my_package.link:MyLink" (a plug-in). Raises ValueError, naming unknown
-    transports."""
+    """Parse a list such as "shm,tcp" or "tcp,my_package.link:MyLink" (a plug-in). Raises ValueError for unknown
+    names."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
         raise ValueError(f"names none of {TRANSPORTS.names()}")
@@ -62,8 +62,7 @@ nccl_transport = partial(CollectiveTransport, "nccl")
 
 
 def tls_transport(tls: TlsFiles | None = None, advertise_host: str | None = None) -> TlsTransport:
-    """Create the TLS transport. advertise_host: see SocketTransport. Raises ConfigError for missing or invalid
-    files."""
+    """Create the TLS transport. advertise_host: see SocketTransport. Raises ConfigError for missing or bad files."""
     if tls is None:
         raise ConfigError("kv_transports", "tls needs kv_tls_cert, kv_tls_key and kv_tls_ca, or the same of --tls-*")
     return TlsTransport(tls, advertise_host=advertise_host)
@@ -72,8 +71,8 @@ def tls_transport(tls: TlsFiles | None = None, advertise_host: str | None = None
 def make_transports(
     names: Sequence[str] = TRANSPORT_NAMES, advertise_host: str | None = None, tls: TlsFiles | None = None
 ) -> tuple[Transport, ...]:
-    """Create the transports of these names, in this order. advertise_host: see SocketTransport. tls: certificate files
-    for "tls".
+    """Create the transports of these names, in this order. advertise_host: host in their tcp endpoints. tls:
+    certificate files.
 
     Raises ConfigError when one cannot be created, or a name occurs twice.
     """
@@ -106,7 +105,6 @@ def _make(name: str, arguments: Mapping[str, object]) -> Transport:
 
 
 def slowed(transports: Sequence[Transport], link: str) -> tuple[Transport, ...]:
-    """Wrap the transports to emulate a link of this speed, such as "25Gbps,50us" (parse_link_speed). Raises
-    ValueError."""
+    """Wrap the transports to emulate a link of this speed, such as "25Gbps,50us". Raises ValueError."""
     speed = parse_link_speed(link)
     return tuple(EmulatedTransport(transport, speed, link) for transport in transports)

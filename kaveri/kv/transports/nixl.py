@@ -56,8 +56,7 @@ _PATIENCE_S = 0.5
 
 
 class NixlTransport(SocketTransport):
-    """Transport by one-sided writes with NIXL. Addresses are TCP. A listener registers its pool once for each
-    connection.
+    """Transport by one-sided writes with NIXL. Addresses are TCP. A listener registers its pool for each connection.
 
     Raises ConfigError when NIXL is not installed.
     """

@@ -1,8 +1,7 @@
-"""Protocol of connections whose sender writes directly into the receiver's pool; shm.py and nixl.py implement the
-write.
+"""Protocol of connections whose sender writes directly into the receiver's pool; shm.py and nixl.py write.
 
-A socket carries the frames of frames.py. DATA without payload reports written blocks. The socket's end reveals the
-peer's death.
+A socket carries the frames of frames.py. DATA without payload reports written blocks. The socket's end means the peer's
+death.
 
 The receiver cannot stop a writing sender, only ask it to stop. So a transfer is written to only once the receiver has
 granted it, and the blocks of a rejected one stay in quarantine until the sender confirms that it has stopped, or its
@@ -49,8 +48,7 @@ class OneSidedLink(SocketLink, ABC):
         super().__init__(stream, pool, listener, endpoint)
 
     def open(self, ticket: Ticket) -> None:
-        """Begin a transfer and wait for its grant: blocks of an invalid ticket may belong to another transfer by
-        now."""
+        """Begin a transfer and wait for its grant: an invalid ticket's blocks may belong to another transfer by now."""
         with self._locked():
             self._opening = ticket.transfer_id
         super().open(ticket)
@@ -106,10 +104,9 @@ class OneSidedLink(SocketLink, ABC):
         digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> bool:
-        """Write source_blocks[i] of each layer to target_blocks[i] of the receiver's pool within _permission(),
-        updating `digest`.
+        """Write source_blocks[i] of each layer to target_blocks[i] of the receiver's pool, with _permission().
 
-        Returns False once there is no permission. Raises LinkLost, after which nothing is written.
+        Updates `digest`. Returns False once there is no permission. Raises LinkLost, after which nothing is written.
         """
 
     @contextlib.contextmanager
@@ -163,8 +160,7 @@ class OneSidedLink(SocketLink, ABC):
 
 
 class OneSidedReceivingConnection(ReceivingConnection):
-    """Receiving side of a one-sided sender's connection. Keeps a transfer's blocks until the sender has stopped
-    writing."""
+    """Receiving side of a one-sided sender's connection. Keeps blocks until the sender has stopped writing them."""
 
     _last_resort: threading.Timer | None = None
 

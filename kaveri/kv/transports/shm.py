@@ -41,8 +41,7 @@ class ShmTransport(SocketTransport):
         self.capabilities = replace(self.capabilities, can_revoke=False, is_byte_stream=False)
 
     def listen(self, address: str, pool: KvPool, intake: TransferIntake) -> SocketListener:
-        """Listen for senders, which map `pool`. Raises ConfigError if the path is unusable or the pool has no memory
-        file."""
+        """Listen for senders, which map `pool`. Raises ConfigError for a bad path or a pool without a memory file."""
         _ = pool.descriptor
         return super().listen(address, pool, intake)
 
@@ -151,8 +150,8 @@ def _map_pool(descriptor: int, layer_bytes: int, own: KvPool) -> npt.NDArray[np.
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int], piece_blocks: int) -> list[tuple[int, int, int]]:
-    """Split into (first source block, first target block, count) of runs contiguous on both sides; cut a single one
-    into pieces."""
+    """Split into runs contiguous on both sides: (first source block, first target block, count). Cuts a single one
+    up."""
     total = len(sources)
     if is_run(sources) and is_run(targets):
         first, place = sources[0], targets[0]

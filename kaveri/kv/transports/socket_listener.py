@@ -32,8 +32,7 @@ from kaveri.kv.transports.unix_path import UnixPath
 from kaveri.telemetry.logs import get_logger
 
 _TICKET_WITHIN_S = 10.0
-"""Time for a connection, after the greeting, to open a transfer with a valid ticket. Senders connect only with a
-ticket."""
+"""Seconds after the greeting within which a connection must open a transfer with a valid ticket, as all senders do."""
 
 
 _LEAVING_WITHIN_S = 1.0

@@ -242,8 +242,7 @@ class ByteStream:
 
 
 def batches(pool: KvPool, layers: range, blocks: Sequence[int], batch_bytes: int) -> Iterator[list[memoryview]]:
-    """Yield the memory of these blocks of each layer, layer by layer, as lists of about batch_bytes for one system
-    call."""
+    """Yield these blocks' memory, layer by layer, as lists of about batch_bytes, each for one system call."""
     count = max(1, batch_bytes // pool.layout.block_bytes)
     room, regions = count, list[memoryview]()
     if len(layers) > 1 and len(layers) * len(blocks) <= count:

@@ -18,13 +18,12 @@ _PATH_BYTES_MAX = 107
 
 
 class UnixPath:
-    """Path at which a Unix socket listens, from construction until remove(). Makes `listening` listen, for this user
-    only.
+    """Path at which the socket `listening` listens, for this user only, from construction until remove().
 
     The socket is bound under another name and renamed when it listens: a path whose socket refuses connections belongs
     to a dead process, never to one that is just starting. Processes check and take a path under a lock of its folder.
-    Raises OSError when another process listens there, the path is not a socket, or the folder cannot be written to or
-    stays locked.
+    Raises OSError when another process listens there, the path is not a socket, or the folder is unwritable or stays
+    locked.
     """
 
     def __init__(self, listening: socket.socket, path: str, backlog: int) -> None:
@@ -47,8 +46,7 @@ class UnixPath:
                 raise
 
     def remove(self) -> None:
-        """Remove the path, unless another process owns it by now. Call before closing the socket. Never raises;
-        idempotent."""
+        """Remove the path, unless another process owns it. Call before closing the socket. Never raises; idempotent."""
         with contextlib.suppress(OSError), _folder(self._path) as folder:
             # Without the lock, a successor that takes the path just now would lose it: two rare events at once.
             with contextlib.suppress(TimeoutError):

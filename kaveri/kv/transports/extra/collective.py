@@ -66,7 +66,7 @@ _RECEIVER, _SENDER = 0, 1
 
 
 class CollectiveTransport(SocketTransport):
-    """Transport over torch.distributed's point-to-point calls; its name is the backend, "gloo" or "nccl". Addresses are
+    """Transport over torch.distributed's point-to-point calls. backend, also its name: "gloo" or "nccl". Addresses:
     TCP.
 
     Raises ConfigError when torch, or the backend in it, or a required GPU is missing.
@@ -107,8 +107,7 @@ class CollectiveTransport(SocketTransport):
 
 
 class CollectiveLink(SocketLink):
-    """A sender's connection over gloo or NCCL; implements transport.Link. The process group is used by the writing
-    thread."""
+    """A sender's connection over gloo or NCCL; implements transport.Link. Only the writing thread uses the group."""
 
     def __init__(
         self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint, pair: "_Pair"
@@ -185,8 +184,7 @@ class CollectiveLink(SocketLink):
 
 
 class GlooReceivingConnection(ReceivingConnection):
-    """Receiving side of one sender's gloo connection. Its thread alone uses the process group and writes into the
-    pool."""
+    """Receiving side of one sender's gloo connection. Only its thread uses the group and writes into the pool."""
 
     backend: ClassVar[str] = "gloo"
     _pair: "_Pair | None" = None
@@ -297,8 +295,8 @@ class _OrderedLanding:
 class _Pair:
     """Process group of two ranks, with this rank's staging buffers. Used and closed by one thread.
 
-    Message n, counted from the connection's start, uses buffer n modulo _BUFFER_COUNT. All methods but close() raise
-    LinkLost; the pair is unusable afterwards.
+    Message n, from the connection's start, uses buffer n modulo _BUFFER_COUNT. Methods raise LinkLost; then only
+    close() works.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Emulated links, for studies: slowed-down transports, and one that moves no bytes. Labels in logs and metrics say
-so."""
+"""Emulated links, for studies: slowed-down transports, and one that moves no bytes. Their labels say so."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,13 +17,11 @@ from kaveri.kv.transports.stream import ByteStream
 _CHECK_S = 0.02
 """Max sleep between checks for a stop."""
 _AHEAD_S = 0.01
-"""Send-ahead of a link, like a socket's buffer. Without it the link would stand idle after each piece for as long as
-the sending thread wakes up late."""
+"""Send-ahead of a link, like a socket's buffer. Otherwise it would idle when the sending thread wakes up late."""
 
 
 class EmulatedTransport:
-    """Wraps a transport so that writes over a link take at least the time that `speed` gives. text: `speed` as the user
-    wrote it.
+    """Wraps a transport so that writes over a link take at least the time that `speed` gives. text: `speed` as written.
 
     Only the sending side is slowed; each link is as fast as if it were alone.
     """
@@ -69,8 +66,7 @@ class EmulatedLink:
         digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
-        """Send the blocks at once, then sleep until the emulated link has sent all but its last _AHEAD_S seconds of
-        data."""
+        """Send the blocks at once, then sleep until the emulated link has sent all but its last _AHEAD_S seconds."""
         began_s = time.monotonic()
         charged_count = self._inner.write(ticket, layers, first_index, source_blocks, digest, is_stopped)
         moved_bytes = len(layers) * len(source_blocks) * self._layout.block_bytes
