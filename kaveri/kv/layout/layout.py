@@ -72,8 +72,7 @@ class KvLayout:
         return range(self.first_kv_head, self.first_kv_head + self.kv_head_count)
 
     def rank(self, rank: int) -> "KvLayout":
-        """Layout of one tensor-parallel rank's pool. Of kv_head_count and tensor_ranks, one must be a multiple of the
-        other."""
+        """Layout of one tensor-parallel rank's pool. kv_head_count must be a multiple of tensor_ranks or vice versa."""
         heads, ranks = self.kv_head_count, self.tensor_ranks
         first = self.first_kv_head + rank * heads // ranks
         return replace(self, kv_head_count=max(1, heads // ranks), first_kv_head=first, tensor_ranks=1)
@@ -117,8 +116,8 @@ class KvLayout:
         return other is not None
 
     def require_part(self, part: "KvLayout") -> None:
-        """Raise LayoutMismatch, naming the field, unless blocks convert to `part`, a layout with some of the layers and
-        heads."""
+        """Raise LayoutMismatch, naming the field, unless blocks convert to layout `part`, which holds all or some of
+        the layers and heads."""
         self._require_equal(part, _MAPPED | _PART)
         if self != part:
             self._require_known(part)
@@ -128,7 +127,7 @@ class KvLayout:
 
     def heads_in_part(self, other: "KvLayout") -> int:
         """Number of KV heads that a rank of this layout has in common with each overlapping rank of the other. Raises
-        LayoutMismatch if pairs of ranks differ in it."""
+        LayoutMismatch unless it is the same for all pairs of ranks."""
         for layout in (self, other):
             heads, ranks = layout.kv_head_count, layout.tensor_ranks
             if ranks < 1 or (heads % ranks and ranks % heads):
@@ -165,8 +164,7 @@ class KvLayout:
 
 
 class PartPlace(NamedTuple):
-    """Destination of one part of a push (the heads that a source and a destination rank share): rank and block
-    layout."""
+    """Destination of one part of a push (heads that a source and a destination rank share): rank, block layout."""
 
     rank: int
     layout: KvLayout
@@ -188,13 +186,14 @@ def part_places(source: KvLayout, destination: KvLayout) -> tuple[PartPlace, ...
 
 @lru_cache(maxsize=1024)
 def source_rank(source: KvLayout, place: PartPlace) -> int:
-    """Source rank that pushes this part; if several hold its heads, they take turns by destination rank."""
+    """Source rank that pushes this part (head range for one destination rank). If several hold its heads, one is chosen
+    by the destination rank."""
     first_head = place.layout.first_kv_head
     holders = [rank for rank in range(source.tensor_ranks) if first_head in source.rank(rank).kv_heads]
     return holders[place.rank % len(holders)]
 
 
 def part_index(destination: KvLayout, place: PartPlace) -> tuple[int, int]:
-    """Return (index of this part among those that its destination rank receives, number of those parts)."""
+    """Return (index of this part, number of parts) among the head ranges that its destination rank receives."""
     whole, head_count = destination.rank(place.rank), place.layout.kv_head_count
     return (place.layout.first_kv_head - whole.first_kv_head) // head_count, whole.kv_head_count // head_count

@@ -132,7 +132,7 @@ def map_regions(
 def copy_regions(
     copies: Sequence[RegionCopy], source: npt.NDArray[np.uint8], destination: npt.NDArray[np.uint8]
 ) -> None:
-    """Run the copies in every layer.
+    """Run strided copies between two pools' memory, the same ones in every layer.
 
     source, destination: [layer_count, layer_bytes of that side], uint8, C-contiguous, not overlapping. Raises
     ValueError, possibly after some copies, for a copy beyond the array; one from a layer into the next is not detected.
@@ -165,7 +165,7 @@ def copy_regions(
 
 
 def merge_parts(layout: KvLayout, memory: npt.NDArray[np.uint8], block_ids: Sequence[int], ways: int) -> None:
-    """Put the heads of these blocks in order, in place, once `ways` parts have landed in adjacent sub-blocks of each.
+    """Put blocks' heads in order, in place, after their KV has arrived as `ways` head ranges in adjacent sub-blocks.
 
     layout, memory: those of the whole pool; memory: [layer_count, block_count, block_bytes]. No-op for opaque orders.
     """

@@ -11,7 +11,7 @@ NOTE_TOKENS_MAX = NOTE_BYTES_MAX // _TOKEN_BYTES
 
 
 def token_note(token_ids: Sequence[int]) -> bytes:
-    """Encode the ids of newly marked tokens as a note: uint32, little-endian. At most NOTE_TOKENS_MAX ids."""
+    """Encode at most NOTE_TOKENS_MAX token ids, to be sent with the tokens' KV to a replica: uint32, little-endian."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 

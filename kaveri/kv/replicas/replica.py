@@ -11,14 +11,15 @@ from kaveri.kv.replicas.store import ReplicaKey
 
 @dataclass(frozen=True, slots=True)
 class Receiving:
-    """State of a replica: its owner's push is open, and marks (verified checkpoints) extend the replica."""
+    """State of a replica (copy of another instance's KV cache): its owner still pushes KV, which extends it once
+    verified."""
 
     transfer_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """State of a replica: its owner's push is being revoked. Its writes and marks no longer count."""
+    """State of a replica: its owner's push is being revoked; what still arrives of it is ignored."""
 
     transfer_id: bytes
 
@@ -38,7 +39,8 @@ class Dropped:
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """One replica: its state, verified tokens and blocks. Also the owner of these blocks in the block allocator."""
+    """One replica (copy of another instance's KV cache): its state, tokens and blocks. Also the owner of these blocks
+    in the block allocator."""
 
     key: ReplicaKey
     state: Receiving | Sealed | Kept | Dropped

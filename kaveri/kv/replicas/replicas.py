@@ -45,9 +45,9 @@ _BLOCKS_AHEAD = 1
 
 
 class Replicas:
-    """Implements ReplicaStore over one pool of `block_count` blocks that hold all KV heads of `layout`.
+    """Implements ReplicaStore (copies of other instances' KV caches) over a pool of `block_count` blocks of all heads.
 
-    make_receiver, make_sender: for that pool; their errors propagate. token_bytes: random bytes, replaced in
+    make_receiver, make_sender: for that pool; their errors propagate. token_bytes: source of random bytes, replaced in
     simulations.
     """
 

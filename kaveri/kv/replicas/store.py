@@ -24,8 +24,8 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 
 
 class ReplicaKey(NamedTuple):
-    """Identifies a replica: the request, and its owner, a placement (attempt) in a session (client connection) of
-    it."""
+    """Key of a replica: the request and its owner. The owner is an attempt (placement on an instance) in a session
+    (count of client reconnections)."""
 
     request_id: str
     session: int
@@ -61,8 +61,7 @@ class ReplicaOrphaned:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDropped:
-    """Event of a replica: deleted, since its owner gave it up or was lost before any KV was verified. Not after
-    drop()."""
+    """Event of a replica: deleted; its owner gave it up or was lost before any KV was verified. Not after drop()."""
 
     key: ReplicaKey
     reason: str
@@ -82,13 +81,11 @@ ReplicaListener = Callable[[ReplicaEvent], None]
 
 
 class ReplicaStore(Protocol):
-    """Store of replicas: copies of other instances' KV caches. Thread-safe. Unknown keys are ignored or have no
-    tokens."""
+    """Store of replicas: copies of other instances' KV caches. Thread-safe. Unknown keys are ignored, or count 0."""
 
     @property
     def layout(self) -> KvLayout:
-        """KV layout of the replicas, to be passed as `source` to DecodeEngine.reserve() before a push to that
-        engine."""
+        """KV layout of the replicas; DecodeEngine.reserve() takes it as `source` before a push to that engine."""
 
     @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
@@ -102,9 +99,9 @@ class ReplicaStore(Protocol):
     ) -> Ticket:
         """Reserve blocks for a new replica and return the ticket with which its owner pushes KV into them.
 
-        Reserves the whole blocks of `token_count` tokens and one more. Each verified mark of the owner grants it
-        further blocks, once some are free. expires_in_s: the owner is presumed lost after this long without a mark.
-        stays: keep the replica, unless empty, when its owner gives it up. A replica of the same key is dropped first.
+        Reserves the whole blocks of `token_count` tokens and one more. Each mark (verified checkpoint) of the owner
+        grants it further blocks, once some are free. expires_in_s: the owner is presumed lost after this long without a
+        mark. stays: keep the replica, unless empty, when its owner gives it up. Replaces a replica of the same key.
 
         Raises NoCapacity when the memory is full or other replicas wait for blocks, LayoutMismatch unless the layout is
         the store's own, and InvalidArgument for other values out of range.

@@ -66,8 +66,7 @@ class KvPool:
 
     @property
     def descriptor(self) -> int:
-        """Descriptor of the pool's memory file. Raises ConfigError if there is none: no other process can map the
-        pool."""
+        """Descriptor of the pool's memory file. Raises ConfigError if there is none, so no process can map the pool."""
         if self._shared is None:
             raise ConfigError("kv transport", "shm needs a pool in a memory file; this engine's blocks lie elsewhere")
         return self._shared.descriptor
@@ -171,7 +170,8 @@ class BlockAllocator:
             del blocks[-count:]
 
     def move(self, owner: Hashable, new_owner: Hashable) -> None:
-        """Transfer all blocks of `owner` to `new_owner`, in the same order; for example to keep them quarantined."""
+        """Transfer all blocks of `owner` to `new_owner`, in the same order; for example while a transfer may still
+        write to them."""
         with self._lock:
             blocks = self._held.pop(owner, [])
             if blocks:

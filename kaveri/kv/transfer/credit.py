@@ -21,13 +21,13 @@ _SHARES_MIN = 4
 
 
 class CreditBook:
-    """Divides a receiver's credit (bytes in flight) among its senders. Thread-safe; its lock is never nested.
+    """Divides a receiver's credit (bytes that senders may have in flight) among them. Thread-safe.
 
     Every sender is guaranteed `least_bytes` (at least 2), so the first bytes of a transfer wait for no other sender.
-    Senders with open transfers have equal windows, `total_bytes` over their number, up to the bytes still to come; at
-    most total_bytes + least_bytes * senders is ever held. When another one begins to push, the others' windows shrink
-    as they use credit, and returned credit is given round robin. Unused credit stays with its sender for the next
-    transfer.
+    Senders with open transfers have equal windows, `total_bytes` over their number, up to the bytes still to come; the
+    credit given out never exceeds total_bytes + least_bytes * senders. When another one begins to push, the others'
+    windows shrink as they use credit, and returned credit is given round robin. Unused credit stays with its sender for
+    the next transfer. The lock is taken within no other, and none within it.
     """
 
     def __init__(self, total_bytes: int, least_bytes: int) -> None:
@@ -38,7 +38,7 @@ class CreditBook:
         """In the round-robin order of the next grants."""
 
     def join(self, give: GiveCredit) -> "SenderCredit":
-        """Add a sender and give it its first credit by calling `give`, which is later called on any thread."""
+        """Add a sender and call `give` to grant its first credit; `give` is later called on any thread."""
         credit = SenderCredit(self, give)
         with self.lock:
             self.senders.append(credit)
@@ -46,7 +46,7 @@ class CreditBook:
         return credit
 
     def figures(self) -> tuple[int, int, int, int]:
-        """Return (number of senders, window of each [bytes], bytes of credit held, bytes of it arriving)."""
+        """Return (number of senders, window of each [bytes], bytes of credit given out, bytes of it now arriving)."""
         with self.lock:
             held_bytes = sum(sender.held_bytes for sender in self.senders)
             arriving_bytes = sum(sender.arriving_bytes for sender in self.senders)

@@ -37,7 +37,7 @@ class SenderFlow:
 
     @staticmethod
     def total(parts: "Iterable[SenderFlow]") -> "SenderFlow":
-        """Combine the snapshots of several senders."""
+        """Combine the flow-control snapshots of several senders: all their receivers, and sums of their waits."""
         parts = tuple(parts)
         return SenderFlow(
             peers=tuple(peer for part in parts for peer in part.peers),
@@ -65,7 +65,8 @@ class ReceiverFlow:
 
     @staticmethod
     def total(parts: "Iterable[ReceiverFlow]") -> "ReceiverFlow":
-        """Combine the snapshots of one instance's ranks. Block counts are not summed: all lease the same blocks."""
+        """Combine the flow-control snapshots of an instance's ranks. Block counts are maxima: all lease the same
+        ones."""
         parts = tuple(parts)
         return ReceiverFlow(
             sender_count=sum(part.sender_count for part in parts),

@@ -16,7 +16,8 @@ TransferStep = PushMarked | PushExtended | TransferMarked
 
 @dataclass(eq=False, slots=True)
 class Gathering:
-    """Progress of a transfer made of one per pair of source and destination rank. Guarded by its owner's lock."""
+    """Progress of a transfer that consists of one transfer per pair of source and destination rank. Guarded by its
+    owner's lock."""
 
     transfer_id: bytes
     """Id of the whole transfer."""
@@ -36,7 +37,8 @@ class Gathering:
         self.part_count = len(self.left)
 
     def step(self, event: TransferStep) -> TransferStep | None:
-        """Record a progress event of one transfer. Returns the whole's event once all have had the same, else None."""
+        """Record a progress event (mark or extension) of one transfer. Returns the event of the whole once all have had
+        the same, else None."""
         step = replace(event, transfer_id=self.transfer_id)
         taken_count = self.steps.pop(step, 0) + 1
         if taken_count < self.part_count:

@@ -17,8 +17,8 @@ from kaveri.telemetry.logs import get_logger
 
 @dataclass(frozen=True, slots=True)
 class TransferLanded:
-    """Event of a transfer, on the receiver: all bytes have arrived and all digests match. The blocks are the
-    caller's."""
+    """Event of a transfer, on the receiver: all bytes have arrived and all digests match. The blocks return to the
+    caller of lease()."""
 
     transfer_id: bytes
     kv_bytes: int
@@ -28,8 +28,8 @@ class TransferLanded:
 
 @dataclass(frozen=True, slots=True)
 class TransferMarked:
-    """Event of an open transfer, on the receiver: blocks [0, block_count) have arrived in every layer and are verified.
-    They stay valid even if the rest of the transfer fails."""
+    """Event of an open (growing) transfer, on the receiver: its sender has marked blocks [0, block_count), which have
+    arrived in every layer and are verified. They stay valid even if the rest of the transfer fails."""
 
     transfer_id: bytes
     block_count: int
@@ -41,7 +41,7 @@ class TransferMarked:
 @dataclass(frozen=True, slots=True)
 class TransferReleased:
     """Event of a transfer, on the receiver: ended without landing. Nothing can write into its blocks any more, so they
-    may be reused; those of a TransferMarked are intact."""
+    may be reused; those that a TransferMarked reported keep their content."""
 
     transfer_id: bytes
     reason: str
@@ -51,8 +51,7 @@ class TransferReleased:
 
 TransferEvent = TransferLanded | TransferMarked | TransferReleased
 LandingListener = Callable[[TransferEvent], None]
-"""Receives, on a thread of the receiver and in order, each mark of an open transfer and the end of each granted
-ticket."""
+"""Receives, on a thread of the receiver and in order, an open transfer's marks and each granted ticket's end."""
 
 
 class TicketReceiver(Protocol):
@@ -60,14 +59,15 @@ class TicketReceiver(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Incarnation number of the receiver."""
+        """Incarnation number of the receiver, different in each run of its process."""
 
     @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
         """Addresses where it listens for senders, in order of preference."""
 
     def lease(self, ticket: Ticket, parts: Sequence[Ticket] = ()) -> None:
-        """Reserve a ticket's blocks for its transfer. parts: one ticket for each pair of ranks, if several."""
+        """Reserve a ticket's blocks for its transfer. parts: one ticket for each pair of ranks, if several. Raises
+        TransferFailed when closed."""
 
     def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
         """Add destination blocks to an open transfer. Returns False if it has ended: the caller keeps the blocks."""
@@ -149,8 +149,8 @@ class PoolLanding:
         return True
 
     def extend(self, block_ids: Sequence[int]) -> bool:
-        """Add destination blocks to an open transfer, and notify its sender. False: it has ended, the caller keeps
-        them."""
+        """Add destination blocks to an open transfer, and notify its sender. Returns False if it has ended: the caller
+        keeps the blocks. Any thread."""
         assert self.ticket.is_open, "only an open transfer is extended"
         assert all(0 <= block < self.pool.block_count for block in block_ids), "a block outside the pool"
         with self._lock:

@@ -24,7 +24,8 @@ STAGINGS_MAX = 4
 
 
 class MappedPushes:
-    """A sender's pushes to layouts other than its pool's. Thread-safe, but a listener must not call close().
+    """A sender's pushes to layouts other than its pool's, converted in staging memory. Thread-safe, but a listener must
+    not call close().
 
     Memory: at most STAGINGS_MAX * staging_bytes (see StagedPushes for very large blocks), and none while all receivers
     use the pool's layout; an evicted layout frees its own before another takes any. pushes: the sender's, by transfer
@@ -85,7 +86,7 @@ class MappedPushes:
             staging.join()
 
     def check_integrity(self) -> None:
-        """Assert that every staging block is free or held by an active push."""
+        """Assert that every staging block (memory for converted blocks) is free or held by an active push."""
         with self._lock:
             stagings = tuple(self._stagings.values())
         for staging in stagings:

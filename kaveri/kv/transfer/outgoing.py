@@ -19,8 +19,8 @@ MemberT = TypeVar("MemberT", bound=Hashable)
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """A sender's link to one receiver, and its credit. Guarded by the sender's lock. A push never changes to
-    another."""
+    """A sender's link to one receiver, and its credit. Guarded by the sender's lock. A push never moves to another
+    connection."""
 
     transport: Transport
     endpoint: KvEndpoint
@@ -44,7 +44,7 @@ class QueuedWrite:
 
 @dataclass(slots=True)
 class PushProgress:
-    """Blocks and bytes that a push has queued, written and marked."""
+    """Blocks and bytes that a push has queued and written, and its marks (blocks that the receiver must keep)."""
 
     queued: list[int]
     """Per layer, blocks that were queued so far."""
@@ -72,8 +72,8 @@ class PushQueues(Protocol):
 
 
 class Push:
-    """An active push. write(), mark(), finish() and abort() are thread-safe; its Peer calls the others, under the
-    sender's lock. The digest is used by the peer's thread only.
+    """One active push of KV blocks. write(), mark(), finish() and abort() are thread-safe; its Peer calls the others,
+    under the sender's lock. The digest is used by the peer's thread only.
 
     waiting ── connection is set: open ── the end mark is sent ── accepted
        └──────────────┴───────────────────────┴── stopped: its reason ── no longer reading: failed
@@ -112,7 +112,8 @@ class Push:
             self._peer.on_queued(self)
 
     def mark(self, block_count: int, note: bytes) -> None:
-        """Queue a mark of blocks [0, block_count), which the receiver then keeps. Ignored once stopped or finished."""
+        """Queue a mark: the receiver verifies blocks [0, block_count) and keeps them even if the push fails. note:
+        bytes sent with it. Ignored once the push is stopped or finished."""
         with self._peer.lock:
             if self.stopped is not None or self.is_finished:
                 return
@@ -125,7 +126,7 @@ class Push:
             self._peer.on_queued(self)
 
     def finish(self, note: bytes) -> None:
-        """Queue the end mark, with its note. Ignored once stopped or finished."""
+        """Queue the end of the push. note: bytes sent with it. Ignored once the push is stopped or finished."""
         with self._peer.lock:
             if self.stopped is None and not self.is_finished:
                 self.is_finished = True
@@ -164,7 +165,7 @@ class Push:
         return range(layer, layer + layer_count), index, blocks
 
     def take_mark(self, block_count: int) -> bool:
-        """Record the receiver's answer to a mark. Returns False unless the oldest unanswered mark is meant."""
+        """Record the receiver's answer to a mark. Returns False if it is not for the oldest unanswered mark."""
         unanswered = self.progress.unanswered_marks
         if not unanswered or unanswered.popleft() != block_count:
             return False

@@ -34,7 +34,8 @@ class Grants:
 
 
 class PartedTransfer:
-    """Runs the parts of one transfer until all have ended. When one fails, the others are cancelled. Thread-safe.
+    """Runs a transfer's parts (one transfer per pair of ranks) until all have ended. When one fails, the others are
+    cancelled. Thread-safe.
 
     give_up: cancels all active parts. listener: receives the events of the whole transfer.
     """
@@ -49,8 +50,8 @@ class PartedTransfer:
         self._lock = threading.Lock()
 
     def begin(self, start: Callable[[Ticket, PartListener], object]) -> None:
-        """Start all parts by calling `start`, or cancel those before one that cannot start. Raises its error if none is
-        active."""
+        """Start all parts by calling `start`. If one cannot start, those before it are cancelled; its error is raised
+        if none is active then."""
         for number, part in enumerate(self._parts):
             try:
                 start(part, partial(self._handle, number))
@@ -84,7 +85,7 @@ class PartedTransfer:
 
 
 class PartedPush:
-    """Push by a ticket with parts: passes each call on to the pushes of the parts. See KvSender for the methods.
+    """Push split into parts, one per pair of ranks: passes each call on to the parts' pushes. Methods: see KvSender.
 
     pushes: the sender's, by transfer id. wholes: the sender's pushes with parts; this one is in it until it has ended.
     """
@@ -141,7 +142,7 @@ class PartedPush:
 
 
 class PartedLanding:
-    """Receiving side of a transfer with parts, all of which land in the blocks of one pool.
+    """Receiving side of a transfer split into parts, one per pair of ranks, all of which land in one pool.
 
     grants: the receiver's; this transfer is among them until it has ended.
     """
@@ -178,7 +179,8 @@ class PartedLanding:
             raise
 
     def extend(self, block_ids: Sequence[int]) -> bool:
-        """Add destination blocks (ids in the whole pool) to all parts. Returns False if all have ended."""
+        """Add destination blocks (ids in the whole pool) to all parts. Returns False if all have ended: the caller
+        keeps them."""
         self._block_ids += block_ids
         is_leased = False
         for part in self._parts:

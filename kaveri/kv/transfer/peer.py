@@ -40,8 +40,8 @@ _RETRY_MAX_S = 4.0
 
 @dataclass(eq=False, slots=True)
 class _UnsentAborts:
-    """Given-up pushes whose receiver is not notified yet: it keeps blocks for them until then or until their tickets
-    expire."""
+    """Given-up pushes whose receiver is not notified yet: it reserves blocks for them until then, or until their
+    tickets expire. Used on the peer's thread only."""
 
     pushes: list[Push] = field(default_factory=list)
     retry_at_s: float = 0.0
@@ -144,7 +144,7 @@ class Peer:
             self._connection.link.break_off()
 
     def stop(self, push: Push, reason: str) -> None:
-        """Stop a push; it fails as soon as its source blocks are not being read."""
+        """Stop a push; it fails as soon as its source blocks are not being read. The caller holds the lock."""
         if push.stopped is None and push.ticket.transfer_id in self.pushes:
             push.stopped = reason
             push.queue.clear()
@@ -154,7 +154,7 @@ class Peer:
                 self._fail(push, reason)
 
     def forget(self, push: Push) -> None:
-        """Remove a push that has ended."""
+        """Remove a push that has ended. The caller holds the lock."""
         del self.pushes[push.ticket.transfer_id], self._state.pushes[push.ticket.transfer_id]
         push.queue.clear()
         self._turns.leave(push)
@@ -162,7 +162,7 @@ class Peer:
         self._idle_since_s = time.monotonic()
 
     def credited(self) -> None:
-        """Record that the receiver has given credit, even if less than a block."""
+        """Record that the receiver has given credit (bytes that may be sent), even if less than a block."""
         if self._waiting_since_s is not None:
             self._waiting_since_s = time.monotonic()
             self._changed.notify()

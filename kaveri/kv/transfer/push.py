@@ -10,7 +10,7 @@ from kaveri.kv.transfer.ticket import Ticket
 
 @dataclass(frozen=True, slots=True)
 class PushAccepted:
-    """Event of a push: the receiver has all bytes, verified if it asks for digests. The source blocks are free."""
+    """Event of a push: the receiver has all bytes, verified if it wants digests. Source blocks are no longer read."""
 
     transfer_id: bytes
     kv_bytes: int
@@ -19,7 +19,7 @@ class PushAccepted:
 
 @dataclass(frozen=True, slots=True)
 class PushFailed:
-    """Event of a push: it has failed. Its source blocks are free."""
+    """Event of a push: it has failed, and its source blocks are no longer read."""
 
     transfer_id: bytes
     reason: str
@@ -27,7 +27,8 @@ class PushFailed:
 
 @dataclass(frozen=True, slots=True)
 class PushMarked:
-    """Event of an open push: the receiver has verified blocks [0, block_count) and keeps them, come what may."""
+    """Event of an open (growing) push: the receiver has verified blocks [0, block_count) and keeps them even if the
+    push fails."""
 
     transfer_id: bytes
     block_count: int
@@ -36,7 +37,7 @@ class PushMarked:
 
 @dataclass(frozen=True, slots=True)
 class PushExtended:
-    """Event of an open push: the receiver has granted it more destination blocks."""
+    """Event of an open (growing) push: the receiver has granted it more destination blocks."""
 
     transfer_id: bytes
     block_count: int
@@ -59,10 +60,11 @@ class OpenPush(Protocol):
         """Queue source blocks, at least one, of each layer, for the ticket's blocks from first_index on."""
 
     def mark(self, block_count: int, note: bytes) -> None:
-        """Queue a mark: the receiver verifies blocks [0, block_count) and keeps them even if the push fails."""
+        """Queue a mark: the receiver verifies blocks [0, block_count) and keeps them even if the push fails. note:
+        bytes sent with it."""
 
     def finish(self, note: bytes) -> None:
-        """Queue the end mark. note: bytes delivered with it."""
+        """Queue the end of the push. note: bytes delivered to the receiver's listener with it."""
 
     def abort(self, *, keep_marked: bool = False) -> None:
         """Give the push up. keep_marked: the receiver should keep the marked blocks, as after a lost connection."""
@@ -79,10 +81,11 @@ class PushSender(Protocol):
         """Queue the same source blocks of each layer, for the ticket's blocks from first_index on. Never waits."""
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        """Mark an open push: the receiver verifies blocks [0, block_count) and keeps them even if the push fails."""
+        """Queue a mark: the receiver verifies blocks [0, block_count) and keeps them even if the push fails. note:
+        bytes sent with it."""
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
-        """Finish a push whose blocks are all queued. note: bytes delivered after them."""
+        """Finish a push whose blocks are all queued. note: bytes delivered to the receiver's listener after them."""
 
     def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
         """Give a push up. keep_marked: the receiver should keep the marked blocks, as after a lost connection."""

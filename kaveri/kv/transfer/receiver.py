@@ -60,8 +60,9 @@ class KvReceiver:
 
     A granted transfer ends in exactly one event: TransferLanded, or TransferReleased after a refusal, revoke(), expiry,
     the loss of its connection or close(). It is released only when fenced: while its sender may write into the blocks,
-    they stay quarantined. An open transfer (grant(is_open=True)) may also be marked by its sender (TransferMarked) and
-    extended by this side; its time limit counts from the last mark.
+    they stay quarantined. An open transfer (grant(is_open=True)) may get more blocks (extend()), and its sender may
+    mark those that have arrived, to have them verified and kept (TransferMarked); its time limit counts from the last
+    mark.
 
     listen: where to listen, best first, such as KvEndpoint("unix", path) and KvEndpoint("tcp", "127.0.0.1:0"). epoch:
     incarnation, [0, 2**64), different from all former receivers' at the same addresses. digests: transfers that are
@@ -121,8 +122,7 @@ class KvReceiver:
         """Return a ticket for a new transfer into these pool blocks, and lease them to it; see lease().
 
         first_block: number of the request's blocks already here, which are not pushed. part: block layout, if only some
-        heads are pushed. is_open: the transfer may be marked, extended and end early. Raises TransferFailed when
-        closed.
+        heads are pushed. is_open: the transfer may be marked, extended and end early. Raises TransferFailed if closed.
         """
         ticket = Ticket(
             transfer_id=secrets.token_bytes(16),

@@ -42,9 +42,9 @@ class KvSender:
     """Pushes KV blocks of `pool` to receivers. Thread-safe, but a listener must not call close().
 
     An opened push ends in exactly one event, PushAccepted or PushFailed. After a PushFailed the receiver may still have
-    landed it, if its answer was lost, so a second push needs a new attempt number. An open ticket (Ticket.is_open)
-    permits marks, which the receiver answers (PushMarked), more destination blocks (PushExtended), and an end with
-    fewer blocks than granted; its time limit counts from the last answered mark.
+    landed it, if its answer was lost, so a retry must count as a new attempt of the request. An open ticket
+    (Ticket.is_open) permits marks, which the receiver answers (PushMarked), more destination blocks (PushExtended), and
+    an end with fewer blocks than granted; its time limit counts from the last answered mark.
 
     Each receiver has one thread and one connection, made when needed and closed after `idle_s` seconds without a push.
     Writes are limited by the receiver's credit; a receiver that gives none for `credit_timeout_s` seconds, while a
@@ -148,8 +148,8 @@ class KvSender:
             push.write(layers, first_index, tuple(source_blocks))
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        """Mark an open push: the receiver verifies blocks [0, block_count) of all layers and keeps them even after a
-        failure.
+        """Mark an open push: the receiver verifies blocks [0, block_count) of all layers and keeps them if the push
+        fails.
 
         PushMarked follows. note: at most 4 KiB, delivered with the mark. Unknown (already failed) transfers are
         ignored. Raises InvalidArgument unless block_count exceeds the last mark's and is queued in every layer.
@@ -173,7 +173,7 @@ class KvSender:
             push.abort(keep_marked=keep_marked)
 
     def flow(self) -> SenderFlow:
-        """Return a flow-control snapshot of the active pushes; a receiver counts once for each layout sent to it."""
+        """Return a flow-control snapshot of the active pushes, with each receiver once per layout pushed to it."""
         state = self._state
         with state.lock:
             peers = tuple(peer.flow() for peer in state.peers.values())
@@ -223,6 +223,6 @@ class KvSender:
 
 
 def require_note(note: bytes) -> None:
-    """Raise ValueError if a note has more than NOTE_BYTES_MAX bytes."""
+    """Raise ValueError if a note, the bytes sent with a mark or the end of a push, exceeds NOTE_BYTES_MAX."""
     if len(note) > NOTE_BYTES_MAX:
         raise ValueError(f"a note of {len(note)} bytes; at most {NOTE_BYTES_MAX} travel")

@@ -41,18 +41,18 @@ _BLOCKS_MIN = 4
 
 
 class StagingSender(PushSender, Protocol):
-    """Sender of a staging pool, which it keeps in memory until it is closed and gone."""
+    """Sender of a staging pool (memory for converted blocks), which it keeps until it is closed and gone."""
 
     @property
     def pool(self) -> KvPool: ...
 
 
 class MakeSender(Protocol):
-    """Factory of the sender that reads a staging pool."""
+    """Factory of senders of a staging pool (memory for converted blocks)."""
 
     def __call__(self, pool: KvPool, listener: PushListener, *, on_local_done: LocalDoneListener) -> StagingSender:
-        """Create a sender for `pool`. listener: of its pushes. on_local_done: receives blocks that it no longer
-        reads."""
+        """Create a sender for `pool`. listener: receives its pushes' events. on_local_done: called with blocks that are
+        no longer read."""
 
 
 @dataclass(slots=True)
@@ -68,8 +68,9 @@ class _StagingBlocks:
 
 
 class StagedPush:
-    """A push through staging memory. write(), mark(), finish() and abort() are thread-safe; its StagedPushes calls the
-    others, under its lock. block_map: from the source pool to ticket.layout.
+    """A push whose blocks are converted to the receiver's layout in staging memory. write(), mark(), finish() and
+    abort() are thread-safe; its StagedPushes calls the others, under its lock. block_map: from the source pool to
+    ticket.layout.
 
     In an open push, a destination block has the tokens of one source block, and may have only some of its heads.
     """
@@ -119,8 +120,8 @@ class StagedPush:
         return self.ticket.endpoints, self.ticket.epoch
 
     def write(self, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Add readable blocks of these source layers. first_index counts the request's source blocks from
-        first_block."""
+        """Add source blocks that may be read from now on, of these source layers. first_index: that of the first one,
+        counted from the push's first source block."""
         with self.staging.changed:
             if self.outcome is None:
                 for source_layer in layers:
@@ -128,7 +129,8 @@ class StagedPush:
                 self.staging.changed.notify()
 
     def mark(self, block_count: int, note: bytes) -> None:
-        """Mark blocks [0, block_count) once they are staged. Raises InvalidArgument if they are not all readable."""
+        """Mark blocks [0, block_count), once they are in staging memory. Raises InvalidArgument unless block_count
+        exceeds the last mark's and write() has had all of them."""
         with self.staging.changed:
             if self.outcome is not None or self.note is not None:
                 return
@@ -140,7 +142,7 @@ class StagedPush:
             self.staging.changed.notify()
 
     def finish(self, note: bytes) -> None:
-        """Send the end mark, with its note, once everything is staged."""
+        """Send the end of the push, with its note, once everything is in staging memory."""
         with self.staging.changed:
             if self.outcome is None:
                 self.note = note
@@ -164,7 +166,8 @@ class StagedPush:
         return not self.due and all(count == self.granted_count for count in self.staged)
 
     def copy(self, source: KvPool, staging: KvPool, layer: int, first_index: int, staging_ids: Sequence[int]) -> None:
-        """Assemble destination blocks [first_index, first_index + len(staging_ids)) of a layer in staging memory."""
+        """Assemble destination blocks [first_index, first_index + len(staging_ids)) of a layer in the blocks
+        staging_ids."""
         ticket, block_tokens = self.ticket, self.ticket.layout.block_tokens
         source_tokens = self.block_map.source.block_tokens
         # [first, stop) tokens of these blocks; the last one may be part full, to an extent that open pushes do not
@@ -213,9 +216,9 @@ class StagedPushes:
     """All pushes of one sender to receivers with one layout other than its pool's. Thread-safe.
 
     shape: the receivers' layout without its place in the model, so that all ranks of an instance share the staging
-    memory: at most staging_bytes, and at least four blocks of each layer. The thread here takes and touches it, so that
-    no caller waits, and frees it at its end. room: semaphore held while there is memory. Each opened push's listener is
-    called once with its end, on a thread of this object; its source blocks are no longer read then.
+    memory: at most staging_bytes, and at least four blocks of each layer. The thread here allocates and touches it, so
+    that no caller waits, and frees it at its end. room: semaphore held while the memory is allocated. Each opened
+    push's listener is called once with its end, on a thread of this object; its source blocks are no longer read then.
     """
 
     def __init__(

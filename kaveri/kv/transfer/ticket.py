@@ -28,8 +28,8 @@ class TicketPart:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Permission to push one request's KV into a receiver's blocks. Used once; expires `expires_in_s` after its
-    grant."""
+    """Permission to push one request's KV into a receiver's blocks. Used once; expires `expires_in_s` seconds after its
+    grant, unless the KV has landed by then."""
 
     transfer_id: bytes
     """16 random bytes; identifies the transfer over all receivers and incarnations."""
@@ -56,8 +56,8 @@ class Ticket:
     """True if the transfer may be marked, extended, and end early. Its time limit then counts from the last mark."""
 
     def part_tickets(self, is_wanted: Callable[[PartPlace], bool]) -> "tuple[Ticket, ...]":
-        """Return a ticket for each part that `is_wanted`, with block ids of a pool split by heads; just this one
-        without parts."""
+        """Return a ticket for each part (heads for one pair of ranks) that is_wanted() selects, with block ids of a
+        pool split by heads. A ticket without parts is its own single part."""
         if not self.parts:
             return (self,) if is_wanted(PartPlace(0, self.layout)) else ()
         return tuple(self._part_ticket(number) for number, part in enumerate(self.parts) if is_wanted(part.place))
@@ -84,8 +84,10 @@ def part_blocks(destination: KvLayout, place: PartPlace, block_ids: Sequence[int
 def ticket_parts(
     source: KvLayout, destination: KvLayout, endpoints: Sequence[tuple[KvEndpoint, ...]]
 ) -> tuple[TicketPart, ...]:
-    """Return the ticket's parts for KV pushed from layout `source`, () if single. endpoints: per rank of the receiver.
-    Raises LayoutMismatch."""
+    """Return a ticket's parts (heads for one pair of ranks) for KV pushed from layout `source`; () if only one.
+
+    endpoints: for each rank of the receiver. Raises LayoutMismatch.
+    """
     if source == destination and source.tensor_ranks == 1:
         return ()
     places = part_places(source, destination)
@@ -104,13 +106,13 @@ def require_pushable(source: KvLayout, ticket: Ticket) -> None:
 
 
 def pushed_tickets(source: KvLayout, rank: int, ticket: Ticket) -> tuple[Ticket, ...]:
-    """Return a ticket for each part that this sender rank pushes; empty if others push the same heads. Check the ticket
-    by require_pushable() first."""
+    """Return a ticket for each part (heads for one pair of ranks) that this sender rank pushes; empty if others push
+    the same heads. Check the ticket by require_pushable() first."""
     return ticket.part_tickets(lambda place: source_rank(source, place) == rank)
 
 
 def taken_tickets(rank: int, ticket: Ticket) -> tuple[Ticket, ...]:
-    """Return a ticket for each part that this receiver rank takes in."""
+    """Return a ticket for each part (heads for one pair of ranks) that this receiver rank takes in."""
     return ticket.part_tickets(lambda place: place.rank == rank)
 
 

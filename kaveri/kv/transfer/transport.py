@@ -70,7 +70,7 @@ class Landing(Protocol):
         begin_write() and end_write() then report the blocks that it has written."""
 
     def fence(self) -> None:
-        """Revoke hold(), once the sender can no longer write into the blocks. Never raises; idempotent."""
+        """Revoke the write permission of hold(), once the sender can no longer write. Never raises; idempotent."""
 
     def is_stopped(self) -> bool:
         """True if the transfer has ended: write no more and call end_write() at once. Never raises."""
@@ -79,16 +79,16 @@ class Landing(Protocol):
         """Record that the writes permitted by begin_write() have ended; the blocks are complete unless is_stopped()."""
 
     def finish(self, note: bytes, sender_digest: int) -> None:
-        """Verify the transfer at its end, after all bytes, against the sender's digest. Returns once landed and
-        answered."""
+        """Verify the transfer at its end, after all bytes, against the sender's digest. note: bytes for the receiver's
+        listener. Returns when the transfer has landed and its sender is answered."""
 
     def mark(self, block_count: int, note: bytes, sender_digest: int) -> None:
         """Verify and keep blocks [0, block_count) of each layer, at an open transfer's mark; sender_digest is over all
-        bytes so far. Returns when the sender is answered."""
+        bytes so far, note: bytes for the receiver's listener. Returns when the sender is answered."""
 
     def abort(self, reason: str, *, given_up: bool = False) -> None:
-        """End the transfer and answer its sender. given_up: True if the sender cancelled it. Idempotent; never
-        raises."""
+        """End the transfer and answer its sender. given_up: True if the sender cancelled it. Never raises;
+        idempotent."""
 
 
 class Credit(Protocol):
@@ -103,7 +103,7 @@ class Credit(Protocol):
         """Return the credit of spent bytes that were stored or discarded. May give credit to any sender."""
 
     def expect(self, byte_count: int) -> None:
-        """Add to the bytes still to come; negative: subtract. Called by landings, on any thread. May give credit to any
+        """Add to the bytes still to come; negative: subtract. For landings, on any thread. May give credit to any
         sender."""
 
     def arrived(self, byte_count: int) -> None:
@@ -124,10 +124,10 @@ class Progress(Protocol):
     """Sends the progress of open transfers to their sender. Any thread; never blocks and never raises."""
 
     def marked(self, transfer_id: bytes, block_count: int) -> None:
-        """Report that blocks [0, block_count) are verified and kept."""
+        """Report to the sender that the transfer's blocks [0, block_count) are verified and kept."""
 
     def extended(self, transfer_id: bytes, first_index: int, block_ids: Sequence[int]) -> None:
-        """Report more destination blocks: block_ids[i] is the transfer's block first_index + i."""
+        """Report to the sender more destination blocks: block_ids[i] is the transfer's block first_index + i."""
 
 
 class TransferIntake(Protocol):
@@ -190,8 +190,8 @@ class Link(Protocol):
         digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
-        """Send source_blocks[i] of each layer to ticket.block_ids[first_index + i]; return when they are no longer
-        read.
+        """Send source_blocks[i] of each layer to ticket.block_ids[first_index + i]; return when they are not read any
+        more.
 
         The caller has the receiver's credit for them. Updates `digest` with the bytes, layer by layer and in index
         order. Returns soon after is_stopped() turns true, even if the receiver is stuck; abort() must follow then.
@@ -199,10 +199,11 @@ class Link(Protocol):
         """
 
     def mark(self, ticket: Ticket, block_count: int, note: bytes, digest: int) -> None:
-        """Send a mark of blocks [0, block_count) of each layer, after all written bytes. digest: of these, or 0."""
+        """Ask the receiver to verify and keep blocks [0, block_count) of each layer, after all written bytes. digest:
+        of these; 0 unless wants_digest."""
 
     def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
-        """Send the end mark, after all written bytes. digest: of these; or 0 unless wants_digest."""
+        """Send the end of the transfer, after all written bytes. digest: of these; 0 unless wants_digest."""
 
     def abort(self, ticket: Ticket, *, keep_marked: bool = False) -> None:
         """Notify the receiver that the transfer is given up. keep_marked: it should keep the marked blocks."""
@@ -227,7 +228,7 @@ class LinkListener(Protocol):
         """Handle a grant of more destination blocks: block_ids[i] is the transfer's block first_index + i."""
 
     def credited(self, byte_count: int, window_bytes: int) -> None:
-        """Handle credit for byte_count more bytes, of at most window_bytes in flight. May come before connect()
+        """Handle credit for byte_count more bytes; window_bytes: max bytes in flight now. May come before connect()
         returns."""
 
     def lost(self, reason: str) -> None:
@@ -261,7 +262,8 @@ class Transport(Protocol):
         """Properties of the transport."""
 
     def connect(self, endpoint: KvEndpoint, epoch: int, pool: KvPool, listener: LinkListener) -> Link:
-        """Connect a sender's pool to a receiver. Blocks. Raises LinkLost, also if the receiver has another epoch."""
+        """Connect the sender of `pool` to a receiver. Blocks. Raises LinkLost, also for a receiver of another epoch."""
 
     def listen(self, address: str, pool: KvPool, intake: TransferIntake) -> Listener:
-        """Listen for pushes into `pool`. Raises ConfigError when the address cannot be bound."""
+        """Listen at `address` for pushes into `pool`, and pass them to the receiver (`intake`). Raises ConfigError when
+        the address cannot be bound."""

@@ -47,8 +47,7 @@ TRANSPORTS = PluginPoint(
 
 
 def transport_names(text: str) -> tuple[str, ...]:
-    """Parse a list such as "shm,tcp" or "tcp,my_package.link:MyLink" (a plug-in). Raises ValueError for unknown
-    names."""
+    """Parse a list such as "shm,tcp" or "tcp,my_package.link:MyLink" (plug-in). Raises ValueError for unknown ones."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
         raise ValueError(f"names none of {TRANSPORTS.names()}")
@@ -62,7 +61,7 @@ nccl_transport = partial(CollectiveTransport, "nccl")
 
 
 def tls_transport(tls: TlsFiles | None = None, advertise_host: str | None = None) -> TlsTransport:
-    """Create the TLS transport. advertise_host: see SocketTransport. Raises ConfigError for missing or bad files."""
+    """Create the TLS transport. advertise_host: host in its endpoints. Raises ConfigError for missing or bad files."""
     if tls is None:
         raise ConfigError("kv_transports", "tls needs kv_tls_cert, kv_tls_key and kv_tls_ca, or the same of --tls-*")
     return TlsTransport(tls, advertise_host=advertise_host)

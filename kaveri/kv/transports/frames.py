@@ -131,7 +131,7 @@ def unpack_payload(header: Header, form: struct.Struct, data: bytes | bytearray)
 
 
 class Hello(NamedTuple):
-    """First message from the other side of a connection. A sender's says nothing but the version."""
+    """First message from the other side of a connection. Of a sender's, only the version matters."""
 
     epoch: int
     with_digests: bool
@@ -157,7 +157,7 @@ def unpack_hello(data: bytes | bytearray) -> Hello:
 
 
 def pack_extensions(transfer_id: bytes, first_index: int, block_ids: Sequence[int]) -> Iterator[bytes]:
-    """Encode EXTENDED frames: block_ids[i] becomes the transfer's destination block first_index + i."""
+    """Encode EXTENDED frames, which grant more blocks: block_ids[i] is the transfer's block first_index + i."""
     for start in range(0, len(block_ids), _EXTENDED_BLOCKS):
         ids = block_ids[start : start + _EXTENDED_BLOCKS]
         payload = struct.pack(f"<{len(ids)}I", *ids)
@@ -166,7 +166,7 @@ def pack_extensions(transfer_id: bytes, first_index: int, block_ids: Sequence[in
 
 
 def unpack_extension(header: Header, data: bytes | bytearray) -> tuple[int, ...]:
-    """Decode the destination block ids of an EXTENDED frame. Raises LinkLost."""
+    """Decode the block ids of an EXTENDED frame, which grants more destination blocks. Raises LinkLost."""
     if not data or len(data) != _BLOCK_ID.size * header.block_count:
         raise LinkLost(f"protocol error: EXTENDED of {len(data)} bytes for {header.block_count} blocks")
     return tuple(block_id for (block_id,) in _BLOCK_ID.iter_unpack(data))

@@ -1,7 +1,6 @@
-"""Protocol of connections whose sender writes directly into the receiver's pool; shm.py and nixl.py write.
+"""Protocol of connections whose sender writes directly into the receiver's pool. shm.py and nixl.py do the write.
 
-A socket carries the frames of frames.py. DATA without payload reports written blocks. The socket's end means the peer's
-death.
+A socket carries the frames of frames.py. DATA without payload reports written blocks. Its end reveals the peer's death.
 
 The receiver cannot stop a writing sender, only ask it to stop. So a transfer is written to only once the receiver has
 granted it, and the blocks of a rejected one stay in quarantine until the sender confirms that it has stopped, or its
@@ -221,10 +220,10 @@ class OneSidedReceivingConnection(ReceivingConnection):
         return landing
 
     def _failed(self, transfer_id: bytes) -> None:
-        """No-op: a rejected transfer's blocks stay in quarantine until its sender sends FENCED, or is gone."""
+        """Do nothing: a rejected transfer's blocks stay in quarantine until its sender sends FENCED or is gone."""
 
     def _forget_stopped(self, transfer_id: bytes) -> None:
-        """No-op: a stopped transfer's blocks stay in quarantine until its sender sends FENCED, or is gone."""
+        """Do nothing: a stopped transfer's blocks stay in quarantine until its sender sends FENCED or is gone."""
 
     def _give_up(self) -> None:
         self._stream.say_no_more()

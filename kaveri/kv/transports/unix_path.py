@@ -22,8 +22,7 @@ class UnixPath:
 
     The socket is bound under another name and renamed when it listens: a path whose socket refuses connections belongs
     to a dead process, never to one that is just starting. Processes check and take a path under a lock of its folder.
-    Raises OSError when another process listens there, the path is not a socket, or the folder is unwritable or stays
-    locked.
+    Raises OSError if another process listens there, the path is no socket, or the folder is unwritable or stays locked.
     """
 
     def __init__(self, listening: socket.socket, path: str, backlog: int) -> None:

@@ -66,8 +66,7 @@ _RECEIVER, _SENDER = 0, 1
 
 
 class CollectiveTransport(SocketTransport):
-    """Transport over torch.distributed's point-to-point calls. backend, also its name: "gloo" or "nccl". Addresses:
-    TCP.
+    """Transport over torch.distributed's point-to-point calls, named as its backend, "gloo" or "nccl". TCP addresses.
 
     Raises ConfigError when torch, or the backend in it, or a required GPU is missing.
     """
@@ -107,7 +106,8 @@ class CollectiveTransport(SocketTransport):
 
 
 class CollectiveLink(SocketLink):
-    """A sender's connection over gloo or NCCL; implements transport.Link. Only the writing thread uses the group."""
+    """A sender's connection over gloo or NCCL; implements transport.Link. The process group is used by the writing
+    thread only."""
 
     def __init__(
         self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint, pair: "_Pair"
@@ -129,7 +129,8 @@ class CollectiveLink(SocketLink):
         digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
-        """Send blocks as for Link.write, in messages from staging buffers. Returns once the blocks are in these."""
+        """Gather blocks into staging buffers and send these as messages; return once all blocks are gathered. See
+        Link.write."""
         block_bytes = self._pool.layout.block_bytes
         step = self._pair.buffer_bytes // block_bytes
         starts = range(0, len(source_blocks), step)
@@ -273,7 +274,7 @@ class NcclReceivingConnection(GlooReceivingConnection):
 
 
 class _OrderedLanding:
-    """Landing whose marks and end wait for the messages announced before them."""
+    """Receiving side of a transfer whose marks and end wait until the messages announced before them have arrived."""
 
     def __init__(self, inner: Landing, connection: GlooReceivingConnection) -> None:
         self._inner = inner
@@ -295,8 +296,8 @@ class _OrderedLanding:
 class _Pair:
     """Process group of two ranks, with this rank's staging buffers. Used and closed by one thread.
 
-    Message n, from the connection's start, uses buffer n modulo _BUFFER_COUNT. Methods raise LinkLost; then only
-    close() works.
+    Message n, counted from the connection's start, uses buffer n modulo _BUFFER_COUNT. All methods but close() raise
+    LinkLost; the pair is unusable afterwards.
     """
 
     def __init__(
@@ -321,7 +322,8 @@ class _Pair:
                 self._moved = torch.zeros_like(self._tensors, device="cuda")
 
     def buffer(self, message: int, byte_count: int) -> npt.NDArray[np.uint8]:
-        """Staging buffer of a message, [byte_count], uint8; free once the previous message in it has arrived."""
+        """Staging buffer of message number `message`, [byte_count], uint8; free once its previous message has
+        arrived."""
         return self._memory[message % _BUFFER_COUNT, :byte_count]
 
     def send(self, message: int, byte_count: int) -> None:

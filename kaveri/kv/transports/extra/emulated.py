@@ -21,9 +21,9 @@ _AHEAD_S = 0.01
 
 
 class EmulatedTransport:
-    """Wraps a transport so that writes over a link take at least the time that `speed` gives. text: `speed` as written.
+    """Wraps a transport so that writes over a link take at least the time that `speed` gives.
 
-    Only the sending side is slowed; each link is as fast as if it were alone.
+    Only the sending side is slowed; each link is as fast as if it were alone. text: `speed` as the user wrote it.
     """
 
     def __init__(self, inner: Transport, speed: LinkSpeed, text: str) -> None:
