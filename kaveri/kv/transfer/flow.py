@@ -65,8 +65,8 @@ class ReceiverFlow:
 
     @staticmethod
     def total(parts: "Iterable[ReceiverFlow]") -> "ReceiverFlow":
-        """Combine the flow-control snapshots of an instance's ranks. Block counts are maxima: all lease the same
-        ones."""
+        """Combine the flow-control snapshots of an instance's ranks. Block counts are maxima: ranks lease equal
+        blocks."""
         parts = tuple(parts)
         return ReceiverFlow(
             sender_count=sum(part.sender_count for part in parts),

@@ -22,7 +22,7 @@ class Gathering:
     transfer_id: bytes
     """Id of the whole transfer."""
     left: set[int]
-    """Numbers of the transfers that have not ended."""
+    """Numbers of the parts that have not ended."""
     kv_bytes: int = 0
     transports: set[str] = field(default_factory=set)
     notes: set[bytes] = field(default_factory=set)
@@ -31,7 +31,7 @@ class Gathering:
     """True if the sender cancelled what failed first, and said so."""
     part_count: int = field(init=False)
     steps: dict[TransferStep, int] = field(default_factory=dict)
-    """Steps of the whole that some of the transfers have taken, and how many transfers."""
+    """Progress events that some of the parts have had, and how many of them."""
 
     def __post_init__(self) -> None:
         self.part_count = len(self.left)
@@ -47,7 +47,8 @@ class Gathering:
         return step
 
     def end(self, number: int, event: TransferEnd, of: str = "") -> bool:
-        """Record the end of transfer `number`. Returns True if it makes the whole fail. of: prefix for the reason."""
+        """Record the end of transfer `number`. Returns True if this makes the whole transfer fail. of: prefix for its
+        reason."""
         self.left.discard(number)
         if isinstance(event, PushFailed | TransferReleased):
             if self.failure is not None:
@@ -63,7 +64,7 @@ class Gathering:
         return False
 
     def drop(self, numbers: Iterable[int], reason: str) -> None:
-        """Record that the transfers of these numbers cannot begin, so the whole fails."""
+        """Record that the transfers of these numbers cannot begin, so the whole transfer fails."""
         self.left.difference_update(numbers)
         self.failure = self.failure or reason
 

@@ -118,7 +118,7 @@ class PoolLanding:
 
     def __init__(self, ticket: Ticket, pool: KvPool, report: LandingListener) -> None:
         self.ticket = ticket
-        """As it was granted."""
+        """Ticket as granted, without extensions."""
         self.pool = pool
         self._expires_at_s = time.monotonic() + ticket.expires_in_s
         self._report = report

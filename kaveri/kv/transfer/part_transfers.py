@@ -26,7 +26,7 @@ class Grants:
     """A receiver's granted transfers that have neither landed nor been released, by transfer id."""
 
     landings: dict[bytes, PoolLanding] = field(default_factory=dict)
-    """Including those of parts. The first part has the id of its whole transfer."""
+    """Transfers and parts of transfers. The first part has the id of its whole transfer."""
     wholes: "dict[bytes, PartedLanding]" = field(default_factory=dict)
     """Transfers split into parts."""
     is_closed: bool = False

@@ -137,7 +137,7 @@ class Peer:
         )
 
     def close(self) -> None:
-        """Ask the thread to end, and break off the connection."""
+        """Ask the thread to end, and break off the connection. The caller holds the lock."""
         self._closing = True
         self._changed.notify()
         if self._connection is not None:
@@ -265,7 +265,7 @@ class Peer:
     # Any thread, without the lock.
 
     def lose(self, connection: Connection, reason: str) -> None:
-        """Record the loss of a connection, and fail its pushes."""
+        """Record the loss of a connection, and fail its pushes. Any thread, without the lock."""
         with self.lock:
             if connection.lost_reason is not None:
                 return

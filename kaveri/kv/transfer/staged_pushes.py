@@ -60,9 +60,9 @@ class _StagingBlocks:
     """Free staging blocks of each layer, and counts of those in use."""
 
     count: int
-    """Of each layer."""
+    """Number of staging blocks in each layer."""
     free: list[list[int]]
-    """Per layer."""
+    """Per layer, ids of free blocks."""
     held: Counter[tuple[object, int]] = field(default_factory=Counter)
     """Number in use, by (receiver, layer)."""
 

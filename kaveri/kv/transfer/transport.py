@@ -190,8 +190,7 @@ class Link(Protocol):
         digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
-        """Send source_blocks[i] of each layer to ticket.block_ids[first_index + i]; return when they are not read any
-        more.
+        """Send source_blocks[i] of each layer to ticket.block_ids[first_index + i]; return when they may change.
 
         The caller has the receiver's credit for them. Updates `digest` with the bytes, layer by layer and in index
         order. Returns soon after is_stopped() turns true, even if the receiver is stuck; abort() must follow then.

@@ -21,7 +21,8 @@ class LinkSpeed:
     small ones."""
 
     def transfer_s(self, pool_bytes: int, pool_token_bytes: int) -> float:
-        """Seconds that `pool_bytes` occupy the link. pool_token_bytes: KV bytes per token of the pool."""
+        """Seconds that `pool_bytes` occupy the link, scaled to token_bytes if set. pool_token_bytes: KV bytes per token
+        of the pool."""
         if self.token_bytes is None:
             return pool_bytes / self.bytes_per_s
         return pool_bytes / pool_token_bytes * self.token_bytes / self.bytes_per_s
