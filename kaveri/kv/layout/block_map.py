@@ -1,4 +1,4 @@
-"""Maps blocks of one layout to blocks of another. Pure; moves nothing."""
+"""Maps KV blocks of one layout to blocks of another. Pure: computes copies, moves no bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ from kaveri.kv.layout.regions import RegionCopy, TokenPlaces, map_regions
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """Mapping from blocks of one pool to blocks of another, of all layers and heads that both hold (map_blocks).
+    """Conversion from a source pool's blocks to those of a destination pool with another layout, for the layers and KV
+    heads that both hold. Made by map_blocks().
 
     >>> whole = KvLayout("model", 4, block_tokens=32, kv_head_count=2, head_dim=8, dtype="float16")
     >>> upper = KvLayout("model", 2, 16, 1, 8, "float16", first_layer=2, first_kv_head=1)
@@ -26,7 +27,7 @@ class BlockMap:
     destination: KvLayout
 
     def source_layer(self, layer: int) -> int:
-        """The source pool's layer with the content of the destination pool's `layer`."""
+        """Convert a layer's index in the destination pool to the same layer's index in the source pool."""
         return self.destination.first_layer + layer - self.source.first_layer
 
     def copies(
@@ -37,9 +38,9 @@ class BlockMap:
         destination_ids: Sequence[int],
         destination_first: int,
     ) -> tuple[RegionCopy, ...]:
-        """The KV of `tokens` from blocks into blocks, within each layer that both hold; see regions.copy_regions.
+        """Return the copies, per layer, that move the KV of `tokens` (positions in the request) between blocks.
 
-        source_first, destination_first: the token at the beginning of the first of source_ids, of destination_ids.
+        source_first, destination_first: position of the first token of the first block on that side.
         """
         if not self.destination.has_known_order:
             # The place of a token's bytes within the block is unknown: only whole blocks.
@@ -57,8 +58,8 @@ class BlockMap:
 
 @lru_cache(maxsize=256)
 def map_blocks(source: KvLayout, destination: KvLayout) -> BlockMap:
-    """Return the map to a pool of the same layers and heads, or of some of them; computed once per pair. Raises
-    LayoutMismatch (KvLayout.require_part)."""
+    """Return the map between two layouts (cached). The destination's layers and KV heads must be the source's or some
+    of them. Raises LayoutMismatch if the blocks cannot be converted."""
     source.require_part(destination)
     return BlockMap(source, destination)
 

@@ -1,18 +1,16 @@
-"""Layout of a block of KV cache; conditions for exchanging blocks byte by byte, and for mapping them. Pure; moves
-nothing.
+"""Layout of a pool's KV blocks; which layouts' blocks can be copied or converted into one another. Pure.
 
-KV is split by heads between the ranks of two instances. Each rank of the source holds a range of the heads, and so does
-each rank of the destination. A part is what one of each have in common: every part has the same number of heads. Equal
-numbers of ranks have one part for each rank, all of it.
+Each tensor-parallel rank of an instance holds a range of the KV heads. Between two instances, a push is split into
+parts: a part is the heads that one source rank and one destination rank have in common, the same number for all parts.
 
     source, 2 ranks        [h0 h1] [h2 h3]          parts        destination, 1 rank
                                |       +---- heads 2, 3 ------->  [h0 h1 h2 h3]
                                +------------ heads 0, 1 ------->
 
-Where several ranks of the source hold the same heads, each rank of the destination gets them from one of those.
+Where several source ranks hold copies of the same heads, each destination rank takes them from one of those.
 
-Blocks of a rank of the destination that gets several parts take them side by side: sub-block `ways * b + i` of its pool
-is place i of block b, in the order of heads. With the heads first they stay so; else merge_parts() puts them in order.
+A destination rank that receives several (`ways`) parts stores part i of its block b in sub-block `ways * b + i` of its
+pool. In a heads-first order the block is complete then; otherwise merge_parts() reorders its bytes.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -27,11 +25,10 @@ ORDERS = ("2NHD", "2HND")
 element. Any other order is opaque: its blocks fit only blocks of the same order and size."""
 
 HEADS_FIRST = "H-"
-"""Prefix of opaque orders with one head after another: the KV of one head in a block is one run of bytes, itself
-opaque. Such blocks can be split by heads."""
+"""Prefix of opaque orders in which a head's KV within a block is one run of bytes, so that heads can be split."""
 
 MAPPED_TOKENS_MAX = 1024
-"""Max tokens of a mapped block: the mapping side buffers a few such blocks of each layer."""
+"""Max tokens of a block that is converted to another layout: the sender buffers a few such blocks of each layer."""
 
 _MAPPED = frozenset({"block_tokens", "order"})
 """Fields that may differ between mapped blocks."""
@@ -41,10 +38,9 @@ _PART = frozenset({"layer_count", "kv_head_count", "first_layer", "first_kv_head
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The shape of a pool: `layer_count` layers of blocks, each block [2, block_tokens, kv_head_count, head_dim].
+    """Shape of a KV pool: `layer_count` layers of blocks, each block [K or V, block_tokens, kv_head_count, head_dim].
 
-    It may hold only a part of the model, as the ranks of one instance do: the layers from first_layer on, of each the
-    KV heads from first_kv_head on.
+    A pool may hold a part of the model, as a rank's does: layers from first_layer on, KV heads from first_kv_head on.
     """
 
     model_fingerprint: str
@@ -62,50 +58,48 @@ class KvLayout:
     first_kv_head: int = 0
     """Index in the model of the pool's KV head 0."""
     tensor_ranks: int = 1
-    """Number of tensor-parallel ranks. Each holds some of the heads in a pool of its own (rank()), under one block
-    allocator. With more ranks than heads each head is on several. See PartPlace for different numbers of
-    ranks."""
+    """Number of tensor-parallel ranks. Each holds some of the heads in its own pool (rank()), under one shared block
+    allocator. With more ranks than heads, each head is on several ranks."""
 
     @property
     def layers(self) -> range:
-        """The model's layers that the pool holds."""
+        """Indices, within the model, of the layers that the pool holds."""
         return range(self.first_layer, self.first_layer + self.layer_count)
 
     @property
     def kv_heads(self) -> range:
-        """The model's KV heads that the pool holds."""
+        """Indices, within the model, of the KV heads that the pool holds."""
         return range(self.first_kv_head, self.first_kv_head + self.kv_head_count)
 
     def rank(self, rank: int) -> "KvLayout":
-        """Layout of a tensor-parallel rank's pool. One of the numbers of heads and ranks must be a multiple of the
-        other."""
+        """Layout of one tensor-parallel rank's pool. kv_head_count must be a multiple of tensor_ranks or vice versa."""
         heads, ranks = self.kv_head_count, self.tensor_ranks
         first = self.first_kv_head + rank * heads // ranks
         return replace(self, kv_head_count=max(1, heads // ranks), first_kv_head=first, tensor_ranks=1)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of one layer, over all ranks that hold different heads."""
+        """Bytes of one block in one layer, summed over ranks; heads that several ranks hold count once."""
         return 2 * self.block_tokens * self.kv_head_count * self.head_dim * ELEMENT_BYTES[self.dtype]
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token over all layers."""
+        """KV bytes of one token, summed over all layers."""
         return self.layer_count * self.block_bytes // self.block_tokens
 
     def block_count(self, token_count: int) -> int:
-        """Number of blocks for `token_count` tokens; the last one may be partly full."""
+        """Number of blocks that hold `token_count` tokens, rounded up."""
         return -(-token_count // self.block_tokens)
 
     def require_same(self, other: "KvLayout") -> None:
-        """Raise LayoutMismatch, naming the first field that differs."""
+        """Raise LayoutMismatch, naming the first field that differs, unless the two layouts are equal."""
         self._require_equal(other, frozenset())
 
     def require_mappable(self, other: "KvLayout") -> None:
-        """Raise LayoutMismatch, naming the field, unless blocks can be mapped in both directions without loss.
+        """Raise LayoutMismatch, naming the field, unless the two layouts' blocks convert into each other without loss.
 
-        Blocks of the same part of the same model may differ in size, up to MAPPED_TOKENS_MAX, and in order, if both are
-        known. Blocks with distinguishable heads may be split over another number of ranks.
+        Both must hold the same layers and heads of the same model. Block size (up to MAPPED_TOKENS_MAX tokens) and byte
+        order may differ if both orders are in ORDERS; the number of ranks, if the order allows a split by heads.
         """
         if self != other:
             self._require_equal(other, _MAPPED | {"tensor_ranks"})
@@ -113,7 +107,7 @@ class KvLayout:
             self.heads_in_part(other)
 
     def is_mappable(self, other: "KvLayout | None") -> bool:
-        """Return True if require_mappable() raises nothing; None is never mappable."""
+        """True if require_mappable(other) would not raise; False for None."""
         try:
             if other is not None:
                 self.require_mappable(other)
@@ -122,7 +116,8 @@ class KvLayout:
         return other is not None
 
     def require_part(self, part: "KvLayout") -> None:
-        """Raise LayoutMismatch, naming the field, unless `part` has layers and heads of this one, and is mappable."""
+        """Raise LayoutMismatch, naming the field, unless blocks convert to layout `part`, which holds all or some of
+        the layers and heads."""
         self._require_equal(part, _MAPPED | _PART)
         if self != part:
             self._require_known(part)
@@ -131,10 +126,8 @@ class KvLayout:
                 raise LayoutMismatch(name, ours, theirs)
 
     def heads_in_part(self, other: "KvLayout") -> int:
-        """Number of KV heads that a rank of this layout shares with an overlapping rank of the other.
-
-        Raises LayoutMismatch if the heads do not divide evenly: the number then differs between ranks.
-        """
+        """Number of KV heads that a rank of this layout has in common with each overlapping rank of the other. Raises
+        LayoutMismatch unless it is the same for all pairs of ranks."""
         for layout in (self, other):
             heads, ranks = layout.kv_head_count, layout.tensor_ranks
             if ranks < 1 or (heads % ranks and ranks % heads):
@@ -146,7 +139,7 @@ class KvLayout:
 
     @property
     def has_known_order(self) -> bool:
-        """True if the place of each token's KV within a block is known."""
+        """True if the byte order within a block is in ORDERS, so that each token's KV can be located."""
         return self.order in ORDERS
 
     def _require_equal(self, other: "KvLayout", but: frozenset[str]) -> None:
@@ -156,8 +149,6 @@ class KvLayout:
                 raise LayoutMismatch(field.name, ours, theirs)
 
     def _require_known(self, other: "KvLayout") -> None:
-        """Raise LayoutMismatch unless the order is known where bytes change places; of opaque heads, where each
-        begins."""
         if not (self.has_known_order and other.has_known_order):
             if self.order != other.order:
                 raise LayoutMismatch("order", self.order, other.order)
@@ -173,7 +164,7 @@ class KvLayout:
 
 
 class PartPlace(NamedTuple):
-    """One part: the receiving rank of the destination, and the layout of a block of it there."""
+    """Destination of one part of a push (heads that a source and a destination rank share): rank, block layout."""
 
     rank: int
     layout: KvLayout
@@ -181,7 +172,8 @@ class PartPlace(NamedTuple):
 
 @lru_cache(maxsize=256)
 def part_places(source: KvLayout, destination: KvLayout) -> tuple[PartPlace, ...]:
-    """All parts of KV from one instance to the other, rank by rank. Raises LayoutMismatch."""
+    """Return the parts of a push, one per pair of ranks with common heads, by destination rank. Raises
+    LayoutMismatch."""
     source.require_mappable(destination)
     head_count = source.heads_in_part(destination)
     return tuple(
@@ -194,13 +186,14 @@ def part_places(source: KvLayout, destination: KvLayout) -> tuple[PartPlace, ...
 
 @lru_cache(maxsize=1024)
 def source_rank(source: KvLayout, place: PartPlace) -> int:
-    """The source rank that pushes a part."""
+    """Source rank that pushes this part (head range for one destination rank). If several hold its heads, one is chosen
+    by the destination rank."""
     first_head = place.layout.first_kv_head
     holders = [rank for rank in range(source.tensor_ranks) if first_head in source.rank(rank).kv_heads]
     return holders[place.rank % len(holders)]
 
 
 def part_index(destination: KvLayout, place: PartPlace) -> tuple[int, int]:
-    """Index of the part within its rank's blocks, and the number of parts there."""
+    """Return (index of this part, number of parts) among the head ranges that its destination rank receives."""
     whole, head_count = destination.rank(place.rank), place.layout.kv_head_count
     return (place.layout.first_kv_head - whole.first_kv_head) // head_count, whole.kv_head_count // head_count

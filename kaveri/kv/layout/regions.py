@@ -1,7 +1,7 @@
-"""Regions of KV blocks as strided runs of bytes, and copies between them. Independent of ranks.
+"""Strided copies between KV blocks. Knows no ranks.
 
-In a block, the KV of some tokens and heads consists of short pieces at regular distances. A RegionCopy describes many
-such pieces at once, merged where they are contiguous on both sides: consecutive whole blocks are one run.
+Within a block, the KV of some tokens and heads consists of short pieces at regular distances. A RegionCopy describes
+many such pieces at once, merged where they are contiguous on both sides: consecutive whole blocks are one run.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ _WORDS = {size: np.dtype(f"u{size}") for size in (8, 4, 2, 1)}
 
 @dataclass(frozen=True, slots=True)
 class RegionCopy:
-    """A copy of `run_bytes` contiguous bytes at as many places as the product of `counts`.
+    """Strided copy, within a layer, of as many runs as the product of `counts`, each of `run_bytes` contiguous bytes.
 
-    Run (i, j, ...) goes from source_offset + i * source_strides[0] + j * source_strides[1] + ... to the same place by
-    the destination's offset and strides. All are bytes from the beginning of a layer.
+    Run (i, j, ...) starts at source_offset + i * source_strides[0] + j * source_strides[1] + ..., in the destination
+    likewise. Offsets and strides are in bytes, offsets from the start of the layer.
     """
 
     run_bytes: int
     counts: tuple[int, ...]
-    """Outermost first; empty for a single run."""
+    """Outermost dimension first; empty for a single run."""
     source_offset: int
     source_strides: tuple[int, ...]
     destination_offset: int
@@ -40,7 +40,7 @@ class RegionCopy:
 
 @dataclass(frozen=True, slots=True)
 class TokenPlaces:
-    """Addresses of a request's KV in one layer, for some heads. Offsets and strides in bytes."""
+    """Byte addresses, within one layer, of a request's KV for a range of heads. Offsets and strides in bytes."""
 
     first_token: int
     """Index of the token at the start of the first block."""
@@ -58,10 +58,10 @@ class TokenPlaces:
     def of_blocks(
         cls, layout: KvLayout, block_ids: Sequence[int], first_head: int, first_token: int = 0
     ) -> "TokenPlaces":
-        """Addresses in the blocks of a pool: block i holds block_tokens tokens from first_token + i * block_tokens on.
+        """Locate tokens in a pool's blocks. Block i holds block_tokens tokens from first_token + i * block_tokens on.
 
-        layout: the pool's, in an order of layout.ORDERS; or one with its heads first, for whole blocks. first_head: of
-        the pool's heads.
+        layout: the pool's. If its order is not in ORDERS, heads come first and only whole blocks are addressed.
+        first_head: index of the first of the heads within the pool.
         """
         head_bytes = layout.head_dim * ELEMENT_BYTES[layout.dtype]
         kv, token, head = _strides(layout.order, layout.block_tokens, layout.kv_head_count, head_bytes)
@@ -69,7 +69,7 @@ class TokenPlaces:
         return cls(first_token, layout.block_tokens, tuple(block_ids), layout.block_bytes, head_offset, kv, token, head)
 
     def offsets(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Byte offsets in the layer of the K of each token's first head."""
+        """Byte offsets, within the layer, of the first head's K for tokens at these positions in the request."""
         index, within = np.divmod(tokens - self.first_token, self.block_tokens)
         blocks = np.asarray(self.block_ids, np.int64)
         return np.asarray(blocks[index] * self.block_bytes + within * self.token_stride + self.head_offset, np.int64)
@@ -78,10 +78,9 @@ class TokenPlaces:
 def map_regions(
     tokens: range, head_count: int, head_bytes: int, source: TokenPlaces, destination: TokenPlaces
 ) -> tuple[RegionCopy, ...]:
-    """Copies that move the K and V of `tokens` from one set of places to the other, as few as possible.
+    """Return the copies, as few as possible, that move K and V of `tokens` (positions in the request).
 
-    Tokens are cut at block boundaries of either side. Pieces of equal length at constant distances form one copy.
-    Raises InvalidArgument when a side has too few blocks for the tokens.
+    head_bytes: bytes of one head's K for one token. Raises InvalidArgument when a side has too few blocks.
     """
     if not tokens:
         return ()
@@ -133,11 +132,10 @@ def map_regions(
 def copy_regions(
     copies: Sequence[RegionCopy], source: npt.NDArray[np.uint8], destination: npt.NDArray[np.uint8]
 ) -> None:
-    """Run the copies in every layer at once, in words as wide as both sides' alignment allows (up to int64).
+    """Run strided copies between two pools' memory, the same ones in every layer.
 
-    source, destination: [layer_count, layer_bytes], uint8, C-contiguous; equal layer_count, layer_bytes of each side's
-    own. They must not overlap. Raises ValueError, having copied some, when a copy reaches beyond the memory; one that
-    reaches from a layer into the next is not detected.
+    source, destination: [layer_count, layer_bytes of that side], uint8, C-contiguous, not overlapping. Raises
+    ValueError, possibly after some copies, for a copy beyond the array; one from a layer into the next is not detected.
     """
     layer_count, source_layer_bytes = source.shape
     destination_layer_bytes = destination.shape[1]
@@ -167,9 +165,9 @@ def copy_regions(
 
 
 def merge_parts(layout: KvLayout, memory: npt.NDArray[np.uint8], block_ids: Sequence[int], ways: int) -> None:
-    """Reorder the heads of blocks in which `ways` parts have landed side by side.
+    """Put blocks' heads in order, in place, after their KV has arrived as `ways` head ranges in adjacent sub-blocks.
 
-    layout, memory: of the pool, [layer_count, block_count, block_bytes].
+    layout, memory: those of the whole pool; memory: [layer_count, block_count, block_bytes]. No-op for opaque orders.
     """
     if ways == 1 or not layout.has_known_order:
         return
@@ -199,10 +197,9 @@ def _strides(order: str, tokens: int, heads: int, head_bytes: int) -> tuple[int,
 def _join(
     dimensions: tuple[tuple[int, int, int], ...], run_bytes: int
 ) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Merge dimensions of (count, source stride, destination stride) that are contiguous on both sides.
+    """Merge dimensions (count, source stride, destination stride) that are contiguous on both sides.
 
-    Returns run bytes, counts, source strides and destination strides, outermost first, so that the destination is
-    written in ascending address order.
+    Returns run bytes, counts, source strides and destination strides, in order of descending destination stride.
     """
     joined: list[tuple[int, int, int]] = []  # innermost first
     for count, source, destination in sorted(dimensions, key=lambda dimension: abs(dimension[2])):

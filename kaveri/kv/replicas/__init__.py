@@ -1,1 +1,1 @@
-"""Copies of KV caches that belong to requests of other instances."""
+"""Replicas: copies of running requests' KV caches in other instances' host memory, to resume from after a failure."""

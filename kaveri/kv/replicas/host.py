@@ -1,6 +1,6 @@
-"""Replicas in this process's memory, with a receiver and a sender of their own.
+"""ReplicaStore in this process's host memory, with a receiver and a sender of its own.
 
-Neither blocks nor credit are shared with the pushes of prompts: replicas cannot delay them.
+Replicas share neither blocks nor flow-control credit with the pushes of prompts, so they cannot delay these.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from kaveri.kv.transfer.transport import Transport
 
 
 class HostReplicas(Replicas):
-    """A ReplicaStore in host memory: as many whole blocks of `layout` as fit into `memory_bytes`, allocated here.
+    """Stores replicas (copies of other instances' KV caches) in up to `memory_bytes` of host memory, allocated here.
 
-    layout: of the engine that resumes from replicas, and of their owners. listen: addresses where owners push, best
-    first. epoch: this incarnation; differs from earlier ones at the same addresses. transports: transports of KV, in
-    the order in which pushes to engines prefer them. receiving: options for the pushes of owners. Raises ConfigError
-    when not even one block fits, when the memory cannot be allocated, or when it cannot listen.
+    layout: of the engine that resumes from replicas, and of the instances that push them. listen: addresses for these
+    pushes, in order of preference. epoch: incarnation, different from earlier ones at the same addresses. transports:
+    in order of preference for pushes to engines. receiving: options for incoming pushes. Raises ConfigError when not
+    even one block fits, the memory cannot be allocated, or listening fails.
     """
 
     def __init__(

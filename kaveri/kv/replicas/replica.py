@@ -1,4 +1,4 @@
-"""One replica: its tokens, and the transfers that may still touch its blocks. Values and their cell; no I/O, no lock.
+"""State of one replica: its tokens, and the transfers that may still access its blocks. No I/O, no lock.
 
 Receiving ──┬── Sealed ──┬── Kept ── Dropped
             └────────────┘
@@ -11,47 +11,48 @@ from kaveri.kv.replicas.store import ReplicaKey
 
 @dataclass(frozen=True, slots=True)
 class Receiving:
-    """The owner's push is open, and its marks count."""
+    """State of a replica (copy of another instance's KV cache): its owner still pushes KV, which extends it once
+    verified."""
 
     transfer_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """The owner's push is being ended. It may still write beyond the watermark, and its marks do not count."""
+    """State of a replica: its owner's push is being revoked; what still arrives of it is ignored."""
 
     transfer_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Kept after the end of the owner's push."""
+    """State of a replica: its owner's push has ended, and the verified KV is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Forgotten. Its blocks are free once neither the owner's push nor a push from here touches them."""
+    """State of a replica: deleted. Its blocks are freed once no transfer writes or reads them."""
 
     transfer_id: bytes | None
-    """The owner's push, until it has ended."""
+    """The owner's push; None once it has ended."""
 
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """The cell that holds a replica's state. Also the owner of its blocks in the allocator."""
+    """One replica (copy of another instance's KV cache): its state, tokens and blocks. Also the owner of these blocks
+    in the block allocator."""
 
     key: ReplicaKey
     state: Receiving | Sealed | Kept | Dropped
     stays: bool = False
     """True if it is kept when its owner gives it up."""
     block_ids: list[int] = field(default_factory=list)
-    """[0, blocks of token_ids) are verified; the others are granted ahead. The last one may be part full once the owner
-    has released the request."""
+    """First the blocks of token_ids, verified, the last one possibly part full; then blocks for the next tokens."""
     token_ids: list[int] = field(default_factory=list)
     reading: set[bytes] = field(default_factory=set)
-    """Pushes from here that read its blocks."""
+    """Transfer ids of pushes that read its blocks."""
 
     @property
     def is_touched(self) -> bool:
-        """True if anything may still write or read its blocks."""
+        """True if a transfer may still write or read its blocks."""
         return bool(self.reading) or (not isinstance(self.state, Kept) and self.state.transfer_id is not None)

@@ -1,7 +1,4 @@
-"""The account of a replica store: blocks, watermarks, and the transfers of owners and to engines.
-
-Moves no byte: a receiver takes the owners' pushes into the pool, and a sender pushes from it.
-"""
+"""Bookkeeping of a replica store: blocks, watermarks, transfers. Its receiver and sender move the bytes."""
 
 import secrets
 import threading
@@ -41,18 +38,17 @@ from kaveri.seconds import require_seconds
 from kaveri.telemetry.logs import get_logger
 
 OWNER_ENDED = "the owner has ended its push"
-"""Reason of an orphan whose request its owner has released."""
+"""Reason in the ReplicaOrphaned of a replica whose owner has finished its push."""
 _RETRY_AFTER_S = 0.5
 _BLOCKS_AHEAD = 1
-"""Blocks granted to each replica after its last mark. Its owner completes one block in block_tokens steps, and the next
-grant reaches it long before that."""
+"""Blocks granted beyond the last mark. An owner fills one in block_tokens steps; the next grant comes long before."""
 
 
 class Replicas:
-    """A ReplicaStore over `block_count` blocks of `layout`, all of whose heads are in one pool here.
+    """Implements ReplicaStore (copies of other instances' KV caches) over a pool of `block_count` blocks of all heads.
 
-    make_receiver, make_sender: for that pool; their errors pass through. token_bytes: source of random bytes, replaced
-    in simulations.
+    make_receiver, make_sender: for that pool; their errors propagate. token_bytes: source of random bytes, replaced in
+    simulations.
     """
 
     def __init__(
@@ -245,7 +241,7 @@ class Replicas:
     # Events of the transfers.
 
     def _hear_owner(self, event: TransferEvent) -> None:
-        """Handle an event of an owner's push. Calls are serialized, so events go out in order."""
+        # Calls are serialized, so events go out in order.
         with self._lock:
             replica = self._landings.get(event.transfer_id)
             if replica is None or self._closed:
@@ -257,7 +253,7 @@ class Replicas:
             self._listener(news)
 
     def _take(self, replica: Replica, event: TransferEvent) -> tuple[ReplicaEvent | None, bytes | None]:
-        """Apply an event. The caller holds the lock. Returns the event to report, and the transfer to revoke."""
+        # The caller holds the lock. Returns the event to report, and the id of the transfer to revoke.
         match event, replica.state:
             case TransferMarked(), Receiving():
                 return self._grow(replica, event)
@@ -307,7 +303,7 @@ class Replicas:
                 return ReplicaOrphaned(replica.key, reason)
 
     def _add_tail(self, replica: Replica, landed: TransferLanded) -> None:
-        """Add the tokens after the last mark, less than a block, that the owner names at the end of its push."""
+        # The tokens after the last mark, less than a block: the owner names them at the end of its push.
         token_ids = noted_tokens(landed.note)
         whole = len(replica.token_ids) // self._layout.block_tokens
         block_bytes = self._layout.layer_count * self._layout.block_bytes
@@ -340,7 +336,7 @@ class Replicas:
     # The caller holds the lock.
 
     def _seal(self, replica: Replica) -> bytes | None:
-        """Seal a replica. Returns the transfer to revoke, if the owner's push is open."""
+        # Returns the id of the owner's push, to be revoked, if it is open.
         if not isinstance(replica.state, Receiving):
             return None
         transfer_id = replica.state.transfer_id
@@ -360,7 +356,6 @@ class Replicas:
             self._feed_starved()
 
     def _free_ahead(self, replica: Replica) -> None:
-        """Free the blocks beyond the watermark."""
         used = self._layout.block_count(len(replica.token_ids))
         if used < len(replica.block_ids):
             self._allocator.release_last(replica, len(replica.block_ids) - used)
@@ -373,7 +368,7 @@ class Replicas:
                 return
 
     def _grant_ahead(self, replica: Replica) -> bool:
-        """Give the owner its next blocks. False if there are none: it gets them once some are free."""
+        # False if no block is free: the owner gets it once there is one.
         assert isinstance(replica.state, Receiving), "the owner takes no blocks any more"
         wanted = len(replica.token_ids) // self._layout.block_tokens + _BLOCKS_AHEAD - len(replica.block_ids)
         if wanted > 0:
@@ -392,7 +387,6 @@ class Replicas:
 
 
 def _check_fit(ticket: Ticket, held_tokens: int) -> None:
-    """Raise InvalidArgument for a ticket that a replica of `held_tokens` tokens cannot fill."""
     if not 1 <= ticket.token_count <= held_tokens:
         raise InvalidArgument("ticket.token_count", ticket.token_count, f"1 to the {held_tokens} held here")
     pushed_count = ticket.layout.block_count(ticket.token_count) - ticket.first_block

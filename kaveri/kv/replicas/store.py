@@ -1,14 +1,14 @@
-"""The ReplicaStore contract: where an instance keeps copies of KV that other instances' requests own.
+"""Contract of a ReplicaStore: holds copies (replicas) of the KV caches of requests that run on other instances.
 
-A replica grows while its owner pushes into it, over a transfer that stays open. Its watermark is the number of tokens,
-from the first one of the prompt on, whose KV and whose ids have arrived and are verified; blocks below it never change.
-When the owner is gone the replica stays up to its watermark, until drop(). DéjàVu (arXiv 2403.01876, section 4.2.3 and
-appendix E) keeps such copies on the next worker of a ring; the choice of copies is not made here.
+A replica's owner, the instance that runs the request, pushes KV over a transfer that stays open, so the replica grows.
+Its watermark is the number of tokens, from the start of the prompt, whose KV and ids have arrived and are verified;
+blocks below it never change. When the owner is lost, the replica up to the watermark stays until drop(). DéjàVu (arXiv
+2403.01876, section 4.2.3 and appendix E) keeps such copies on the next worker of a ring; here, callers place them.
 
     open ── ReplicaGrew* ──┬── seal ───────────────────────────────────────┐
                            ├── owner lost: ReplicaOrphaned ────────────────┼── push* ── drop
                            ├── owner gave it up, it stays: ReplicaGivenUp ─┤
-                           ├── owner let the request go: ──────────────────┘
+                           ├── owner finished its push: ───────────────────┘
                            │   ReplicaOrphaned, tail included
                            └── owner gave it up: ReplicaDropped
 """
@@ -24,7 +24,8 @@ from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 
 
 class ReplicaKey(NamedTuple):
-    """Key of a replica in one store: the request, and the owner that pushes."""
+    """Key of a replica: the request and its owner. The owner is an attempt (placement on an instance) in a session
+    (count of client reconnections)."""
 
     request_id: str
     session: int
@@ -33,17 +34,17 @@ class ReplicaKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaUsage:
-    """The memory of a store."""
+    """Memory use of a replica store."""
 
     used_bytes: int = 0
-    """Memory of the blocks that replicas hold, those granted ahead included, and that an ended transfer may touch."""
+    """Bytes of blocks that replicas hold or were granted in advance, or that an ended transfer may still access."""
     total_bytes: int = 0
     replica_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGrew:
-    """The watermark has risen."""
+    """Event of a replica: its watermark has risen to `token_count` verified tokens."""
 
     key: ReplicaKey
     token_count: int
@@ -51,8 +52,8 @@ class ReplicaGrew:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOrphaned:
-    """The owner's push has ended, and the replica is kept until drop(). The owner is lost, was sealed off, or has
-    released the request: then the replica has a tail, the tokens after its last whole block."""
+    """Event of a replica: its owner's push has ended, since the owner was lost, sealed off or has finished; it is kept
+    until drop(). After a finished push it includes the tail, the tokens after the last whole block."""
 
     key: ReplicaKey
     reason: str
@@ -60,7 +61,7 @@ class ReplicaOrphaned:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDropped:
-    """The replica is gone: its owner has given it up, or was lost before the first mark. Not sent after drop()."""
+    """Event of a replica: deleted; its owner gave it up or was lost before any KV was verified. Not after drop()."""
 
     key: ReplicaKey
     reason: str
@@ -68,7 +69,7 @@ class ReplicaDropped:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGivenUp:
-    """The owner has given the replica up, and it was opened with stays=True. It is kept until drop()."""
+    """Event of a replica opened with stays=True: its owner has given it up; it is kept until drop()."""
 
     key: ReplicaKey
     reason: str
@@ -80,63 +81,63 @@ ReplicaListener = Callable[[ReplicaEvent], None]
 
 
 class ReplicaStore(Protocol):
-    """Keeps replicas. Every method may be called from any thread. Unknown keys are ignored, or have no tokens."""
+    """Store of replicas: copies of other instances' KV caches. Thread-safe. Unknown keys are ignored, or count 0."""
 
     @property
     def layout(self) -> KvLayout:
-        """Layout of the replicas: the `source` of DecodeEngine.reserve() when a replica is pushed to the engine."""
+        """KV layout of the replicas; DecodeEngine.reserve() takes it as `source` before a push to that engine."""
 
     @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
-        """Addresses where it takes the pushes of owners, best first."""
+        """Addresses where owners (instances that run the requests) push replicas, in order of preference."""
 
     def start(self, listener: ReplicaListener) -> None:
-        """Start taking replicas. Events go to `listener`."""
+        """Start accepting replicas, and send their events to `listener`."""
 
     def open(
         self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float, *, stays: bool = False
     ) -> Ticket:
-        """Take the whole blocks of `token_count` tokens, and one more, for a replica, and grant an open ticket for
-        them. The owner gets more as it marks those, while there are free ones; until then the replica does not grow.
+        """Reserve blocks for a new replica and return the ticket with which its owner pushes KV into them.
 
-        expires_in_s: the owner is presumed lost after this long without a mark. stays: True to keep the replica, unless
-        it is empty, when its owner gives it up. A replica of the same key is dropped first.
+        Reserves the whole blocks of `token_count` tokens and one more. Each mark (verified checkpoint) of the owner
+        grants it further blocks, once some are free. expires_in_s: the owner is presumed lost after this long without a
+        mark. stays: keep the replica, unless empty, when its owner gives it up. Replaces a replica of the same key.
 
         Raises NoCapacity when the memory is full or other replicas wait for blocks, LayoutMismatch unless the layout is
         the store's own, and InvalidArgument for other values out of range.
         """
 
     def watermark(self, key: ReplicaKey) -> int:
-        """Tokens that have arrived and are verified: whole blocks, and the tail once the owner has released it."""
+        """Number of verified tokens: whole blocks, plus a part-full last one once the owner has finished its push."""
 
     def token_ids(self, key: ReplicaKey) -> tuple[int, ...]:
-        """The ids of those tokens."""
+        """Ids of the replica's verified tokens, watermark(key) of them."""
 
     def is_starved(self, key: ReplicaKey) -> bool:
-        """True while the memory for replicas has no free block for the KV of the owner's next tokens."""
+        """True while the store has no free block for the next tokens of this replica."""
 
     def seal(self, key: ReplicaKey) -> None:
-        """Stop taking KV from the owner. The watermark rises no more; later writes are not part of the replica."""
+        """Stop accepting KV from the owner: the watermark rises no more, later writes do not count."""
 
     def push(self, key: ReplicaKey, ticket: Ticket) -> "Future[None]":
-        """Push the first `ticket.token_count` tokens, at most those below the watermark, to a decode engine's ticket.
+        """Push the KV of the first `ticket.token_count` tokens (at most watermark(key)) to the ticket's engine.
 
-        The note is empty. The future is done when the engine has accepted them. It fails with TransferFailed, with
-        LayoutMismatch when the blocks cannot be mapped, and with InvalidArgument for a ticket of more tokens. The
-        replica may be pushed again, and may be dropped meanwhile: the push fails then.
+        The future completes when the engine has accepted the KV. It fails with TransferFailed, also if the replica is
+        dropped meanwhile; with LayoutMismatch when the blocks cannot be mapped; with InvalidArgument for a ticket of
+        more tokens. The push's note is empty. A replica may be pushed several times.
         """
 
     def drop(self, key: ReplicaKey) -> None:
-        """Free the replica once no transfer can touch its blocks any more. No event of it follows."""
+        """Delete the replica; its blocks are freed once no transfer can access them. No event of it follows."""
 
     def usage(self) -> ReplicaUsage:
-        """Snapshot of the memory. Never blocks on a transfer."""
+        """Return the current memory use. Never waits for a transfer."""
 
     def flow(self) -> KvFlow:
-        """Snapshot of the transfers: from owners, and to engines."""
+        """Return a flow-control snapshot of the pushes from owners and to engines."""
 
     def close(self) -> None:
-        """End transfers, threads and the listener's calls, and free the memory. Idempotent."""
+        """End all transfers and threads, and free the memory. The listener is not called afterwards. Idempotent."""
 
     def check_integrity(self) -> None:
-        """Assert that every block is free, of a replica, or quarantined by a live transfer."""
+        """Assert that every block is free, held by a replica, or still accessible to an active transfer."""

@@ -1,4 +1,4 @@
-"""Memory of KV blocks, and the allocation of its blocks to owners. Knows no request."""
+"""Memory pools of KV blocks, and the allocation of blocks to owners. Knows no requests."""
 
 import fcntl
 import mmap
@@ -15,10 +15,10 @@ from kaveri.kv.layout.layout import KvLayout
 
 
 class SharedMemory:
-    """An anonymous memory file of this host, mapped and prefaulted. Freed with the last process that holds it.
+    """Anonymous memory file of this host, mapped and prefaulted. Freed when no process holds it any more.
 
-    bytes: [byte_count], uint8, zero, page-aligned. descriptor: sealed, so that no process can shrink the file while
-    others map it; closed with this object.
+    bytes: [byte_count], uint8, zeroed, page-aligned. descriptor: the file's, sealed so that no process can shrink the
+    file while others map it; closed with this object.
     """
 
     def __init__(self, byte_count: int) -> None:
@@ -32,12 +32,11 @@ class SharedMemory:
 
 
 class KvPool:
-    """`block_count` blocks in each of the layout's layers, in one prefaulted allocation of host memory.
+    """Pool of KV blocks in prefaulted host memory: `block_count` blocks in each of the layout's layers.
 
-    memory: [layer_count, block_count, block_bytes], uint8, C-contiguous, page-aligned. First touch of fresh memory is
-    several times slower than copying, so every page is touched here and never while a request is served. shared: the
-    memory file behind it, which other processes of this host can map. None: memory allocated elsewhere (see over()),
-    which no other process can map.
+    memory: [layer_count, block_count, block_bytes], uint8, C-contiguous, page-aligned. Every page is touched at
+    creation, since the first touch is several times slower than a copy. Other processes of the host can map the memory;
+    not that of over(), unless it is in a SharedMemory.
     """
 
     def __init__(self, layout: KvLayout, block_count: int) -> None:
@@ -49,7 +48,8 @@ class KvPool:
     def over(cls, layout: KvLayout, memory: npt.NDArray[np.uint8], shared: "SharedMemory | None" = None) -> "KvPool":
         """Create a pool over memory that the caller has allocated and touched, and keeps alive as long as the pool.
 
-        memory: [layer_count, block_count, block_bytes], uint8, C-contiguous. shared: the file whose first bytes it is.
+        memory: [layer_count, block_count, block_bytes], uint8, C-contiguous, a numpy array (else ConfigError). shared:
+        the memory file whose first bytes it is; None: other processes cannot map it.
         """
         if not isinstance(memory, np.ndarray):
             # Most likely device memory, which no transport accepts.
@@ -66,15 +66,14 @@ class KvPool:
 
     @property
     def descriptor(self) -> int:
-        """Descriptor of the memory file. Raises ConfigError if there is none: the blocks cannot be shared with a
-        process."""
+        """Descriptor of the pool's memory file. Raises ConfigError if there is none, so no process can map the pool."""
         if self._shared is None:
             raise ConfigError("kv transport", "shm needs a pool in a memory file; this engine's blocks lie elsewhere")
         return self._shared.descriptor
 
     def split(self, part: KvLayout) -> "KvPool":
-        """View the same memory as blocks of a part of the heads: block b is sub-blocks [ways * b, ways * (b + 1)), if
-        `ways` parts make a whole (PartPlace)."""
+        """Return a view of this memory as a pool of smaller blocks, of some of the heads (`part`). Block b is blocks
+        [ways * b, ways * (b + 1)) there, if `ways` parts make a whole block."""
         if part not in self._splits:
             ways, rest = divmod(self.layout.block_bytes, part.block_bytes)
             assert not rest, "parts of another size"
@@ -93,20 +92,19 @@ class KvPool:
         self._layers = [layer.data.cast("B") for layer in memory.reshape(layout.layer_count, -1)]
 
     def regions(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
-        """The bytes of these blocks of one layer, in this order; adjacent blocks are one region. Views, not copies.
+        """Return views of these blocks' bytes in one layer, in this order; adjacent blocks share one view.
 
         block_ids must lie in [0, block_count): a view beyond the end is silently truncated.
         """
         return self.regions_at(layer, self.spans(block_ids))
 
     def regions_at(self, layer: int, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """The bytes of one layer at spans from spans(). Views, not copies."""
+        """Return views of a layer's bytes at the byte ranges from spans()."""
         view = self._layers[layer]
         return [view[start:end] for start, end in spans]
 
     def spans(self, block_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Byte ranges [start, stop) of these blocks in a layer, in this order. Adjacent blocks are one span. The same
-        in every layer."""
+        """Return the blocks' byte ranges [start, stop) within any layer, in this order, merged for adjacent blocks."""
         block_bytes = self.layout.block_bytes
         if block_ids and is_run(block_ids):
             return [(block_ids[0] * block_bytes, (block_ids[-1] + 1) * block_bytes)]
@@ -124,14 +122,13 @@ class KvPool:
 
 
 def is_run(block_ids: Sequence[int]) -> bool:
-    """Return True if these blocks, at least one, are adjacent in rising order. Several times as fast as a check of
-    each."""
+    """True if the block ids, at least one, are consecutive and ascending."""
     first, count = block_ids[0], len(block_ids)
     return block_ids[-1] - first == count - 1 and list(block_ids) == list(range(first, first + count))
 
 
 class BlockAllocator:
-    """Blocks [0, total), each either free or held by exactly one owner. Thread-safe."""
+    """Allocates block ids [0, total) to owners; each is free or held by exactly one owner. Thread-safe."""
 
     def __init__(self, total: int) -> None:
         self._lock = threading.Lock()
@@ -146,7 +143,7 @@ class BlockAllocator:
         return len(self._free)
 
     def allocate(self, owner: Hashable, count: int) -> list[int]:
-        """Allocate `count` more blocks to `owner` and return just those. Raises NoCapacity, having allocated none."""
+        """Allocate `count` more blocks to `owner` and return only those. Raises NoCapacity, allocating none."""
         with self._lock:
             if count > len(self._free):
                 reason = f"{count} blocks wanted, {len(self._free)} of {self.total} free"
@@ -165,7 +162,7 @@ class BlockAllocator:
             return len(blocks)
 
     def release_last(self, owner: Hashable, count: int) -> None:
-        """Free the last `count` blocks allocated to `owner`."""
+        """Free the `count` blocks that were allocated to `owner` last."""
         with self._lock:
             blocks = self._held[owner]
             assert 0 < count <= len(blocks), f"{count} of {len(blocks)} blocks"
@@ -173,19 +170,20 @@ class BlockAllocator:
             del blocks[-count:]
 
     def move(self, owner: Hashable, new_owner: Hashable) -> None:
-        """Transfer all blocks of `owner` to `new_owner`, for quarantine for example. Both keep their order."""
+        """Transfer all blocks of `owner` to `new_owner`, in the same order; for example while a transfer may still
+        write to them."""
         with self._lock:
             blocks = self._held.pop(owner, [])
             if blocks:
                 self._held.setdefault(new_owner, []).extend(blocks)
 
     def blocks_of(self, owner: Hashable) -> tuple[int, ...]:
-        """The blocks of `owner`, in allocation order."""
+        """Block ids held by `owner`, in order of allocation; empty for an unknown owner."""
         with self._lock:
             return tuple(self._held.get(owner, ()))
 
     def owners(self) -> tuple[Hashable, ...]:
-        """All owners of blocks."""
+        """All owners that blocks were allocated to and not released."""
         with self._lock:
             return tuple(self._held)
 

@@ -1,14 +1,13 @@
-"""Bounds the bytes that all senders together may have in flight to one receiver, and divides them.
+"""Credit-based flow control: bounds the bytes in flight from all senders to one receiver, and divides them.
 
-A sender writes on credit, and the credit returns when the receiver has taken in what was written (H. T. Kung, T.
+A sender may write as many bytes as it has credit for, which returns when the receiver has taken them in (H. T. Kung, T.
 Blackwell and A. Chapman, "Credit-Based Flow Control for ATM Networks", SIGCOMM 1994). A slow receiver gives no credit:
-its data waits on the sending side, and that of other receivers proceeds.
+its data waits on the sending side, and data for other receivers proceeds.
 
-    given: outstanding ── spend: arriving ── settle: home
+    given: outstanding ── spend: arriving ── settle: returned
     └──────────── held ────────────────┘
 
-Credit cannot be revoked, so it goes to senders that are about to use it: a receiver knows from the open transfers how
-many bytes each sender will still write.
+Credit cannot be revoked, so it goes to senders that will use it soon: open transfers tell how many bytes are to come.
 """
 
 import threading
@@ -18,23 +17,20 @@ from dataclasses import dataclass
 from kaveri.kv.transfer.transport import GiveCredit, LinkLost
 
 _SHARES_MIN = 4
-"""A sender holds at most 1 / this of the total, so that the first one leaves room for the next ones: a sender that
-stands still keeps what it has."""
+"""A sender holds at most 1 / this of the total, to leave credit for later ones: a stalled sender keeps what it has."""
 
 
 class CreditBook:
-    """The credit of one receiver. Any thread. Its lock is taken within no other, and none within it.
+    """Divides a receiver's credit (bytes that senders may have in flight) among them. Thread-safe.
 
-    Every sender is guaranteed `least_bytes`, so the first bytes of a transfer never wait for other senders. Senders
-    with open transfers have equal windows, `total_bytes` over their number, up to the bytes still to come; they share
-    the credit beyond least_bytes: at most total_bytes + least_bytes * senders is ever held. When another one begins to
-    push, the windows of the others shrink as they use them; the returned credit is given round robin. A sender that has
-    pushed everything keeps its unused credit: least_bytes, and more if a transfer was given up, until the next one uses
-    it or the connection ends.
+    Every sender is guaranteed `least_bytes` (at least 2), so the first bytes of a transfer wait for no other sender.
+    Senders with open transfers have equal windows, `total_bytes` over their number, up to the bytes still to come; the
+    credit given out never exceeds total_bytes + least_bytes * senders. When another one begins to push, the others'
+    windows shrink as they use credit, and returned credit is given round robin. Unused credit stays with its sender for
+    the next transfer. The lock is taken within no other, and none within it.
     """
 
     def __init__(self, total_bytes: int, least_bytes: int) -> None:
-        """least_bytes: at least 2."""
         self.total_bytes = total_bytes
         self.least_bytes = least_bytes
         self.lock = threading.Lock()
@@ -42,7 +38,7 @@ class CreditBook:
         """In the round-robin order of the next grants."""
 
     def join(self, give: GiveCredit) -> "SenderCredit":
-        """Add a sender, and give it its first credit by `give`, which is called on any thread."""
+        """Add a sender and call `give` to grant its first credit; `give` is later called on any thread."""
         credit = SenderCredit(self, give)
         with self.lock:
             self.senders.append(credit)
@@ -50,15 +46,15 @@ class CreditBook:
         return credit
 
     def figures(self) -> tuple[int, int, int, int]:
-        """Senders, the window of each, and the bytes that are held and arriving."""
+        """Return (number of senders, window of each [bytes], bytes of credit given out, bytes of it now arriving)."""
         with self.lock:
             held_bytes = sum(sender.held_bytes for sender in self.senders)
             arriving_bytes = sum(sender.arriving_bytes for sender in self.senders)
             return len(self.senders), self._window_bytes(), held_bytes, arriving_bytes
 
     def give(self) -> None:
-        """Give all credit that can be given. At least a quarter of a window at a time, half of it where the sender has
-        enough for all that is to come: small grants cost more than they bring."""
+        """Give senders all free credit, but no grant below a quarter of a window, or half if the sender has enough
+        credit for its open transfers: small grants cost more than they bring."""
         granted: list[tuple[SenderCredit, int, int]] = []
         with self.lock:
             window_bytes = self._window_bytes()
@@ -79,26 +75,25 @@ class CreditBook:
             sender.grant(byte_count, reach_bytes)
 
     def check_integrity(self) -> None:
-        """Assert that the accounts are consistent and within their bounds."""
+        """Assert that the senders' accounts are consistent and within total_bytes."""
         with self.lock:
             assert all(0 <= sender.arriving_bytes <= sender.held_bytes for sender in self.senders)
             shared_bytes = sum(max(0, sender.held_bytes - self.least_bytes) for sender in self.senders)
             assert shared_bytes <= self.total_bytes, "too much was given"
 
     def _window_bytes(self) -> int:
-        """Bytes that each pushing sender may hold, once the others have come down to as much."""
         pushing = sum(sender.due_bytes > 0 for sender in self.senders)
         return max(self.least_bytes, self.total_bytes // max(_SHARES_MIN, pushing))
 
 
 @dataclass(eq=False, slots=True)
 class SenderCredit:
-    """The credit of one connection; see Credit. Guarded by the lock of its book."""
+    """Credit of one sender's connection; implements transport.Credit. Guarded by its CreditBook's lock."""
 
     _book: CreditBook
     grant: GiveCredit
     held_bytes: int = 0
-    """Outstanding and arriving."""
+    """Credit given and not returned: outstanding or arriving."""
     arriving_bytes: int = 0
     due_bytes: int = 0
     """Bytes of its open transfers that have not arrived yet."""

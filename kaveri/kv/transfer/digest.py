@@ -1,4 +1,4 @@
-"""Integrity of a transfer: one streaming digest of all its bytes, in the order in which they are sent."""
+"""Integrity of a transfer: one streaming digest of all its bytes, in sending order."""
 
 import enum
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import xxhash
 
 
 class Digests(enum.StrEnum):
-    """Selects the transfers that a receiver verifies by a digest."""
+    """Choice of the transfers that a receiver verifies by a digest of their bytes."""
 
     AUTO = "auto"
     """Transfers over byte streams, such as tcp and unix; not those where the kernel or the network card writes into the
@@ -18,13 +18,13 @@ class Digests(enum.StrEnum):
 
 
 class Digest(Protocol):
-    """A running 64-bit digest."""
+    """Streaming 64-bit hash of bytes."""
 
     def update(self, data: memoryview, /) -> None:
-        """Add bytes."""
+        """Append bytes to the hashed data."""
 
     def intdigest(self) -> int:
-        """Digest of all bytes so far, in [0, 2**64)."""
+        """Return the hash of all data so far, in [0, 2**64)."""
 
 
 DigestFactory = Callable[[], Digest]

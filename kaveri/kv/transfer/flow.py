@@ -1,4 +1,4 @@
-"""Snapshots of flow control, for metrics and tests. Values, safe to keep."""
+"""Flow-control snapshots for metrics and tests. Immutable values."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class PeerFlow:
-    """One receiver, as its sender sees it."""
+    """Flow-control snapshot of a sender's pushes to one receiver."""
 
     address: str
     """Address of the connection; of the preferred endpoint while there is none."""
@@ -27,7 +27,7 @@ class PeerFlow:
 
 @dataclass(frozen=True, slots=True)
 class SenderFlow:
-    """A sender, with the receivers that it has a thread for."""
+    """Flow-control snapshot of a sender, with each receiver that it has a thread for."""
 
     peers: tuple[PeerFlow, ...] = ()
     credit_waits: int = 0
@@ -37,7 +37,7 @@ class SenderFlow:
 
     @staticmethod
     def total(parts: "Iterable[SenderFlow]") -> "SenderFlow":
-        """Sum of several senders."""
+        """Combine the flow-control snapshots of several senders: all their receivers, and sums of their waits."""
         parts = tuple(parts)
         return SenderFlow(
             peers=tuple(peer for part in parts for peer in part.peers),
@@ -48,7 +48,7 @@ class SenderFlow:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverFlow:
-    """A receiver, with all its senders."""
+    """Flow-control snapshot of a receiver, summed over its senders."""
 
     sender_count: int = 0
     """Open connections."""
@@ -65,7 +65,8 @@ class ReceiverFlow:
 
     @staticmethod
     def total(parts: "Iterable[ReceiverFlow]") -> "ReceiverFlow":
-        """Sum of the receivers of several ranks; each leases the same blocks."""
+        """Combine the flow-control snapshots of an instance's ranks. Block counts are maxima: ranks lease equal
+        blocks."""
         parts = tuple(parts)
         return ReceiverFlow(
             sender_count=sum(part.sender_count for part in parts),
@@ -79,7 +80,7 @@ class ReceiverFlow:
 
 @dataclass(frozen=True, slots=True)
 class KvFlow:
-    """Both sides of one pool."""
+    """Flow-control snapshots of a pool's sender and receiver."""
 
     sending: SenderFlow = field(default_factory=SenderFlow)
     receiving: ReceiverFlow = field(default_factory=ReceiverFlow)

@@ -1,5 +1,4 @@
-"""One transfer made of several: marked when all are, ended when all have ended, failed when one fails. Moves
-nothing."""
+"""Combines transfers between pairs of ranks into a whole, which fails if one fails and ends when all have."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -17,12 +16,13 @@ TransferStep = PushMarked | PushExtended | TransferMarked
 
 @dataclass(eq=False, slots=True)
 class Gathering:
-    """Progress of a transfer that consists of one for each pair of ranks. Guarded by the lock of its owner."""
+    """Progress of a transfer that consists of one transfer per pair of source and destination rank. Guarded by its
+    owner's lock."""
 
     transfer_id: bytes
     """Id of the whole transfer."""
     left: set[int]
-    """Numbers of the transfers that have not ended."""
+    """Numbers of the parts that have not ended."""
     kv_bytes: int = 0
     transports: set[str] = field(default_factory=set)
     notes: set[bytes] = field(default_factory=set)
@@ -31,13 +31,14 @@ class Gathering:
     """True if the sender cancelled what failed first, and said so."""
     part_count: int = field(init=False)
     steps: dict[TransferStep, int] = field(default_factory=dict)
-    """Steps of the whole that some of the transfers have taken, and how many transfers."""
+    """Progress events that some of the parts have had, and how many of them."""
 
     def __post_init__(self) -> None:
         self.part_count = len(self.left)
 
     def step(self, event: TransferStep) -> TransferStep | None:
-        """Record one transfer's step. Returns the step of the whole once all have taken it, in the same order."""
+        """Record a progress event (mark or extension) of one transfer. Returns the event of the whole once all have had
+        the same, else None."""
         step = replace(event, transfer_id=self.transfer_id)
         taken_count = self.steps.pop(step, 0) + 1
         if taken_count < self.part_count:
@@ -46,7 +47,8 @@ class Gathering:
         return step
 
     def end(self, number: int, event: TransferEnd, of: str = "") -> bool:
-        """Record the end of one transfer. True if it makes the whole fail. of: its description, for the reason."""
+        """Record the end of transfer `number`. Returns True if this makes the whole transfer fail. of: prefix for its
+        reason."""
         self.left.discard(number)
         if isinstance(event, PushFailed | TransferReleased):
             if self.failure is not None:
@@ -62,12 +64,12 @@ class Gathering:
         return False
 
     def drop(self, numbers: Iterable[int], reason: str) -> None:
-        """Record that these transfers cannot begin, so the whole fails."""
+        """Record that the transfers of these numbers cannot begin, so the whole transfer fails."""
         self.left.difference_update(numbers)
         self.failure = self.failure or reason
 
     def outcome(self, last: TransferEnd) -> TransferEnd:
-        """The end of the whole, when all have ended; `last` is any of their ends."""
+        """Return the whole's end event, once all transfers have ended; `last` is any of their end events."""
         if isinstance(last, PushAccepted | PushFailed):
             if self.failure is not None:
                 return PushFailed(self.transfer_id, self.failure)

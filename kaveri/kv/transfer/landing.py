@@ -1,4 +1,4 @@
-"""One granted transfer on the receiving side: what has arrived, its verification, and the fencing of its blocks."""
+"""Landing: the receiving side of one granted transfer. Tracks and verifies arrived blocks; fences them at its end."""
 
 import threading
 import time
@@ -17,7 +17,8 @@ from kaveri.telemetry.logs import get_logger
 
 @dataclass(frozen=True, slots=True)
 class TransferLanded:
-    """Every byte has arrived and every digest is right. The blocks belong to the owner of the ticket."""
+    """Event of a transfer, on the receiver: all bytes have arrived and all digests match. The blocks return to the
+    caller of lease()."""
 
     transfer_id: bytes
     kv_bytes: int
@@ -27,8 +28,8 @@ class TransferLanded:
 
 @dataclass(frozen=True, slots=True)
 class TransferMarked:
-    """Blocks [0, block_count) of an open transfer have arrived in every layer, and are verified. They stay valid even
-    if the rest of the transfer fails."""
+    """Event of an open (growing) transfer, on the receiver: its sender has marked blocks [0, block_count), which have
+    arrived in every layer and are verified. They stay valid even if the rest of the transfer fails."""
 
     transfer_id: bytes
     block_count: int
@@ -39,8 +40,8 @@ class TransferMarked:
 
 @dataclass(frozen=True, slots=True)
 class TransferReleased:
-    """The transfer ended without landing, and nothing can write into its blocks any more: they may be reused. Marked
-    blocks still hold what was marked."""
+    """Event of a transfer, on the receiver: ended without landing. Nothing can write into its blocks any more, so they
+    may be reused; those that a TransferMarked reported keep their content."""
 
     transfer_id: bytes
     reason: str
@@ -50,40 +51,40 @@ class TransferReleased:
 
 TransferEvent = TransferLanded | TransferMarked | TransferReleased
 LandingListener = Callable[[TransferEvent], None]
-"""Called on a thread of the receiver, in the order of events: once with the end of each granted ticket, and before that
-once with each mark of an open transfer."""
+"""Receives, on a thread of the receiver and in order, an open transfer's marks and each granted ticket's end."""
 
 
 class TicketReceiver(Protocol):
-    """Interface of what takes pushes: a KvReceiver (receiver.py), or a stand-in. See there for its methods."""
+    """Interface of a receiver of pushes: KvReceiver (receiver.py), or a substitute in simulations."""
 
     @property
     def epoch(self) -> int:
-        """This incarnation."""
+        """Incarnation number of the receiver, different in each run of its process."""
 
     @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
-        """Addresses it listens at, best first."""
+        """Addresses where it listens for senders, in order of preference."""
 
     def lease(self, ticket: Ticket, parts: Sequence[Ticket] = ()) -> None:
-        """Lease a ticket's blocks to its transfer. Raises TransferFailed when closed."""
+        """Reserve a ticket's blocks for its transfer. parts: one ticket for each pair of ranks, if several. Raises
+        TransferFailed when closed."""
 
     def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
-        """Give an open transfer more blocks. False if it has ended: the caller keeps them."""
+        """Add destination blocks to an open transfer. Returns False if it has ended: the caller keeps the blocks."""
 
     def revoke(self, transfer_id: bytes) -> None:
-        """Cancel a transfer."""
+        """Cancel a granted transfer."""
 
     def flow(self) -> ReceiverFlow:
-        """Snapshot of the landings under way."""
+        """Return a flow-control snapshot of the granted transfers."""
 
     def close(self) -> None:
-        """End all transfers. Idempotent."""
+        """End all transfers and stop listening. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The link that brings a transfer."""
+    """Connection that carries a transfer's bytes to the receiver: its callbacks, credit and digest."""
 
     answer: Answer
     credit: Credit
@@ -95,7 +96,7 @@ class Claim:
 
 @dataclass(slots=True)
 class _Extent:
-    """Blocks of a transfer, by their index in it."""
+    """Destination blocks of a transfer, and how many of them have arrived."""
 
     block_ids: list[int]
     """Destination blocks, those of extensions included."""
@@ -106,19 +107,18 @@ class _Extent:
 
 
 class PoolLanding:
-    """One granted transfer; see Landing. A link's thread advances it, any thread may stop it.
+    """Receiving side of one granted transfer into `pool`; implements transport.Landing. Advanced by its connection's
+    thread; any thread may abort it. report: called with its events, under the landing's lock.
 
     granted ── claim ── [begin_write ── end_write, mark]* ── finish: landed
        └────────┴────────────┴────────────────── abort: stopped ── fenced: released
 
-    Fenced: no link is within a write, nor holds the blocks for a sender that writes by itself.
+    Fenced: the connection's thread is not writing, and a one-sided sender cannot write into the blocks.
     """
 
     def __init__(self, ticket: Ticket, pool: KvPool, report: LandingListener) -> None:
-        """pool: contains the ticket's blocks. report: called under the landing's lock, when a mark is kept, and last
-        when the transfer has ended and its blocks are fenced."""
         self.ticket = ticket
-        """As it was granted."""
+        """Ticket as granted, without extensions."""
         self.pool = pool
         self._expires_at_s = time.monotonic() + ticket.expires_in_s
         self._report = report
@@ -134,11 +134,11 @@ class PoolLanding:
 
     @property
     def block_count(self) -> int:
-        """Destination blocks, those of extensions included."""
+        """Number of the transfer's destination blocks per layer, extensions included."""
         return len(self._extent.block_ids)
 
     def claim(self, claim: Claim) -> bool:
-        """Bind the transfer to one link. False if it is bound already or has ended."""
+        """Bind the transfer to one connection. Returns False if it is bound already or has ended."""
         with self._lock:
             if self._claim is not None or self._outcome is not None:
                 return False
@@ -149,8 +149,8 @@ class PoolLanding:
         return True
 
     def extend(self, block_ids: Sequence[int]) -> bool:
-        """Give an open transfer more destination blocks, and notify its sender. False if it has ended or was stopped:
-        the caller keeps the blocks then. Any thread."""
+        """Add destination blocks to an open transfer, and notify its sender. Returns False if it has ended: the caller
+        keeps the blocks. Any thread."""
         assert self.ticket.is_open, "only an open transfer is extended"
         assert all(0 <= block < self.pool.block_count for block in block_ids), "a block outside the pool"
         with self._lock:
@@ -166,7 +166,7 @@ class PoolLanding:
         return True
 
     def left_s(self) -> float:
-        """Seconds until it expires, counted from its last mark, or from its grant."""
+        """Seconds until the transfer expires, counted from its last mark, or from its grant."""
         return self._expires_at_s - time.monotonic()
 
     def begin_write(self, layers: range, first_index: int, block_count: int) -> tuple[Sequence[int], Digest | None]:
@@ -261,7 +261,7 @@ class PoolLanding:
             self._claim.answer(self.ticket.transfer_id, None)
 
     def abort(self, reason: str, *, given_up: bool = False) -> None:
-        """See Landing.abort; for revocation and expiry too."""
+        """Cancel the transfer and answer its sender. given_up: True if the sender itself cancelled it. Idempotent."""
         with self._lock:
             if self._outcome is not None:
                 return
@@ -275,7 +275,7 @@ class PoolLanding:
         get_logger().info("kv_transfer_ended", transfer_id=self.ticket.transfer_id.hex(), reason=reason)
 
     def _problem(self, note: bytes, sender_digest: int) -> str | None:
-        """Return what is wrong with all that has arrived, at a mark or at the end; None if nothing is."""
+        # None if all that has arrived is right, at a mark or at the end.
         problem, digest = None, self._claim.digest if self._claim is not None else None
         if digest is not None and self._extent.block_ids and digest.intdigest() != sender_digest:
             problem = "wrong digest"
@@ -287,7 +287,6 @@ class PoolLanding:
         return problem
 
     def _due_bytes(self) -> int:
-        """Bytes that have not arrived."""
         arrived = self._extent.arrived
         return (len(arrived) * len(self._extent.block_ids) - sum(arrived)) * self.ticket.layout.block_bytes
 

@@ -1,7 +1,7 @@
-"""Pushes to receivers with other blocks, or to those that take a part of the KV: some layers, or some KV heads.
+"""Pushes to receivers whose block layout differs from the sender's, or that take only some layers or KV heads.
 
-Split at the source, merged at the destination (DéjàVu, section 4.1.2): receivers are ordinary ones, each takes what its
-own ticket says. The blocks of one other shape are handled in staged_pushes.py.
+Split at the source, merged at the destination (DéjàVu, section 4.1.2): each receiver is an ordinary one and takes what
+its own ticket says. All pushes to one foreign layout are run by staged_pushes.py.
 """
 
 import threading
@@ -18,17 +18,18 @@ from kaveri.kv.transfer.staged_pushes import MakeSender, StagedPush, StagedPushe
 from kaveri.kv.transfer.ticket import Ticket
 
 STAGING_BYTES = 64 * 2**20
-"""Memory for the blocks of one other shape; less if the source pool is smaller, more if four blocks need it."""
+"""Staging memory for one foreign layout; less if the source pool is smaller, more if four blocks need it."""
 STAGINGS_MAX = 4
-"""Other shapes that are served at a time. An unused one is evicted for a new one."""
+"""Max foreign layouts served at a time. An unused one is evicted for a new one."""
 
 
 class MappedPushes:
-    """Pushes by tickets whose layout differs from the pool's. Any thread; close() not from the listener.
+    """A sender's pushes to layouts other than its pool's, converted in staging memory. Thread-safe, but a listener must
+    not call close().
 
-    Memory: at most STAGINGS_MAX * staging_bytes (see StagedPushes for very large blocks), and nothing while all
-    receivers use the pool's layout. An evicted shape frees its memory before another takes any. pushes: of the sender,
-    by transfer id; those of mapped tickets are added here. make_sender: makes the sender of a staging pool.
+    Memory: at most STAGINGS_MAX * staging_bytes (see StagedPushes for very large blocks), and none while all receivers
+    use the pool's layout; an evicted layout frees its own before another takes any. pushes: the sender's, by transfer
+    id; those of other layouts are added here. make_sender: creates the sender of a staging pool.
     """
 
     def __init__(
@@ -73,19 +74,19 @@ class MappedPushes:
         return SenderFlow.total(staging.flow() for staging in stagings)
 
     def close(self) -> None:
-        """Fail what is under way, and take no more; does not wait. Idempotent."""
+        """Fail all pushes and accept no more. Does not wait; see join(). Idempotent."""
         with self._lock:
             self._closed = True
         for staging in self._all():
             staging.close()
 
     def join(self) -> None:
-        """After close(), wait for the end of memory and threads."""
+        """Wait, after close(), until all staging memory is freed and threads have ended."""
         for staging in self._all():
             staging.join()
 
     def check_integrity(self) -> None:
-        """Asserts that every staging block is free or held by a push under way."""
+        """Assert that every staging block (memory for converted blocks) is free or held by an active push."""
         with self._lock:
             stagings = tuple(self._stagings.values())
         for staging in stagings:
@@ -96,7 +97,7 @@ class MappedPushes:
             return (*self._stagings.values(), *self._given_up)
 
     def _staging(self, layout: KvLayout) -> StagedPushes:
-        """Return the staging for receivers of this layout. The caller holds the lock. Raises TransferFailed."""
+        # The caller holds the lock.
         shape = replace(layout, first_layer=0, first_kv_head=0)
         staging = self._stagings.pop(shape, None)
         if staging is None or staging.is_closed:
@@ -118,7 +119,7 @@ class MappedPushes:
         return staging
 
     def _make_room(self) -> None:
-        """Evict the staging that is idle for longest, if there are too many. The caller holds the lock."""
+        # Evicts what has been idle for longest. The caller holds the lock.
         if len(self._stagings) < STAGINGS_MAX:
             return
         # A copy: others than mapped ones come and go meanwhile.

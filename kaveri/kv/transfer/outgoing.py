@@ -1,4 +1,4 @@
-"""Pushes under way on the sending side: their queues, progress and turns, and the connection that they use."""
+"""Active pushes on the sending side: their queues, progress and turns, and the connection that they use."""
 
 import threading
 import time
@@ -19,7 +19,8 @@ MemberT = TypeVar("MemberT", bound=Hashable)
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """A link to a receiver, and its credit. Guarded by the sender's lock. A push never moves to another connection."""
+    """A sender's link to one receiver, and its credit. Guarded by the sender's lock. A push never moves to another
+    connection."""
 
     transport: Transport
     endpoint: KvEndpoint
@@ -34,8 +35,7 @@ class Connection:
 
 @dataclass(slots=True)
 class QueuedWrite:
-    """Blocks of one layer that wait to be sent, at least one: [first_index, first_index + len(blocks)) of the
-    ticket's."""
+    """Blocks of one layer, at least one, queued for the ticket's blocks [first_index, first_index + len(blocks))."""
 
     layer: int
     first_index: int
@@ -44,7 +44,7 @@ class QueuedWrite:
 
 @dataclass(slots=True)
 class PushProgress:
-    """Progress of a push in blocks and bytes."""
+    """Blocks and bytes that a push has queued and written, and its marks (blocks that the receiver must keep)."""
 
     queued: list[int]
     """Per layer, blocks that were queued so far."""
@@ -59,21 +59,21 @@ class PushProgress:
 
 
 class PushQueues(Protocol):
-    """The receiver of a push, with the queues of all pushes to it."""
+    """A push's view of its Peer, which runs the queues of all pushes to one receiver."""
 
     lock: threading.Lock
-    """The sender's."""
+    """The sender's lock."""
 
     def on_queued(self, push: "Push") -> None:
-        """Record that its queue has grown. The caller holds the lock."""
+        """Schedule a push whose queue has grown. The caller holds the lock."""
 
     def give_up(self, push: "Push", reason: str) -> None:
-        """Stop it and notify the receiver. The caller holds the lock."""
+        """Stop a push and notify its receiver. The caller holds the lock."""
 
 
 class Push:
-    """One transfer under way. Any thread may call write(), mark(), finish() and abort(); the others are the peer's, and
-    called under the sender's lock. The digest is the peer thread's.
+    """One active push of KV blocks. write(), mark(), finish() and abort() are thread-safe; its Peer calls the others,
+    under the sender's lock. The digest is used by the peer's thread only.
 
     waiting ── connection is set: open ── the end mark is sent ── accepted
        └──────────────┴───────────────────────┴── stopped: its reason ── no longer reading: failed
@@ -97,10 +97,8 @@ class Push:
         self._peer = peer
 
     def write(self, layers: range, first_index: int, blocks: tuple[int, ...]) -> None:
-        """Queue blocks, at least one, of each layer; see KvSender.write. Ignored once the push is given up or finished.
-
-        Raises InvalidArgument for more blocks than the ticket has.
-        """
+        """Queue source blocks, at least one, of each layer, for the ticket's blocks from first_index on. Ignored once
+        the push is stopped or finished. Raises InvalidArgument for more blocks than the ticket has."""
         with self._peer.lock:
             if self.stopped is not None or self.is_finished:
                 return
@@ -114,7 +112,8 @@ class Push:
             self._peer.on_queued(self)
 
     def mark(self, block_count: int, note: bytes) -> None:
-        """Queue a mark of an open push; see KvSender.mark. Ignored once the push was given up or finished."""
+        """Queue a mark: the receiver verifies blocks [0, block_count) and keeps them even if the push fails. note:
+        bytes sent with it. Ignored once the push is stopped or finished."""
         with self._peer.lock:
             if self.stopped is not None or self.is_finished:
                 return
@@ -127,7 +126,7 @@ class Push:
             self._peer.on_queued(self)
 
     def finish(self, note: bytes) -> None:
-        """Queue the end mark. Ignored once the push was given up or finished."""
+        """Queue the end of the push. note: bytes sent with it. Ignored once the push is stopped or finished."""
         with self._peer.lock:
             if self.stopped is None and not self.is_finished:
                 self.is_finished = True
@@ -135,15 +134,15 @@ class Push:
                 self._peer.on_queued(self)
 
     def abort(self, reason: str = "aborted", *, keep_marked: bool = False) -> None:
-        """Give the push up, and notify the receiver. Idempotent; ignored once the push has ended."""
+        """Stop the push and notify the receiver. keep_marked: it should keep the marked blocks. Idempotent."""
         with self._peer.lock:
             if self.stopped is None:
                 self.progress.keeps_marked = keep_marked
                 self._peer.give_up(self, reason)
 
     def take_write(self, most: int, joined_most: int) -> tuple[range, int, tuple[int, ...]]:
-        """Take at most `most` blocks of the write at the head of the queue, and the same blocks of the next layers, up
-        to `joined_most` over all layers, if they follow. Returns layers, first index and blocks."""
+        """Dequeue at most `most` blocks of the first write, and the same blocks of the following layers, if they are
+        next in the queue, up to `joined_most` over all layers. Returns (layers, first index, blocks)."""
         head = self.queue[0]
         assert isinstance(head, QueuedWrite)
         layer, index = head.layer, head.first_index
@@ -166,7 +165,7 @@ class Push:
         return range(layer, layer + layer_count), index, blocks
 
     def take_mark(self, block_count: int) -> bool:
-        """Record that the receiver keeps a mark. False if it was not due: the oldest unanswered one is."""
+        """Record the receiver's answer to a mark. Returns False if it is not for the oldest unanswered mark."""
         unanswered = self.progress.unanswered_marks
         if not unanswered or unanswered.popleft() != block_count:
             return False
@@ -174,7 +173,7 @@ class Push:
         return True
 
     def is_stopped(self) -> bool:
-        """True if it was given up."""
+        """True if the push was given up or has failed."""
         return self.stopped is not None
 
     # On the peer's thread, without the lock.
@@ -192,17 +191,15 @@ class Push:
 
 
 class Turns(Generic[MemberT]):
-    """Fair turns of members that have work, counted in bytes: as many for one huge transfer as for many small ones
-    together would be unfair, so each member gets a quantum a round (M. Shreedhar and G. Varghese, "Efficient Fair
-    Queueing Using Deficit Round Robin", SIGCOMM 1995).
+    """Deficit round robin: each member with work may send a quantum of bytes per round, whether by large or small
+    writes (M. Shreedhar and G. Varghese, "Efficient Fair Queueing Using Deficit Round Robin", SIGCOMM 1995).
 
-    A piece is never cut to fit: a member continues while its balance is above zero, and any excess is deducted from its
-    next round. While two members have work, the bytes that they were charged differ by at most three times the larger
-    of the quantum and a piece.
+    A write is never split: a member continues while its balance is above zero, and the excess is deducted from its next
+    round. While two members have work, their bytes differ by at most three times the larger of a quantum and a write.
+    quantum_bytes: at least 1.
     """
 
     def __init__(self, quantum_bytes: int) -> None:
-        """quantum_bytes: at least 1."""
         self._quantum_bytes = quantum_bytes
         self._ring: deque[MemberT] = deque()
         self._balances: dict[MemberT, int] = {}
@@ -211,18 +208,19 @@ class Turns(Generic[MemberT]):
         return len(self._ring)
 
     def join(self, member: MemberT) -> None:
-        """Add a member that has work: its turn comes after all others'. No effect if it has some already."""
+        """Add a member that has work, at the end of the round. No-op for a present one."""
         if member not in self._balances:
             self._balances[member] = self._quantum_bytes
             self._ring.append(member)
 
     def leave(self, member: MemberT) -> None:
-        """Remove a member that has no work. No effect if it has none already."""
+        """Remove a member that has no more work. No-op for an absent one."""
         if self._balances.pop(member, None) is not None:
             self._ring.remove(member)
 
     def next(self, is_ready: Callable[[MemberT], bool]) -> MemberT | None:
-        """Return the member whose turn it is; None if none is ready. One that is not ready keeps its balance."""
+        """Return the member whose turn it is, None if none is ready. Those not ready are skipped and keep their
+        balance."""
         passed_count = 0
         while passed_count < len(self._ring):
             member = self._ring[0]
@@ -237,5 +235,5 @@ class Turns(Generic[MemberT]):
         return None
 
     def charge(self, member: MemberT, byte_count: int) -> None:
-        """Charge the member whose turn it is for the bytes that it takes."""
+        """Deduct the bytes that a member is about to send from its balance."""
         self._balances[member] -= byte_count

@@ -1,6 +1,6 @@
-"""Transfers by parts: complete when all parts of a rank are, and marked as far as its least marked part.
+"""Transfers split into parts, one per pair of ranks: landed when all parts are, and marked as far as all parts are.
 
-A ticket may list parts (Ticket.parts), each a transfer with an id of its own. Callers know the whole ticket's id alone.
+A ticket may list parts (Ticket.parts), each a transfer with an id of its own. Callers use the whole ticket's id only.
 """
 
 import threading
@@ -23,21 +23,21 @@ PartListener = Callable[[TransferEnd | TransferStep], None]
 
 @dataclass(eq=False, slots=True)
 class Grants:
-    """Granted transfers of a receiver that have neither landed nor been released, by transfer id."""
+    """A receiver's granted transfers that have neither landed nor been released, by transfer id."""
 
     landings: dict[bytes, PoolLanding] = field(default_factory=dict)
-    """Including those of parts. The first one has the id of its whole."""
+    """Transfers and parts of transfers. The first part has the id of its whole transfer."""
     wholes: "dict[bytes, PartedLanding]" = field(default_factory=dict)
-    """Transfers by parts."""
+    """Transfers split into parts."""
     is_closed: bool = False
     """True if the receiver grants no more."""
 
 
 class PartedTransfer:
-    """The parts of one transfer, until all have ended. When one fails the others are given up. Thread-safe.
+    """Runs a transfer's parts (one transfer per pair of ranks) until all have ended. When one fails, the others are
+    cancelled. Thread-safe.
 
-    give_up: cancels all parts; ignored by those that have not begun or have ended. listener: called with the progress
-    and the end of the whole.
+    give_up: cancels all active parts. listener: receives the events of the whole transfer.
     """
 
     def __init__(
@@ -50,10 +50,8 @@ class PartedTransfer:
         self._lock = threading.Lock()
 
     def begin(self, start: Callable[[Ticket, PartListener], object]) -> None:
-        """Start all parts. If one cannot start, cancel those before it.
-
-        Raises the first error of start() if nothing of the transfer is under way then.
-        """
+        """Start all parts by calling `start`. If one cannot start, those before it are cancelled; its error is raised
+        if none is active then."""
         for number, part in enumerate(self._parts):
             try:
                 start(part, partial(self._handle, number))
@@ -87,9 +85,9 @@ class PartedTransfer:
 
 
 class PartedPush:
-    """A push by parts, each a push of the same sender. See KvSender for its methods.
+    """Push split into parts, one per pair of ranks: passes each call on to the parts' pushes. Methods: see KvSender.
 
-    pushes: of the sender, by transfer id. wholes: pushes by parts; this one is in it until it has ended.
+    pushes: the sender's, by transfer id. wholes: the sender's pushes with parts; this one is in it until it has ended.
     """
 
     def __init__(
@@ -105,7 +103,7 @@ class PartedPush:
         self._wholes = wholes
 
     def open(self, listener: PushListener, start: Callable[[Ticket, PushListener], object]) -> None:
-        """Begin all parts. Raises the first error of start() if none is under way then."""
+        """Start the pushes of all parts. Raises the first error of start() if none is active then."""
 
         def tell(event: PushEvent) -> None:
             if isinstance(event, PushEnd):
@@ -144,9 +142,9 @@ class PartedPush:
 
 
 class PartedLanding:
-    """A landing by parts, each a landing of the same receiver, in the same blocks if there are several.
+    """Receiving side of a transfer split into parts, one per pair of ranks, all of which land in one pool.
 
-    grants: of the receiver; this one is among them until it has ended.
+    grants: the receiver's; this transfer is among them until it has ended.
     """
 
     def __init__(
@@ -163,7 +161,7 @@ class PartedLanding:
         self._block_ids = list(ticket.block_ids)
 
     def open(self, listener: LandingListener, start: Callable[[Ticket, LandingListener], object]) -> None:
-        """Begin all parts. Raises the first error of start() if none is under way then."""
+        """Start the landings of all parts. Raises the first error of start() if none is active then."""
 
         def tell(event: TransferEvent) -> None:
             if not isinstance(event, TransferMarked):
@@ -181,7 +179,8 @@ class PartedLanding:
             raise
 
     def extend(self, block_ids: Sequence[int]) -> bool:
-        """See KvReceiver.extend."""
+        """Add destination blocks (ids in the whole pool) to all parts. Returns False if all have ended: the caller
+        keeps them."""
         self._block_ids += block_ids
         is_leased = False
         for part in self._parts:
@@ -190,7 +189,7 @@ class PartedLanding:
         return is_leased
 
     def abort(self, reason: str) -> None:
-        """Cancel what has not ended."""
+        """Cancel the parts that have not ended."""
         for part in self._parts:
             if (landing := self._grants.landings.get(part.transfer_id)) is not None:
                 landing.abort(reason)

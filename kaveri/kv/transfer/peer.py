@@ -1,4 +1,4 @@
-"""A sender's side of its receivers: for each a thread, which writes what pushes have queued, and its connection."""
+"""A sender's side of each receiver: a thread, which runs the queued operations of pushes, and its connection."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ from kaveri.telemetry.logs import get_logger
 
 Route = tuple[Transport, KvEndpoint]
 PeerKey = tuple[tuple[KvEndpoint, ...], int]
-"""Addresses of a receiver, and its epoch: one that was restarted at the same addresses is another peer."""
+"""A receiver's addresses and epoch; restarted at the same addresses, it is another peer."""
 
 _QUANTUM_BYTES = 4 << 20
 """Bytes that a push may send before other pushes have their turn; except for nixl and gloo: one write."""
@@ -40,8 +40,8 @@ _RETRY_MAX_S = 4.0
 
 @dataclass(eq=False, slots=True)
 class _UnsentAborts:
-    """Pushes that were given up before they were open. Until their receiver is notified it keeps blocks for them, at
-    most until their tickets end; they are forgotten then. Used by the peer's thread only."""
+    """Given-up pushes whose receiver is not notified yet: it reserves blocks for them until then, or until their
+    tickets expire. Used on the peer's thread only."""
 
     pushes: list[Push] = field(default_factory=list)
     retry_at_s: float = 0.0
@@ -50,7 +50,7 @@ class _UnsentAborts:
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """Options of a sender for its receivers; see KvSender. on_local_done is called without the lock."""
+    """Options of a KvSender that apply to each receiver. on_local_done is called without the lock."""
 
     digest: DigestFactory
     idle_s: float
@@ -60,7 +60,7 @@ class PeerOptions:
 
 @dataclass(eq=False, slots=True)
 class SenderState:
-    """State that a sender shares with its receivers' threads. Guarded by the lock.
+    """State that a KvSender shares with its receivers' threads. Guarded by the lock.
 
     Must not refer to the sender: its pool is freed with the last reference to it, not by the garbage collector.
     """
@@ -81,10 +81,10 @@ class SenderState:
 
 
 class Peer:
-    """One receiver: the queues of its pushes, and the thread that runs them over one connection at a time.
+    """One receiver, on the sending side: the queues of its pushes, and the thread that runs them over one connection.
 
-    Within a push everything goes in order. Pushes take turns by bytes, so that a short one does not wait for all of a
-    long one; the end of a push waits for no turn. The queues are bounded by the tickets.
+    A push's operations run in order. Pushes take turns by bytes, so that a short one does not wait for all of a long
+    one. The queues are bounded by the tickets' block counts.
     """
 
     def __init__(self, state: SenderState, key: PeerKey, routes: Sequence[Route]) -> None:
@@ -114,14 +114,14 @@ class Peer:
     # The caller holds the lock.
 
     def open(self, ticket: Ticket, listener: PushListener) -> None:
-        """Begin a push."""
+        """Begin a push to this receiver."""
         push = Push(ticket, self._state.options.digest(), listener, self)
         self.pushes[ticket.transfer_id] = self._state.pushes[ticket.transfer_id] = push
         push.queue.append(partial(self._open, push))
         self.on_queued(push)
 
     def flow(self) -> PeerFlow:
-        """Snapshot of this receiver's pushes."""
+        """Return a flow-control snapshot of the pushes to this receiver."""
         connection = self._connection
         pushes = self.pushes.values()
         live = [push.progress for push in pushes if push.stopped is None]
@@ -137,14 +137,14 @@ class Peer:
         )
 
     def close(self) -> None:
-        """Make the thread end soon."""
+        """Ask the thread to end, and break off the connection. The caller holds the lock."""
         self._closing = True
         self._changed.notify()
         if self._connection is not None:
             self._connection.link.break_off()
 
     def stop(self, push: Push, reason: str) -> None:
-        """Send no more of this push; it fails as soon as its blocks are not read."""
+        """Stop a push; it fails as soon as its source blocks are not being read. The caller holds the lock."""
         if push.stopped is None and push.ticket.transfer_id in self.pushes:
             push.stopped = reason
             push.queue.clear()
@@ -154,7 +154,7 @@ class Peer:
                 self._fail(push, reason)
 
     def forget(self, push: Push) -> None:
-        """Remove a push that has ended."""
+        """Remove a push that has ended. The caller holds the lock."""
         del self.pushes[push.ticket.transfer_id], self._state.pushes[push.ticket.transfer_id]
         push.queue.clear()
         self._turns.leave(push)
@@ -162,7 +162,7 @@ class Peer:
         self._idle_since_s = time.monotonic()
 
     def credited(self) -> None:
-        """Record that the receiver has given credit, even if it is too little for a block."""
+        """Record that the receiver has given credit (bytes that may be sent), even if less than a block."""
         if self._waiting_since_s is not None:
             self._waiting_since_s = time.monotonic()
             self._changed.notify()
@@ -183,12 +183,11 @@ class Peer:
         self.reporter.report(partial(push.listener, PushFailed(push.ticket.transfer_id, reason)))
 
     def _leave(self) -> None:
-        """Take no more work. Idempotent."""
         if self._state.peers.get(self._key) is self:
             del self._state.peers[self._key]
 
     def _next_action(self) -> Callable[[], None] | None:
-        """Wait for the next action. None: the thread is to end."""
+        # None: the thread is to end.
         with self.lock:
             while not self._closing:
                 if self._urgent:
@@ -209,7 +208,6 @@ class Peer:
             return None
 
     def _rest_s(self) -> float:
-        """Seconds for which there may be nothing to do."""
         if self._unsent_aborts.pushes:
             return max(0.0, self._unsent_aborts.retry_at_s - time.monotonic())
         if self.pushes:
@@ -227,9 +225,8 @@ class Peer:
         return push.connection.credit_bytes >= self._block_bytes
 
     def _next_of(self, push: Push) -> Callable[[], None]:
-        """Take what the push has queued first. Of a write as much as there is credit for, with the following layers'
-        writes of the same blocks: a frame and a system call for each layer would cost more than the bytes of a short
-        push."""
+        # As much of a write as there is credit for, with the next layers' writes of the same blocks: a frame and a
+        # system call for each layer would cost more than the bytes of a short push.
         head = push.queue[0]
         if not isinstance(head, QueuedWrite):
             push.queue.popleft()
@@ -252,8 +249,7 @@ class Peer:
         return partial(self._write, push, connection, layers, index, blocks)
 
     def _wait_for_credit(self) -> Callable[[], None] | None:
-        """Wait while everything queued needs credit. A receiver that gives none until the timeout is presumed dead:
-        returns the loss of its connection then."""
+        # A receiver that gives none until the timeout is presumed dead.
         now_s, timeout_s = time.monotonic(), self._state.options.credit_timeout_s
         if self._waiting_since_s is None:
             self._waiting_since_s = now_s
@@ -269,7 +265,7 @@ class Peer:
     # Any thread, without the lock.
 
     def lose(self, connection: Connection, reason: str) -> None:
-        """Record that the connection and its pushes are lost."""
+        """Record the loss of a connection, and fail its pushes. Any thread, without the lock."""
         with self.lock:
             if connection.lost_reason is not None:
                 return
@@ -335,7 +331,6 @@ class Peer:
     def _write(
         self, push: Push, connection: Connection, layers: range, first_index: int, blocks: tuple[int, ...]
     ) -> None:
-        """Carry out a write of the push that is being read."""
         block_count = len(layers) * len(blocks)
         charged_count = block_count
         digest = push.digest if connection.link.wants_digest else None
@@ -364,7 +359,7 @@ class Peer:
             connection.link.abort(push.ticket, keep_marked=push.progress.keeps_marked)
 
     def _send_aborts(self) -> None:
-        """Open pushes only to give them up: otherwise the receiver frees their blocks only when their tickets end."""
+        # Opened only to be given up: otherwise the receiver frees their blocks only when their tickets end.
         unsent, now_s = self._unsent_aborts, time.monotonic()
         unsent.pushes = [push for push in unsent.pushes if push.expires_at_s > now_s]
         self._drop_lost()
@@ -383,7 +378,7 @@ class Peer:
                 unsent.retry_at_s, unsent.retry_s = 0.0, _RETRY_S
 
     def _connect(self) -> Connection | None:
-        """Try the routes in turn. If none works, fail all pushes that wait for one: each alone would wait again."""
+        # If no route works, all waiting pushes fail: each alone would wait again.
         problems: list[str] = []
         for transport, endpoint in self._routes:
             connection = Connection(transport, endpoint)
@@ -414,7 +409,6 @@ class Peer:
             self._drop()
 
     def _drop_worn(self) -> None:
-        """Close a connection that should not be used for long any more, when no push is on it."""
         connection = self._connection
         if connection is not None and connection.link.is_worn:
             with self.lock:
@@ -435,7 +429,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    """Applies the messages that come over a peer's connection to its pushes; the link's listener, on its thread."""
+    """Applies the receiver's messages over one connection to its pushes. Called on the link's thread."""
 
     _peer: Peer
     _connection: Connection
@@ -490,7 +484,7 @@ class _Answers:
         self._peer.lose(self._connection, reason)
 
     def _live(self, transfer_id: bytes) -> Push | None:
-        """Return the push with this id on this connection, unless it was given up."""
+        # None if the push is not on this connection, or was stopped.
         push = self._peer.pushes.get(transfer_id)
         if push is None or push.connection is not self._connection or push.stopped is not None:
             return None

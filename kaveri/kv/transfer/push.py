@@ -1,4 +1,4 @@
-"""Events of a push, the types of its listeners, and the interface of its sender. Knows no connection."""
+"""Events and interfaces of a push, the sending side of a transfer of KV blocks. Knows no connection."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from kaveri.kv.transfer.ticket import Ticket
 
 @dataclass(frozen=True, slots=True)
 class PushAccepted:
-    """The receiver has every byte, verified where it asked for digests. The source blocks are no longer read."""
+    """Event of a push: the receiver has all bytes, verified if it wants digests. Source blocks are no longer read."""
 
     transfer_id: bytes
     kv_bytes: int
@@ -19,7 +19,7 @@ class PushAccepted:
 
 @dataclass(frozen=True, slots=True)
 class PushFailed:
-    """The push ended without acceptance. The source blocks are no longer read."""
+    """Event of a push: it has failed, and its source blocks are no longer read."""
 
     transfer_id: bytes
     reason: str
@@ -27,7 +27,8 @@ class PushFailed:
 
 @dataclass(frozen=True, slots=True)
 class PushMarked:
-    """The receiver of an open push has verified blocks [0, block_count), and keeps them even if the push fails."""
+    """Event of an open (growing) push: the receiver has verified blocks [0, block_count) and keeps them even if the
+    push fails."""
 
     transfer_id: bytes
     block_count: int
@@ -36,7 +37,7 @@ class PushMarked:
 
 @dataclass(frozen=True, slots=True)
 class PushExtended:
-    """The receiver of an open push has given it more destination blocks."""
+    """Event of an open (growing) push: the receiver has granted it more destination blocks."""
 
     transfer_id: bytes
     block_count: int
@@ -53,41 +54,44 @@ LocalDoneListener = Callable[[bytes, int, Sequence[int]], None]
 
 
 class OpenPush(Protocol):
-    """A push that has not ended; see KvSender for its methods."""
+    """Interface of an active push: its operations are queued and sent in order."""
 
     def write(self, layers: range, first_index: int, blocks: tuple[int, ...]) -> None:
-        """Queue blocks, at least one, of each layer."""
+        """Queue source blocks, at least one, of each layer, for the ticket's blocks from first_index on."""
 
     def mark(self, block_count: int, note: bytes) -> None:
-        """Queue a mark."""
+        """Queue a mark: the receiver verifies blocks [0, block_count) and keeps them even if the push fails. note:
+        bytes sent with it."""
 
     def finish(self, note: bytes) -> None:
-        """Queue the end mark."""
+        """Queue the end of the push. note: bytes delivered to the receiver's listener with it."""
 
     def abort(self, *, keep_marked: bool = False) -> None:
-        """Give it up."""
+        """Give the push up. keep_marked: the receiver should keep the marked blocks, as after a lost connection."""
 
 
 class PushSender(Protocol):
-    """Interface of a sender of pushes: a KvSender (sender.py), or a stand-in."""
+    """Interface of a sender of pushes: KvSender (sender.py), or a substitute in simulations."""
 
     def open(self, ticket: Ticket, parts: Sequence[Ticket] = ()) -> None:
-        """Begin a transfer; see KvSender.open. Raises LayoutMismatch and TransferFailed."""
+        """Begin the push that a ticket permits. parts: one ticket per pair of ranks, if several. Raises LayoutMismatch
+        and TransferFailed."""
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Queue the same blocks of some layers: within a layer in index order, each once. Never waits."""
+        """Queue the same source blocks of each layer, for the ticket's blocks from first_index on. Never waits."""
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        """Mark an open push; see KvSender.mark."""
+        """Queue a mark: the receiver verifies blocks [0, block_count) and keeps them even if the push fails. note:
+        bytes sent with it."""
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
-        """Finish a transfer whose blocks are all queued; the note arrives after them."""
+        """Finish a push whose blocks are all queued. note: bytes delivered to the receiver's listener after them."""
 
     def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
-        """Give a transfer up; see KvSender.abort."""
+        """Give a push up. keep_marked: the receiver should keep the marked blocks, as after a lost connection."""
 
     def flow(self) -> SenderFlow:
-        """Snapshot of the pushes under way."""
+        """Return a flow-control snapshot of the active pushes."""
 
     def close(self) -> None:
         """End all pushes. Idempotent."""

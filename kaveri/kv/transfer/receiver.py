@@ -1,4 +1,4 @@
-"""The receiving side of a transfer: grants tickets, lets bytes land in leased blocks only, verifies, reports."""
+"""KvReceiver: grants tickets for pool blocks, takes in the pushes, verifies them, and reports their ends."""
 
 import hmac
 import math
@@ -30,11 +30,10 @@ from kaveri.kv.transfer.transport import Answer, Capabilities, Credit, GiveCredi
 from kaveri.telemetry.logs import get_logger
 
 CREDIT_BYTES = 128 << 20
-"""Bytes that all senders together may have in flight to a receiver. A window of 32 MiB for each of up to four is twice
+"""Default bytes that all senders together may have in flight to a receiver. Up to four have windows of 32 MiB, twice
 what the largest writes of a transport need to proceed without a pause."""
 _LEAST_CREDIT_BYTES = 4 << 20
-"""Bytes that each sender may have in flight, however many there are. A push alone is up to a fifth slower with it than
-with the largest window, on two busy cores."""
+"""Bytes that each sender may have in flight, however many there are. A single push is up to a fifth slower with it."""
 
 
 __all__ = [
@@ -50,26 +49,26 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ReceiverOptions:
-    """A receiver's options that an operator sets; see KvReceiver."""
+    """Operator's options of a KvReceiver: flow-control credit in bytes, and which transfers are verified by digest."""
 
     credit_bytes: int = CREDIT_BYTES
     digests: Digests = Digests.AUTO
 
 
 class KvReceiver:
-    """Takes pushes into `pool`. Every method may be called from any thread but the listener's own calls to close().
+    """Takes pushes into the blocks of `pool`. Thread-safe, but the listener must not call close().
 
-    A granted transfer ends in exactly one event: landed, or released by a refusal, revoke(), expiry, the loss of its
-    connection or close(). It is released only when fenced: while a link may write into its blocks it stays quarantined.
-
-    An open transfer (grant(is_open=True)) may be marked by its sender, which is a TransferMarked here, and extended by
-    this side. Its time limit counts from its last mark.
+    A granted transfer ends in exactly one event: TransferLanded, or TransferReleased after a refusal, revoke(), expiry,
+    the loss of its connection or close(). It is released only when fenced: while its sender may write into the blocks,
+    they stay quarantined. An open transfer (grant(is_open=True)) may get more blocks (extend()), and its sender may
+    mark those that have arrived, to have them verified and kept (TransferMarked); its time limit counts from the last
+    mark.
 
     listen: where to listen, best first, such as KvEndpoint("unix", path) and KvEndpoint("tcp", "127.0.0.1:0"). epoch:
-    this incarnation, [0, 2**64); differs from that of every former receiver at the same addresses. digests: which
-    transfers are verified by a digest of all their bytes; senders learn it when they connect. credit_bytes: what all
-    senders together may have in flight, in bytes; see CreditBook. Each may have 4 MiB of it, or a quarter where that is
-    less, and at least two blocks, even when that makes more in all. Raises ConfigError when it cannot listen.
+    incarnation, [0, 2**64), different from all former receivers' at the same addresses. digests: transfers that are
+    verified by a digest of their bytes; senders learn it when they connect. credit_bytes: max bytes in flight from all
+    senders (CreditBook); each may have 4 MiB of it, or a quarter if less, and at least two blocks, even if that exceeds
+    the sum. Raises ConfigError when it cannot listen.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class KvReceiver:
 
     @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
-        """Addresses it listens at, best first."""
+        """Addresses where it listens for senders, in order of preference."""
         return tuple(listener.endpoint for listener in self._listeners)
 
     def grant(
@@ -120,10 +119,10 @@ class KvReceiver:
         part: KvLayout | None = None,
         is_open: bool = False,
     ) -> Ticket:
-        """Make a ticket for one transfer into these blocks, and lease them to it; see lease().
+        """Return a ticket for a new transfer into these pool blocks, and lease them to it; see lease().
 
-        part: layout of a block, if the transfer brings some of the heads. is_open: the transfer may be marked,
-        extended, and end with fewer blocks. Raises TransferFailed when closed.
+        first_block: number of the request's blocks already here, which are not pushed. part: block layout, if only some
+        heads are pushed. is_open: the transfer may be marked, extended and end early. Raises TransferFailed if closed.
         """
         ticket = Ticket(
             transfer_id=secrets.token_bytes(16),
@@ -141,11 +140,11 @@ class KvReceiver:
         return ticket
 
     def lease(self, ticket: Ticket, parts: Sequence[Ticket] = (), listener: LandingListener | None = None) -> None:
-        """Lease a ticket's blocks to its transfer: they are the receiver's until TransferLanded or TransferReleased.
+        """Reserve a ticket's blocks for its transfer, until TransferLanded or TransferReleased.
 
-        parts: the parts of the ticket that land in this pool, if it has any (taken_tickets): it lands when all have.
-        The blocks of a ticket for some of the heads are those of the pool split by them (KvPool.split). listener:
-        receives the transfer's events in place of the receiver's. Raises TransferFailed when closed.
+        parts: tickets of the parts that this pool takes, if any (taken_tickets); the transfer lands when all have.
+        Block ids of a part are those of KvPool.split(). listener: receives the transfer's events in place of the
+        receiver's listener. Raises TransferFailed when closed.
         """
         listener = listener or self._listener
         if parts:
@@ -164,22 +163,21 @@ class KvReceiver:
         self._reporter.call_after(ticket.expires_in_s, partial(self._expire, ticket.transfer_id))
 
     def extend(self, transfer_id: bytes, block_ids: Sequence[int]) -> bool:
-        """Give an open transfer more destination blocks, after those that it has, and notify its sender.
+        """Add destination blocks to an open transfer, after those that it has, and notify its sender.
 
-        Returns True if the blocks are leased now, like those of the grant. False if the transfer has ended, is stopped
-        or unknown: the caller keeps the blocks.
+        Returns True if they are leased now; False if the transfer is unknown or has ended: the caller keeps the blocks.
         """
         landing = self._grants.wholes.get(transfer_id) or self._grants.landings.get(transfer_id)
         return landing is not None and landing.extend(block_ids)
 
     def revoke(self, transfer_id: bytes) -> None:
-        """Cancel a transfer. TransferReleased follows once its blocks are fenced; unknown ids are ignored."""
+        """Cancel a transfer. TransferReleased follows once its blocks cannot be written; unknown ids are ignored."""
         landing = self._grants.wholes.get(transfer_id) or self._grants.landings.get(transfer_id)
         if landing is not None:
             landing.abort("revoked")
 
     def close(self) -> None:
-        """Close listeners and connections, release what has not landed, end threads. Idempotent."""
+        """Close listeners and connections, release transfers that have not landed, end threads. Idempotent."""
         with self._lock:
             self._grants.is_closed = True
         for listener in self._listeners:
@@ -194,7 +192,7 @@ class KvReceiver:
             self._reporter.close()
 
     def flow(self) -> ReceiverFlow:
-        """Snapshot of the transfers under way."""
+        """Return a flow-control snapshot of the granted transfers and their senders."""
         with self._lock:
             landings = tuple(self._grants.landings.values())
         # In blocks of the pool; a part of a block is a fraction.
@@ -213,8 +211,7 @@ class KvReceiver:
         )
 
     def check_integrity(self) -> None:
-        """Assert that no credit is lost or made up, and that no more than the limit is given. Any time; does not check
-        the senders' own accounts."""
+        """Assert that the senders' credit, as counted here, is consistent and within the limit. At any time."""
         self._credit.check_integrity()
 
     def admit(self, give: GiveCredit) -> SenderCredit:
@@ -254,14 +251,13 @@ class KvReceiver:
         raise TransferFailed(reason)
 
     def _note_event(self, listener: LandingListener, event: TransferEvent) -> None:
-        """Report a kept mark, or the end of a transfer whose blocks are fenced. Called under the landing's lock."""
+        # Called under the landing's lock.
         if not isinstance(event, TransferMarked):
             with self._lock:
                 del self._grants.landings[event.transfer_id]
         self._reporter.report(partial(listener, event))
 
     def _expire(self, transfer_id: bytes) -> None:
-        """Handle the end of a time limit: of a grant, or of the last mark that was seen then."""
         landing = self._grants.landings.get(transfer_id)
         if landing is None:
             return

@@ -1,4 +1,4 @@
-"""Runs calls of listeners in order and one at a time, and timers. Owns no transfer."""
+"""Runs listeners' calls in order and one at a time, and timers, on a thread of its own. Owns no transfer."""
 
 import heapq
 import itertools
@@ -16,9 +16,9 @@ _LONGEST_WAIT_S = 3600.0
 
 
 class Reporter:
-    """Runs every reported call, of a listener with an event, while no caller's lock is held.
+    """Runs queued calls (of a listener, with an event) one at a time, in order, while no caller's lock is held.
 
-    The queue is bounded by its callers: a transfer reports its end once, and each of its blocks is marked at most once.
+    The queue is bounded by its callers: a transfer reports its end once, and marks each of its blocks at most once.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,8 +40,8 @@ class Reporter:
             self._changed.notify()
 
     def tell(self, call: Callable[[], None]) -> None:
-        """Run a call on this thread, which saves a thread switch; queue it if others come first. Only for threads that
-        a listener may occupy for a moment, and under no lock."""
+        """Run a call on the calling thread, to save a thread switch, or queue it if others come first. Hold no lock,
+        and call only from threads that a listener may occupy for a moment."""
         with self._changed:
             if self._calls or self._is_telling:
                 self._calls.append(call)
@@ -54,10 +54,7 @@ class Reporter:
             get_logger().exception("kv_listener_failed")
 
     def call_after(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Run `action` on the reporter's thread in `delay_s` seconds, unless it is closed before.
-
-        delay_s: any number, but no NaN, which would put the others out of order.
-        """
+        """Run `action` on the reporter's thread after `delay_s` seconds (not NaN), unless closed before."""
         assert not math.isnan(delay_s), "a timer that is never due"
         due_s = time.monotonic() + delay_s
         with self._changed:
@@ -69,7 +66,7 @@ class Reporter:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Deliver what was reported, drop the timers, end the thread. Not from the listener. Idempotent."""
+        """Run the queued calls, drop the timers, end the thread. Not from a listener. Idempotent."""
         with self._changed:
             self._closing = True
             # They reference their owners, whose memory would wait for the garbage collector.

@@ -1,9 +1,9 @@
-"""The pushing side of a transfer: reads blocks of its own pool, writes them where a ticket says.
+"""KvSender: pushes KV blocks of its own pool into the blocks that a receiver's ticket names.
 
-ticket.layout                                  goes
-the pool's own                                 directly, block by block (peer)
-other block_tokens, or the other known order   mapped, through staging (mapped_pushes)
-some of the layers, or of the heads            mapped, when the caller asks for a part
+ticket.layout                                  way of the blocks
+the pool's own                                 direct, block by block (peer)
+other block_tokens, or the other known order   converted in staging memory (mapped_pushes)
+some of the layers, or of the heads            likewise, when the caller asks for a part
 anything else                                  LayoutMismatch, before a byte moves
 """
 
@@ -39,22 +39,20 @@ _ANSWER_GRACE_S = 1.0
 
 
 class KvSender:
-    """Pushes blocks of `pool`. Every method may be called from any thread, close() not from the listener.
+    """Pushes KV blocks of `pool` to receivers. Thread-safe, but a listener must not call close().
 
-    An opened transfer ends in exactly one event. After a PushFailed the receiver may still have landed it: the
-    acceptance may have been lost, so a second push must give the hand-over a new attempt number.
+    An opened push ends in exactly one event, PushAccepted or PushFailed. After a PushFailed the receiver may still have
+    landed it, if its answer was lost, so a retry must count as a new attempt of the request. An open ticket
+    (Ticket.is_open) permits marks, which the receiver answers (PushMarked), more destination blocks (PushExtended), and
+    an end with fewer blocks than granted; its time limit counts from the last answered mark.
 
-    An open ticket (Ticket.is_open) makes an open push: it may be marked, which the receiver answers (PushMarked), may
-    get more destination blocks (PushExtended), and may be finished with fewer than it has. Its time limit counts from
-    the last mark that was answered.
+    Each receiver has one thread and one connection, made when needed and closed after `idle_s` seconds without a push.
+    Writes are limited by the receiver's credit; a receiver that gives none for `credit_timeout_s` seconds, while a
+    write waits for it, is presumed dead.
 
-    One thread and one connection per receiver, made when needed and given up after `idle_s` without a transfer. Blocks
-    are written as far as the receiver has given credit; one that gives none for `credit_timeout_s` seconds, while
-    something waits for it, is presumed dead.
-
-    transports: in the order of preference. on_local_done: called with source blocks that are not read any more, before
-    their transfer ends; for a push that fails PushFailed alone may report them. Not called for mapped pushes.
-    staging_bytes: of memory for each of a few other shapes of blocks, while receivers need them; see MappedPushes.
+    transports: in order of preference. on_local_done: called with source blocks that are no longer read, before their
+    push ends; not for all blocks of a failed push, nor for pushes to other layouts. staging_bytes: memory for each of a
+    few other layouts, while receivers need them; see MappedPushes.
     """
 
     def __init__(
@@ -89,16 +87,16 @@ class KvSender:
         part: bool = False,
         listener: PushListener | None = None,
     ) -> None:
-        """Begin a transfer; connect in the background. An open ticket makes an open push.
+        """Begin the push that a ticket permits; connects in the background.
 
-        parts: the parts of the ticket that are pushed from this pool, if it has any (pushed_tickets): it is accepted
-        when all are. part: the ticket may be for some of the layers or of the KV heads. The caller covers the others by
-        other tickets. An open ticket may be for some of the heads, but otherwise for blocks like the pool's only.
-        listener: receives the transfer's events in place of the sender's.
+        parts: tickets of the parts that this pool pushes, if any (pushed_tickets); the push is accepted when all are.
+        part: True if the ticket may be for some of the layers or KV heads; the caller covers the others by other
+        tickets. An open ticket may be for some of the heads, but its blocks must otherwise be like the pool's.
+        listener: receives the push's events in place of the sender's listener.
 
-        Raises LayoutMismatch, naming the field, when the blocks cannot be mapped, and TransferFailed when the two ends
-        have no transport in common, the sender is closed, or the process cannot start another thread; a mapped push may
-        report that by PushFailed.
+        Raises LayoutMismatch, naming the field, when the blocks cannot be mapped, and TransferFailed when there is no
+        common transport, the sender is closed, or no thread can start; PushFailed may report these for a push to
+        another layout.
         """
         state, listener = self._state, listener or self._listener
         assert ticket.transfer_id not in (self._wholes if parts else state.pushes), "a ticket is used once"
@@ -129,21 +127,18 @@ class KvSender:
         state.reporter.call_after(expiry_s, partial(self._expire, ticket.transfer_id))
 
     def write(self, transfer_id: bytes, layer: int, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Queue blocks of one layer: source_blocks[i] goes to ticket.block_ids[first_index + i].
+        """Queue source blocks of one layer: source_blocks[i] goes to ticket.block_ids[first_index + i]. Never waits.
 
-        If the receiver's blocks differ, first_index counts the request's own blocks that hold a token which the ticket
-        asks for (ticket.first_source_block), and layers that it does not ask for are ignored.
-
-        Per layer, blocks are written in index order, each exactly once. The source blocks must not change until
-        PushAccepted or PushFailed. Never blocks on network or staging. Unknown (already failed) transfers are ignored.
-
-        The queue holds block numbers, never bytes: what it can grow to is bounded by the tickets' blocks.
-        Raises InvalidArgument for a block outside the pool, and for more blocks than the receiver has granted.
+        Per layer, blocks are written in index order, each exactly once, and must not change until PushAccepted or
+        PushFailed. The queue holds block ids only, as many as the ticket has. Unknown (already failed) transfers are
+        ignored. If the receiver's layout differs, first_index counts the request's source blocks from
+        first_source_block(ticket) on, and layers that the ticket does not ask for are ignored. Raises InvalidArgument
+        for blocks outside the pool or beyond the ticket's.
         """
         self.write_layers(transfer_id, range(layer, layer + 1), first_index, source_blocks)
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Queue the same blocks of several layers; see write(). They are sent together, as far as there is credit."""
+        """Queue the same source blocks of each layer; see write(). Sent together, as far as there is credit."""
         # Its bytes would be missing from a frame, and the receiver would take those of other pushes for them.
         if source_blocks and not 0 <= min(source_blocks) <= max(source_blocks) < self.pool.block_count:
             given = f"{min(source_blocks)} to {max(source_blocks)}"
@@ -153,32 +148,32 @@ class KvSender:
             push.write(layers, first_index, tuple(source_blocks))
 
     def mark(self, transfer_id: bytes, block_count: int, note: bytes) -> None:
-        """Mark an open push: blocks [0, block_count) of all layers are queued. `note`, at most 4 KiB, travels with it.
+        """Mark an open push: the receiver verifies blocks [0, block_count) of all layers and keeps them if the push
+        fails.
 
-        PushMarked follows when the receiver has verified them; it keeps them then, whatever happens to the push.
-        Unknown (already failed) transfers are ignored. Raises InvalidArgument unless block_count is above that of the
-        mark before, and at most what is queued of every layer.
+        PushMarked follows. note: at most 4 KiB, delivered with the mark. Unknown (already failed) transfers are
+        ignored. Raises InvalidArgument unless block_count exceeds the last mark's and is queued in every layer.
         """
         require_note(note)
         if (push := self._wholes.get(transfer_id) or self._state.pushes.get(transfer_id)) is not None:
             push.mark(block_count, note)
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
-        """Finish a fully queued push. `note`, at most 4 KiB, arrives with the landing, behind all bytes."""
+        """Finish a push whose blocks are all queued. note: at most 4 KiB, delivered after all bytes."""
         require_note(note)
         if (push := self._wholes.get(transfer_id) or self._state.pushes.get(transfer_id)) is not None:
             push.finish(note)
 
     def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
-        """Give a push up. PushFailed follows once the source blocks are no longer read; unknown ids are ignored.
+        """Give a push up. PushFailed follows once its source blocks are no longer read; unknown ids are ignored.
 
-        keep_marked: the blocks whose marks the receiver has answered are still useful, as when the push was lost.
+        keep_marked: the receiver should keep the marked blocks, as after a lost connection.
         """
         if (push := self._wholes.get(transfer_id) or self._state.pushes.get(transfer_id)) is not None:
             push.abort(keep_marked=keep_marked)
 
     def flow(self) -> SenderFlow:
-        """Snapshot of the pushes under way; a receiver with pushes of several shapes counts once for each."""
+        """Return a flow-control snapshot of the active pushes, with each receiver once per layout pushed to it."""
         state = self._state
         with state.lock:
             peers = tuple(peer.flow() for peer in state.peers.values())
@@ -186,8 +181,7 @@ class KvSender:
         return SenderFlow.total((direct, self._mapped.flow()))
 
     def close(self) -> None:
-        """Break all connections, fail what is under way, end threads. Idempotent. Waits for a connection attempt under
-        way."""
+        """Break all connections, fail all pushes, end threads. Waits for a connection attempt. Idempotent."""
         self._mapped.close()
         state = self._state
         with state.lock:
@@ -201,7 +195,7 @@ class KvSender:
         self._mapped.join()
 
     def check_integrity(self) -> None:
-        """Assert that every staging block is free or held by a push under way. Does not check direct pushes."""
+        """Assert that every staging block, of pushes to other layouts, is free or held by an active push."""
         self._mapped.check_integrity()
 
     def _routes(self, ticket: Ticket) -> tuple[Route, ...]:
@@ -218,7 +212,6 @@ class KvSender:
         return routes
 
     def _expire(self, transfer_id: bytes) -> None:
-        """Handle the end of a time limit: of a ticket, or of the last mark that was seen then."""
         push = self._state.pushes.get(transfer_id)
         if not isinstance(push, Push):
             return
@@ -230,6 +223,6 @@ class KvSender:
 
 
 def require_note(note: bytes) -> None:
-    """Raise ValueError for a note that is too long."""
+    """Raise ValueError if a note, the bytes sent with a mark or the end of a push, exceeds NOTE_BYTES_MAX."""
     if len(note) > NOTE_BYTES_MAX:
         raise ValueError(f"a note of {len(note)} bytes; at most {NOTE_BYTES_MAX} travel")

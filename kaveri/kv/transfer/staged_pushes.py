@@ -1,15 +1,13 @@
-"""Pushes to receivers of one other layout: their blocks are assembled in staging memory here, and sent from there.
+"""Pushes to receivers of one foreign layout: destination blocks are assembled in staging memory, then sent from there.
 
-Buffered copies (DéjàVu, section 4.1.1, optimisation 1) between unlike layouts: the receiver is unaware of it, and
-digests are over its own blocks. Owns the staging pool, the thread that copies and the sender that reads it.
+Buffered copies (DéjàVu, section 4.1.1, optimisation 1) between unlike layouts: receivers are unaware of it, and digests
+are over their own blocks. Owns the staging pool, the thread that copies and the sender that reads it.
 
     source blocks ── copied, as destination blocks become complete ── staging blocks ── Link.write ── destination blocks
 
-A staging block of a layer is taken in order to be filled, and free again when the link no longer reads it. Receivers
-share them by dynamic thresholds (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory Packet
-Switches", 1998, with alpha = 1): each may hold the number that is free. So one that takes nothing delays no other, and
-one that is alone has half of them; it takes several such receivers to have them all, until their links or their tickets
-run out of time.
+Receivers share the staging blocks by dynamic thresholds (Choudhury and Hahne, "Dynamic Queue Length Thresholds for
+Shared-Memory Packet Switches", 1998, with alpha = 1): each may hold as many as are free. A stalled receiver thus delays
+no other, and a single one has half of them; several stalled ones may hold all until links or tickets run out of time.
 """
 
 import threading
@@ -43,40 +41,41 @@ _BLOCKS_MIN = 4
 
 
 class StagingSender(PushSender, Protocol):
-    """A sender that keeps its pool in memory until it is closed and gone."""
+    """Sender of a staging pool (memory for converted blocks), which it keeps until it is closed and gone."""
 
     @property
     def pool(self) -> KvPool: ...
 
 
 class MakeSender(Protocol):
-    """Makes the sender of a staging pool."""
+    """Factory of senders of a staging pool (memory for converted blocks)."""
 
     def __call__(self, pool: KvPool, listener: PushListener, *, on_local_done: LocalDoneListener) -> StagingSender:
-        """listener, on_local_done: see KvSender."""
+        """Create a sender for `pool`. listener: receives its pushes' events. on_local_done: called with blocks that are
+        no longer read."""
 
 
 @dataclass(slots=True)
 class _StagingBlocks:
-    """Staging blocks that are free, and those in use."""
+    """Free staging blocks of each layer, and counts of those in use."""
 
     count: int
-    """Of each layer."""
+    """Number of staging blocks in each layer."""
     free: list[list[int]]
-    """Per layer."""
+    """Per layer, ids of free blocks."""
     held: Counter[tuple[object, int]] = field(default_factory=Counter)
     """Number in use, by (receiver, layer)."""
 
 
 class StagedPush:
-    """One push through staging. Any thread may call write(), mark(), finish() and abort(); see KvSender. The others are
-    called under the lock of its StagedPushes.
+    """A push whose blocks are converted to the receiver's layout in staging memory. write(), mark(), finish() and
+    abort() are thread-safe; its StagedPushes calls the others, under its lock. block_map: from the source pool to
+    ticket.layout.
 
-    Open ones are of whole blocks, of which the receiver takes some of the heads (MappedPushes.open).
+    In an open push, a destination block has the tokens of one source block, and may have only some of its heads.
     """
 
     def __init__(self, ticket: Ticket, block_map: BlockMap, staging: "StagedPushes", listener: PushListener) -> None:
-        """ticket: as it was granted. block_map: from the source pool to ticket.layout."""
         layer_count = ticket.layout.layer_count
         self.staging = staging
         self.listener = listener
@@ -113,16 +112,16 @@ class StagedPush:
 
     @property
     def transfer_id(self) -> bytes:
-        """The ticket's."""
         return self.ticket.transfer_id
 
     @property
     def receiver(self) -> object:
-        """Key of the receiver, which all pushes to it have in common."""
+        """Key shared by all pushes to the same receiver: its addresses and epoch."""
         return self.ticket.endpoints, self.ticket.epoch
 
     def write(self, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
-        """Add source blocks that may be read, of these layers of the source. first_index counts from first_block."""
+        """Add source blocks that may be read from now on, of these source layers. first_index: that of the first one,
+        counted from the push's first source block."""
         with self.staging.changed:
             if self.outcome is None:
                 for source_layer in layers:
@@ -130,7 +129,8 @@ class StagedPush:
                 self.staging.changed.notify()
 
     def mark(self, block_count: int, note: bytes) -> None:
-        """Mark more blocks, once they are staged. Raises InvalidArgument."""
+        """Mark blocks [0, block_count), once they are in staging memory. Raises InvalidArgument unless block_count
+        exceeds the last mark's and write() has had all of them."""
         with self.staging.changed:
             if self.outcome is not None or self.note is not None:
                 return
@@ -142,14 +142,14 @@ class StagedPush:
             self.staging.changed.notify()
 
     def finish(self, note: bytes) -> None:
-        """Send the end mark once everything is staged."""
+        """Send the end of the push, with its note, once everything is in staging memory."""
         with self.staging.changed:
             if self.outcome is None:
                 self.note = note
                 self.staging.changed.notify()
 
     def abort(self, *, keep_marked: bool = False) -> None:
-        """Give the push up."""
+        """Give the push up. keep_marked: the receiver should keep the marked blocks."""
         with self.staging.changed:
             self.aborted = True
             sender = self.staging.sender if self.opened else None
@@ -159,14 +159,15 @@ class StagedPush:
 
     @property
     def all_staged(self) -> bool:
-        """Return True if every byte is with the sender, or being copied into staging."""
+        """True if every byte is with the sender, or being copied into staging memory."""
         if self.ticket.is_open:
             # It may end with fewer blocks than it was granted.
             return not self.due and not self.marks
         return not self.due and all(count == self.granted_count for count in self.staged)
 
     def copy(self, source: KvPool, staging: KvPool, layer: int, first_index: int, staging_ids: Sequence[int]) -> None:
-        """Assemble destination blocks [first_index, first_index + len(staging_ids)) of a layer in staging."""
+        """Assemble destination blocks [first_index, first_index + len(staging_ids)) of a layer in the blocks
+        staging_ids."""
         ticket, block_tokens = self.ticket, self.ticket.layout.block_tokens
         source_tokens = self.block_map.source.block_tokens
         # [first, stop) tokens of these blocks; the last one may be part full, to an extent that open pushes do not
@@ -212,12 +213,12 @@ class StagedPush:
 
 
 class StagedPushes:
-    """All pushes of one sender that need blocks of one shape. Every method may be called from any thread.
+    """All pushes of one sender to receivers with one layout other than its pool's. Thread-safe.
 
-    shape: a receiver's layout without its place in the model, so that all ranks of an instance share the staging.
-    The listener of each opened push is called once with its end, on a thread of this object; the source blocks are not
-    read any more then. The memory is at most staging_bytes, and at least four blocks of each layer. The thread here
-    takes and touches it, so that no caller waits, and frees it when it ends. room: held while there is memory.
+    shape: the receivers' layout without its place in the model, so that all ranks of an instance share the staging
+    memory: at most staging_bytes, and at least four blocks of each layer. The thread here allocates and touches it, so
+    that no caller waits, and frees it at its end. room: semaphore held while the memory is allocated. Each opened
+    push's listener is called once with its end, on a thread of this object; its source blocks are no longer read then.
     """
 
     def __init__(
@@ -249,16 +250,16 @@ class StagedPushes:
 
     @property
     def is_closed(self) -> bool:
-        """True if it takes no more pushes: it was closed, or has failed."""
+        """True if no more pushes are accepted, after close() or a failure."""
         return self._closing
 
     @property
     def is_alive(self) -> bool:
-        """True while it holds memory or threads."""
+        """True while staging memory or a thread is in use."""
         return self._thread.is_alive()
 
     def open(self, push: StagedPush) -> None:
-        """Begin a push; every error is reported by PushFailed."""
+        """Begin a push; every error is reported by a PushFailed."""
         with self.changed:
             closed = self._closing
             if not closed:
@@ -269,22 +270,22 @@ class StagedPushes:
             push.listener(PushFailed(push.transfer_id, "the sender is closed"))
 
     def flow(self) -> SenderFlow:
-        """See KvSender.flow; empty while there is no staging memory."""
+        """Return the staging sender's flow-control snapshot; empty while there is no staging memory."""
         sender = self.sender
         return sender.flow() if sender is not None else SenderFlow()
 
     def close(self) -> None:
-        """Fail what is under way, and release staging and threads; does not wait. Idempotent."""
+        """Fail all pushes, free the memory and end the threads. Does not wait; see join(). Idempotent."""
         with self.changed:
             self._closing = True
             self.changed.notify()
 
     def join(self) -> None:
-        """After close(), wait for its end. Not from the listener."""
+        """Wait, after close(), until memory is freed and threads have ended. Not from a listener."""
         self._thread.join()
 
     def check_integrity(self) -> None:
-        """Assert that every staging block of every layer is free or held by one push under way."""
+        """Assert that every staging block of every layer is free or held by exactly one active push."""
         with self.changed:
             for layer, free in enumerate(self._blocks.free):
                 held = [block for push in self._pushes.values() for block in push.held[layer]]
@@ -348,14 +349,14 @@ class StagedPushes:
                     self._report(push, event)
 
     def _report(self, push: StagedPush, event: PushAccepted | PushFailed) -> None:
-        """Call the listener, on the thread here. Its error must not end all other pushes."""
+        # A listener's error must not end all other pushes.
         try:
             push.listener(event)
         except Exception:
             get_logger().exception("kv_listener_failed")
 
     def _next_turn(self) -> Callable[[], None] | None:
-        """Wait for the next action, round robin over pushes. None at the end."""
+        # Round robin over pushes.
         with self.changed:
             while not self._closing:
                 for push in self._pushes.values():
@@ -387,7 +388,7 @@ class StagedPushes:
         return None
 
     def _room(self, push: StagedPush, layer: int) -> int:
-        """Return how many staging blocks of a layer the push's receiver may have now."""
+        # Staging blocks that the push's receiver may take now.
         free = len(self._blocks.free[layer])
         held = self._blocks.held[push.receiver, layer]
         # n more held means n fewer free: held + n <= free - n, but one for a receiver that has none.
@@ -454,8 +455,7 @@ class StagedPushes:
             push.listener(told)
 
     def _end(self, push: StagedPush, event: PushAccepted | PushFailed) -> PushAccepted | PushFailed | None:
-        """Record that the sender reads nothing of this push any more. The caller holds the lock. Returns the event for
-        the listener, None while source blocks are being copied."""
+        # The sender reads nothing of this push any more. The caller holds the lock.
         if self._pushes.get(push.transfer_id) is not push:
             return None
         push.outcome = push.outcome or event

@@ -1,4 +1,4 @@
-"""The permission to push one request's KV cache into another instance's pool. Pure values."""
+"""Ticket: permission to push one request's KV cache into another instance's pool. Pure values."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from kaveri.kv.layout.layout import KvLayout, PartPlace, part_index, part_places
 
 @dataclass(frozen=True, slots=True)
 class KvEndpoint:
-    """An address where a receiver listens."""
+    """Address where a receiver listens for senders, and the transport to use there."""
 
     transport: str
     """A name of kaveri.kv.transports: "shm", "unix", "tcp", ..."""
@@ -19,7 +19,7 @@ class KvEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class TicketPart:
-    """Some of the KV heads, for one rank of the receiver."""
+    """Part of a ticket: the KV heads that one rank of the sender pushes to one rank of the receiver."""
 
     place: PartPlace
     endpoints: tuple[KvEndpoint, ...]
@@ -28,12 +28,13 @@ class TicketPart:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Granted once by a receiver, used once by a sender, void after `expires_in_s` unless the KV has landed."""
+    """Permission to push one request's KV into a receiver's blocks. Used once; expires `expires_in_s` seconds after its
+    grant, unless the KV has landed by then."""
 
     transfer_id: bytes
     """16 random bytes; identifies the transfer over all receivers and incarnations."""
     secret: bytes = field(repr=False)
-    """16 random bytes that the sender shows on the data plane."""
+    """16 random bytes that the sender shows when it begins the transfer."""
     epoch: int
     """The receiver's incarnation; a restarted receiver refuses tickets of an earlier one."""
     endpoints: tuple[KvEndpoint, ...]
@@ -45,19 +46,18 @@ class Ticket:
     expires_in_s: float
     """Seconds from the grant, finite; void from the beginning if not above 0."""
     layout: KvLayout
-    """The receiver's layout; a sender that cannot map its own blocks to it refuses."""
+    """The receiver's block layout; a sender that cannot convert its own blocks to it refuses."""
     first_block: int = 0
     """Blocks of the request that the receiver already has in its prefix cache: they are not pushed."""
     parts: tuple[TicketPart, ...] = ()
     """Transfers between one rank of the sender and one of the receiver (part_tickets). The KV has landed when all parts
     have. Empty if there is a single rank on both sides."""
     is_open: bool = False
-    """True if the transfer may be marked, gets more blocks as it grows, and may end with fewer than were granted. Its
-    time limit counts from the last mark then."""
+    """True if the transfer may be marked, extended, and end early. Its time limit then counts from the last mark."""
 
     def part_tickets(self, is_wanted: Callable[[PartPlace], bool]) -> "tuple[Ticket, ...]":
-        """Return the wanted parts, each with its own ticket: for the blocks of a pool that is split as part_index()
-        says. Without parts, the ticket itself is the only one. The parts are those of ticket_parts()."""
+        """Return a ticket for each part (heads for one pair of ranks) that is_wanted() selects, with block ids of a
+        pool split by heads. A ticket without parts is its own single part."""
         if not self.parts:
             return (self,) if is_wanted(PartPlace(0, self.layout)) else ()
         return tuple(self._part_ticket(number) for number, part in enumerate(self.parts) if is_wanted(part.place))
@@ -76,7 +76,7 @@ class Ticket:
 
 
 def part_blocks(destination: KvLayout, place: PartPlace, block_ids: Sequence[int]) -> tuple[int, ...]:
-    """Block numbers of a part of these blocks, in the pool of its rank as part_index() splits it."""
+    """Convert block ids of a destination rank's pool to this part's ids in that pool split by heads (KvPool.split)."""
     index, ways = part_index(destination, place)
     return tuple(block_ids) if ways == 1 else tuple(block * ways + index for block in block_ids)
 
@@ -84,9 +84,9 @@ def part_blocks(destination: KvLayout, place: PartPlace, block_ids: Sequence[int
 def ticket_parts(
     source: KvLayout, destination: KvLayout, endpoints: Sequence[tuple[KvEndpoint, ...]]
 ) -> tuple[TicketPart, ...]:
-    """Return the parts of a ticket for KV of a sender's layout, () if there is a single one. Raises LayoutMismatch.
+    """Return a ticket's parts (heads for one pair of ranks) for KV pushed from layout `source`; () if only one.
 
-    endpoints: of each rank of the receiver.
+    endpoints: for each rank of the receiver. Raises LayoutMismatch.
     """
     if source == destination and source.tensor_ranks == 1:
         return ()
@@ -95,8 +95,8 @@ def ticket_parts(
 
 
 def require_pushable(source: KvLayout, ticket: Ticket) -> None:
-    """Raise LayoutMismatch if blocks of the source cannot be mapped onto the ticket's, and InvalidArgument if its parts
-    are not those of such a push."""
+    """Raise LayoutMismatch if `source` blocks cannot be converted to the ticket's layout, and InvalidArgument if the
+    ticket's parts are not those of a push between these ranks."""
     if source == ticket.layout and source.tensor_ranks == 1 and not ticket.parts:
         return
     places = part_places(source, ticket.layout)
@@ -106,16 +106,16 @@ def require_pushable(source: KvLayout, ticket: Ticket) -> None:
 
 
 def pushed_tickets(source: KvLayout, rank: int, ticket: Ticket) -> tuple[Ticket, ...]:
-    """Tickets that a rank of the sender pushes, part by part. Empty if other ranks push the same heads. The ticket is
-    one that require_pushable() accepts."""
+    """Return a ticket for each part (heads for one pair of ranks) that this sender rank pushes; empty if others push
+    the same heads. Check the ticket by require_pushable() first."""
     return ticket.part_tickets(lambda place: source_rank(source, place) == rank)
 
 
 def taken_tickets(rank: int, ticket: Ticket) -> tuple[Ticket, ...]:
-    """Tickets that a rank of the receiver takes, part by part."""
+    """Return a ticket for each part (heads for one pair of ranks) that this receiver rank takes in."""
     return ticket.part_tickets(lambda place: place.rank == rank)
 
 
 def first_source_block(ticket: Ticket, layout: KvLayout) -> int:
-    """Return the first of a request's blocks, in `layout`, that holds a token which the ticket asks for."""
+    """Return the index of the request's first block, in blocks of `layout`, with a token that the ticket asks for."""
     return ticket.first_block * ticket.layout.block_tokens // layout.block_tokens

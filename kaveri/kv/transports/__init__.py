@@ -1,6 +1,5 @@
-"""Registry of the transports. `socket` serves "unix" and "tcp", and `tls` the latter encrypted; `shm` serves processes
-of one host and `nixl` whatever UCX reaches, both by the protocol of `one_sided`; `collective` is "gloo" and "nccl";
-`emulated` is for studies. Others come from plug-ins."""
+"""Registry of transports. Modules: `socket` has "unix" and "tcp", `tls` encrypted tcp, `shm` shared memory on one host,
+`nixl` whatever UCX reaches, `collective` "gloo" and "nccl", `emulated` links for studies. Others come from plug-ins."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -44,12 +43,11 @@ TRANSPORTS = PluginPoint(
     },
     needs={"nixl": "nixl_cu13", "nccl": "torch", "gloo": "torch"},
 )
-"""Factories of Transports. Each receives those of the arguments `advertise_host` and `tls` that it names; see
-make_transports."""
+"""Factories of Transports. Each is passed `advertise_host` and `tls` if it has such parameters; see make_transports."""
 
 
 def transport_names(text: str) -> tuple[str, ...]:
-    """Parse "shm,tcp" or "tcp,my_package.link:MyLink". Raises ValueError, naming unknown transports."""
+    """Parse a list such as "shm,tcp" or "tcp,my_package.link:MyLink" (plug-in). Raises ValueError for unknown ones."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
         raise ValueError(f"names none of {TRANSPORTS.names()}")
@@ -63,7 +61,7 @@ nccl_transport = partial(CollectiveTransport, "nccl")
 
 
 def tls_transport(tls: TlsFiles | None = None, advertise_host: str | None = None) -> TlsTransport:
-    """TCP, encrypted. advertise_host: see SocketTransport. Raises ConfigError for missing or invalid files."""
+    """Create the TLS transport. advertise_host: host in its endpoints. Raises ConfigError for missing or bad files."""
     if tls is None:
         raise ConfigError("kv_transports", "tls needs kv_tls_cert, kv_tls_key and kv_tls_ca, or the same of --tls-*")
     return TlsTransport(tls, advertise_host=advertise_host)
@@ -72,9 +70,10 @@ def tls_transport(tls: TlsFiles | None = None, advertise_host: str | None = None
 def make_transports(
     names: Sequence[str] = TRANSPORT_NAMES, advertise_host: str | None = None, tls: TlsFiles | None = None
 ) -> tuple[Transport, ...]:
-    """Create the transports of these names, in this order. advertise_host: see SocketTransport. tls: for "tls".
+    """Create the transports of these names, in this order. advertise_host: host in their tcp endpoints. tls:
+    certificate files.
 
-    Raises ConfigError when one cannot be created, or two would have one name.
+    Raises ConfigError when one cannot be created, or a name occurs twice.
     """
     made = tuple(_make(name, {"advertise_host": advertise_host, "tls": tls}) for name in names)
     spoken = [transport.name for transport in made]
@@ -105,6 +104,6 @@ def _make(name: str, arguments: Mapping[str, object]) -> Transport:
 
 
 def slowed(transports: Sequence[Transport], link: str) -> tuple[Transport, ...]:
-    """Wrap the transports in an emulated link; see parse_link_speed. Raises ValueError."""
+    """Wrap the transports to emulate a link of this speed, such as "25Gbps,50us". Raises ValueError."""
     speed = parse_link_speed(link)
     return tuple(EmulatedTransport(transport, speed, link) for transport in transports)

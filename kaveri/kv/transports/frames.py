@@ -1,8 +1,8 @@
-"""The wire protocol of the socket transport. Pure: bytes in, values out.
+"""Wire protocol of the socket transport. Pure: bytes in, values out.
 
-One connection carries the transfers of one sender to one receiver, interleaved frame by frame. All integers are
-little-endian. Each side begins with a hello; the receiver's carries its epoch, the sender's carries 0. The receiver's
-also says whether it verifies digests; if not, the sender computes none.
+A connection carries one sender's transfers to one receiver, interleaved frame by frame. Integers are little-endian.
+Each side begins with a hello. The receiver's carries its epoch and whether it verifies digests; the sender's epoch is
+0, and it computes digests only if asked.
 
     hello    magic "KAVERIKV" (8) | oldest version (2) | with digests (1) | newest version (1) | reserved (4)
              | epoch (8)
@@ -10,9 +10,8 @@ also says whether it verifies digests; if not, the sender computes none.
     header   kind (1) | reserved (1) | layer count (2) | layer (4) | transfer id (16) | first index (4)
              | block count (4) | payload bytes (8) | digest (8)                                            48 bytes
 
-A side speaks all versions from its oldest to its newest, and a connection uses the newest that both speak. Version 4
-has one version in its hello, and 0 for the newest: it speaks that one only. Version 5 added open transfers: MARK,
-MARKED and EXTENDED. Over a connection of version 4 both sides refuse open transfers and serve all others.
+A side speaks all versions from its oldest to its newest; a connection uses the newest that both speak. Version 4 says 0
+for its newest. Version 5 added open transfers (MARK, MARKED, EXTENDED); with version 4 both sides refuse only these.
 
     sender -> receiver                                        receiver -> sender
     OPEN       payload: secret (16) | epoch (8)               ACCEPTED   verified, all of it
@@ -34,15 +33,12 @@ MARKED and EXTENDED. Over a connection of version 4 both sides refuse open trans
     FENCED     nothing is written into the rejected         GRANTED    the opened transfer's blocks may be
                transfer any more                                       written until its end
 
-A transfer is OPEN, DATA and MARK in any order, then END or ABORT. Every OPEN and every END is answered eventually, by
-one ACCEPTED or by one or more REJECTED. Every MARK is answered by a MARKED, in order, or by the transfer's REJECTED.
-Later frames of a rejected transfer are discarded, so that a frame in flight never disturbs the other transfers on the
-connection.
+A transfer is OPEN, DATA and MARK in any order, then END or ABORT. Each OPEN and END is answered eventually, by one
+ACCEPTED or by one or more REJECTED; each MARK, in order, by a MARKED or by the transfer's REJECTED. Later frames of a
+rejected transfer are discarded, so frames in flight never disturb the connection's other transfers.
 
-Each DATA costs credit for the bytes of its blocks; the receiver sends the first CREDIT after its hello.
-
-Where the sender writes one-sided DATA has no payload: it reports that the blocks are written. Further data after the
-receiver's hello is described in shm.py, nixl.py and collective.py.
+Each DATA costs credit for its blocks' bytes; the first CREDIT follows the receiver's hello. Where the sender writes
+one-sided, DATA has no payload and reports written blocks; shm.py, nixl.py and collective.py say what follows the hello.
 """
 
 import enum
@@ -76,7 +72,7 @@ DATA_PAYLOAD_BYTES = 1 << 30
 
 
 class Kind(enum.IntEnum):
-    """Kind of a frame."""
+    """Kind of a frame of the wire protocol."""
 
     OPEN = 1
     DATA = 2
@@ -96,7 +92,7 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 
 class Header(NamedTuple):
-    """Fixed part of a frame."""
+    """Header of a frame: its kind, the transfer and blocks that it is about, and its payload's size."""
 
     kind: Kind
     transfer_id: bytes
@@ -108,14 +104,14 @@ class Header(NamedTuple):
 
 
 def pack_frame(header: Header, payload: bytes = b"") -> bytes:
-    """Encode a frame, or its header alone."""
+    """Encode a frame, or its header alone if the payload is sent separately."""
     kind, transfer_id, payload_bytes, layers, first_index, block_count, digest = header
     place = (len(layers), layers.start, transfer_id, first_index, block_count)
     return _HEADER.pack(kind, *place, payload_bytes, digest) + payload
 
 
 def unpack_header(data: bytes | bytearray) -> Header:
-    """Decode a header. Raises LinkLost if it is invalid: the start of the next frame is then unknown."""
+    """Decode a frame's header. Raises LinkLost if it is invalid: the start of the next frame is then unknown."""
     number, layer_count, layer, transfer_id, first_index, block_count, payload_bytes, digest = _HEADER.unpack(data)
     kind = _KINDS.get(number)
     if kind is None:
@@ -128,14 +124,14 @@ def unpack_header(data: bytes | bytearray) -> Header:
 
 
 def unpack_payload(header: Header, form: struct.Struct, data: bytes | bytearray) -> tuple[Any, ...]:
-    """Decode a payload of fixed size. Raises LinkLost."""
+    """Decode a frame's payload of the fixed size and format `form`. Raises LinkLost for another size."""
     if len(data) != form.size:
         raise LinkLost(f"protocol error: {header.kind.name} of {len(data)} bytes")
     return form.unpack(data)
 
 
 class Hello(NamedTuple):
-    """First message of the other side; from the sender only the version matters."""
+    """First message from the other side of a connection. Of a sender's, only the version matters."""
 
     epoch: int
     with_digests: bool
@@ -144,12 +140,12 @@ class Hello(NamedTuple):
 
 
 def pack_hello(epoch: int = 0, with_digests: bool = False, version: int = VERSION) -> bytes:
-    """Encode a hello. version: the newest one of this side."""
+    """Encode the first message of a connection. epoch, with_digests: the receiver's. version: newest of this side."""
     return _HELLO.pack(_MAGIC, OLDEST_VERSION, with_digests, version, epoch)
 
 
 def unpack_hello(data: bytes | bytearray) -> Hello:
-    """Decode a hello. Raises LinkLost unless the peer speaks a supported version of this protocol."""
+    """Decode the peer's first message. Raises LinkLost unless it speaks a supported version of this protocol."""
     magic, oldest, with_digests, newest, epoch = _HELLO.unpack(data)
     if magic != _MAGIC:
         raise LinkLost("the peer does not speak Kaveri's KV protocol")
@@ -161,7 +157,7 @@ def unpack_hello(data: bytes | bytearray) -> Hello:
 
 
 def pack_extensions(transfer_id: bytes, first_index: int, block_ids: Sequence[int]) -> Iterator[bytes]:
-    """Encode EXTENDED frames for these blocks, each of at most SMALL_PAYLOAD_BYTES."""
+    """Encode EXTENDED frames, which grant more blocks: block_ids[i] is the transfer's block first_index + i."""
     for start in range(0, len(block_ids), _EXTENDED_BLOCKS):
         ids = block_ids[start : start + _EXTENDED_BLOCKS]
         payload = struct.pack(f"<{len(ids)}I", *ids)
@@ -170,7 +166,7 @@ def pack_extensions(transfer_id: bytes, first_index: int, block_ids: Sequence[in
 
 
 def unpack_extension(header: Header, data: bytes | bytearray) -> tuple[int, ...]:
-    """Decode the blocks of an EXTENDED frame. Raises LinkLost."""
+    """Decode the block ids of an EXTENDED frame, which grants more destination blocks. Raises LinkLost."""
     if not data or len(data) != _BLOCK_ID.size * header.block_count:
         raise LinkLost(f"protocol error: EXTENDED of {len(data)} bytes for {header.block_count} blocks")
     return tuple(block_id for (block_id,) in _BLOCK_ID.iter_unpack(data))

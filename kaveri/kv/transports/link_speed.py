@@ -21,15 +21,16 @@ class LinkSpeed:
     small ones."""
 
     def transfer_s(self, pool_bytes: int, pool_token_bytes: int) -> float:
-        """Seconds for which `pool_bytes` of a pool with `pool_token_bytes` per token occupy the link."""
+        """Seconds that `pool_bytes` occupy the link, scaled to token_bytes if set. pool_token_bytes: KV bytes per token
+        of the pool."""
         if self.token_bytes is None:
             return pool_bytes / self.bytes_per_s
         return pool_bytes / pool_token_bytes * self.token_bytes / self.bytes_per_s
 
 
 def parse_link_speed(text: str) -> LinkSpeed:
-    """Parse "25Gbps,50us": a bandwidth (bps: bits, Bps: bytes), optionally a latency (ns, us, ms, s) and the size of a
-    token ("800KiB/token"). Raises ValueError, naming the part."""
+    """Parse "25Gbps,50us": a bandwidth (bps: bits, Bps: bytes) and optionally a latency (ns, us, ms, s) and KV bytes
+    per token ("800KiB/token"). Raises ValueError, naming the part."""
     bytes_per_s: float | None = None
     latency_s, token_bytes = 0.0, None
     for part in map(str.strip, text.split(",")):
@@ -49,7 +50,7 @@ def parse_link_speed(text: str) -> LinkSpeed:
 
 
 def link_text(text: str) -> str:
-    """Return the text if it describes a link or is empty. Raises ValueError."""
+    """Return `text` unchanged if it is empty or a valid link speed. Raises ValueError."""
     if text:
         parse_link_speed(text)
     return text

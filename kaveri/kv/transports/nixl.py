@@ -1,19 +1,17 @@
 """The NIXL transport, "nixl": one-sided writes from pool to pool through UCX, over whatever link UCX finds.
 
-The protocol is that of one_sided.py, over a TCP connection. After its hello the receiver sends the location of its pool
-and NIXL's metadata. A write is one NIXL transfer, given by block numbers in descriptor lists prepared when the two
-connected, and progressed by the thread that waits for it: a progress thread would poll without a pause. DATA without
-blocks announces a write, so that the receiver progresses its own side only while needed; DATA with blocks reports them
-as written.
+The protocol is that of one_sided.py, over a TCP connection. After its hello the receiver sends its pool's location and
+NIXL's metadata. A write is one NIXL transfer of block numbers in prepared descriptor lists, progressed by the thread
+that waits for it: a progress thread would poll without a pause. DATA without blocks announces a write, so that the
+receiver progresses its side only while needed; DATA with blocks reports them as written.
 
-Cancelling a write does not undo it: data queued in UCX may land when the receiver next progresses its side. Therefore
-each connection has an agent of its own on both sides. Each write of the sender is complete before it sends FENCED. If
-one does not complete in time, its agent is destroyed, and then the connection ended; and the receiver destroys the
-agent of an ended connection before it releases blocks. This revokes the permission: queues, sockets and memory
-registration.
+A cancelled write may still land: UCX's queued data does so when the receiver next progresses its side. So each
+connection has its own agent on both sides, and the sender completes each write before FENCED. If one does not complete
+in time, the sender destroys its agent and ends the connection, and the receiver destroys its own before it releases
+blocks. That revokes the permission: queues, sockets and memory registration.
 
-Ran here: DRAM to DRAM on one host, with UCX's own choice (it copies between processes) and over TCP. Never ran, for
-lack of hardware: RDMA. GPU memory is not supported: pools are host memory.
+Tested: DRAM to DRAM on one host, by UCX's own choice (copies between processes) and over TCP. Not tested, for lack of
+hardware: RDMA. GPU memory is not supported: pools are host memory.
 """
 
 import contextlib
@@ -58,8 +56,7 @@ _PATIENCE_S = 0.5
 
 
 class NixlTransport(SocketTransport):
-    """Creates links and listeners. Addresses are those of the TCP connection. A listener registers its pool once for
-    each connection.
+    """Transport by one-sided writes with NIXL. Addresses are TCP. A listener registers its pool for each connection.
 
     Raises ConfigError when NIXL is not installed.
     """
@@ -92,7 +89,7 @@ class NixlTransport(SocketTransport):
 
 
 class NixlLink(OneSidedLink):
-    """A sender's connection; see Link and OneSidedLink. The agent is used by the thread that writes."""
+    """A sender's NIXL connection; implements transport.Link. Its agent is used by the writing thread."""
 
     def __init__(
         self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint, agent: "_SendingAgent"
@@ -147,7 +144,7 @@ class NixlLink(OneSidedLink):
 
 
 class NixlReceivingConnection(OneSidedReceivingConnection):
-    """One sender's connection, on the receiving side. Its thread alone uses its agent."""
+    """Receiving side of one sender's NIXL connection. Its thread alone uses its agent."""
 
     _agent: "_Agent | None" = None
     # The transfer that the sender is writing to.
@@ -192,7 +189,7 @@ class NixlReceivingConnection(OneSidedReceivingConnection):
 
 
 class _Agent:
-    """A NIXL agent for one pool. Used by one thread, and closed by it."""
+    """NIXL agent with one registered pool. Used and closed by one thread."""
 
     def __init__(self, pool: KvPool) -> None:
         self._agent: Any = _ask("starting", _new_agent)
@@ -200,15 +197,15 @@ class _Agent:
         self._memory: Any = _ask("registering the pool", self._agent.register_memory, [region], "DRAM")
 
     def metadata(self) -> bytes:
-        """Metadata with which another agent can write into the pool."""
+        """Return the metadata with which another agent can write into the pool."""
         return bytes(_ask("describing the pool", self._agent.get_agent_metadata))
 
     def progress(self) -> None:
-        """Process pending events of other agents' writes."""
+        """Process pending events of remote agents' writes."""
         _ask("receiving", self._agent.get_new_notifs)
 
     def close(self) -> None:
-        """Destroy the agent: nothing is read, written or received through it afterwards. Idempotent."""
+        """Destroy the agent: it reads, writes and receives nothing afterwards. Idempotent."""
         agent, self._agent = self._agent, None
         memory, self._memory = self._memory, None
         if agent is not None:
@@ -217,7 +214,7 @@ class _Agent:
 
 
 class _SendingAgent(_Agent):
-    """A sender's agent, which writes into one receiver's pool, one write at a time."""
+    """NIXL agent of a sender, which writes into one receiver's pool, one write at a time."""
 
     def __init__(self, pool: KvPool, target_address: int, target_block_count: int, target_metadata: bytes) -> None:
         super().__init__(pool)
@@ -239,7 +236,7 @@ class _SendingAgent(_Agent):
             raise
 
     def post(self, layers: range, source_blocks: Sequence[int], target_blocks: Sequence[int]) -> None:
-        """Start a write. Raises LinkLost."""
+        """Start writing source_blocks[i] of each layer to target_blocks[i]. Raises LinkLost."""
         numbers = np.asarray(layers, np.int32)[:, np.newaxis]
         sources = (np.asarray(source_blocks, np.int32) + numbers * self._source_block_count).ravel()
         targets = (np.asarray(target_blocks, np.int32) + numbers * self.target_block_count).ravel()
@@ -249,7 +246,7 @@ class _SendingAgent(_Agent):
         self._status = _ask("writing", self._agent.transfer, self._write)
 
     def is_written(self) -> bool:
-        """Advance the write; return True once all its bytes are in the receiver's pool. Raises LinkLost."""
+        """Progress the write; return True once all its bytes are in the receiver's pool. Raises LinkLost."""
         if self._status == "PROC":
             self._status = _ask("writing", self._agent.check_xfer_state, self._write)
         if self._status == "DONE":
@@ -272,7 +269,6 @@ class _SendingAgent(_Agent):
 
 
 def _polls() -> Iterator[float]:
-    """Yield the poll times of a wait, in seconds of time.monotonic()."""
     began_s = now_s = time.monotonic()
     while True:
         yield now_s
@@ -281,7 +277,7 @@ def _polls() -> Iterator[float]:
 
 
 def _descriptors(address: int, count: int, block_bytes: int) -> npt.NDArray[np.uint64]:
-    """[count, 3]: address, bytes and device of each block of a pool."""
+    # [count, 3]: address, bytes and device of each block of a pool.
     rows = np.zeros((count, 3), np.uint64)
     rows[:, 0] = address + np.arange(count, dtype=np.uint64) * np.uint64(block_bytes)
     rows[:, 1] = block_bytes
@@ -289,7 +285,6 @@ def _descriptors(address: int, count: int, block_bytes: int) -> npt.NDArray[np.u
 
 
 def _ask(doing: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Call NIXL, converting its errors, which have no common base, to LinkLost."""
     try:
         return call(*arguments)
     except Exception as error:
@@ -302,8 +297,8 @@ def _ask(doing: str, call: Callable[..., Any], *arguments: Any) -> Any:
 
 @functools.cache
 def _start_ucx() -> None:
-    """Create and discard an agent. The first one of a process takes half a second of processor time, on each side, and
-    some seconds on a busy machine, which would delay the first request. Raises ConfigError."""
+    # A process's first agent takes half a second of processor time on each side, and some seconds on a busy machine,
+    # which would delay the first request.
     try:
         _new_agent()
     except Exception as error:

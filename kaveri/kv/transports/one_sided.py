@@ -1,7 +1,6 @@
-"""Protocol of links whose sender writes directly into the receiver's pool; shm.py and nixl.py implement the write.
+"""Protocol of connections whose sender writes directly into the receiver's pool. shm.py and nixl.py do the write.
 
-A socket carries the frames of frames.py. DATA without payload is the doorbell: these blocks are written. The socket's
-end reveals the peer's death.
+A socket carries the frames of frames.py. DATA without payload reports written blocks. Its end reveals the peer's death.
 
 The receiver cannot stop a writing sender, only ask it to stop. So a transfer is written to only once the receiver has
 granted it, and the blocks of a rejected one stay in quarantine until the sender confirms that it has stopped, or its
@@ -29,16 +28,15 @@ _LET_GO_WITHIN_S = 1.0
 
 
 class OneSidedLink(SocketLink, ABC):
-    """A sender's connection; see Link.
+    """A sender's connection that writes directly into the receiver's pool; implements transport.Link.
 
-    Only the peer's thread writes blocks, under the lock, and only while their transfer is granted. To end the writing,
-    the grant is revoked under the same lock.
+    Only the peer's thread writes blocks, under the lock, and only while their transfer is granted; revoking the grant
+    under the same lock ends the writes. target_block_count: blocks of the receiver's pool, per layer.
     """
 
     def __init__(
         self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint, target_block_count: int
     ) -> None:
-        """target_block_count: blocks of the receiver's pool, per layer."""
         self._target_block_count = target_block_count
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -49,7 +47,7 @@ class OneSidedLink(SocketLink, ABC):
         super().__init__(stream, pool, listener, endpoint)
 
     def open(self, ticket: Ticket) -> None:
-        """See Link.open. Waits for the receiver: blocks of an invalid ticket may belong to another transfer by now."""
+        """Begin a transfer and wait for its grant: an invalid ticket's blocks may belong to another transfer by now."""
         with self._locked():
             self._opening = ticket.transfer_id
         super().open(ticket)
@@ -79,7 +77,7 @@ class OneSidedLink(SocketLink, ABC):
         return len(layers) * len(source_blocks)
 
     def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
-        """See Link.finish. The end mark promises that nothing more is written, whatever the answer."""
+        """Send the end mark, after which nothing is written to the transfer, whatever the answer."""
         self._let_go(ticket.transfer_id)
         super().finish(ticket, note, digest)
 
@@ -105,16 +103,13 @@ class OneSidedLink(SocketLink, ABC):
         digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> bool:
-        """Write source_blocks[i] of each layer to target_blocks[i] of the receiver's pool within _permission(), and
-        feed the bytes to `digest`.
+        """Write source_blocks[i] of each layer to target_blocks[i] of the receiver's pool, with _permission().
 
-        Returns True if everything is written; False once there is no permission. Raises LinkLost, after which nothing
-        is written.
+        Updates `digest`. Returns False once there is no permission. Raises LinkLost, after which nothing is written.
         """
 
     @contextlib.contextmanager
     def _permission(self, ticket: Ticket, is_stopped: Callable[[], bool]) -> Iterator[bool]:
-        """Yield True if the ticket's blocks may be written to until the end of the context."""
         with self._locked():
             yield not self._is_broken and not is_stopped() and ticket.transfer_id in self._granted
 
@@ -149,7 +144,7 @@ class OneSidedLink(SocketLink, ABC):
             super()._take_answer(header, payload)
 
     def _let_go(self, transfer_id: bytes) -> None:
-        """Revoke the grant; on return nothing writes into the transfer."""
+        # On return nothing writes into the transfer.
         with self._locked():
             self._granted.discard(transfer_id)
 
@@ -164,12 +159,12 @@ class OneSidedLink(SocketLink, ABC):
 
 
 class OneSidedReceivingConnection(ReceivingConnection):
-    """One sender's connection, on the receiving side. Keeps a landing until its sender has stopped writing to it."""
+    """Receiving side of a one-sided sender's connection. Keeps blocks until the sender has stopped writing them."""
 
     _last_resort: threading.Timer | None = None
 
     def break_off(self) -> None:
-        """See ReceivingConnection.break_off. Asks the sender to stop first, with a short time limit."""
+        """Ask the sender to stop, and end the connection once it has, or after _LET_GO_WITHIN_S seconds. Any thread."""
         self._stream.say_no_more()
         last_resort = threading.Timer(_LET_GO_WITHIN_S, self._stream.break_off)
         try:
@@ -225,10 +220,10 @@ class OneSidedReceivingConnection(ReceivingConnection):
         return landing
 
     def _failed(self, transfer_id: bytes) -> None:
-        """No-op: rejected blocks stay in quarantine until the sender sends FENCED, or is gone."""
+        """Do nothing: a rejected transfer's blocks stay in quarantine until its sender sends FENCED or is gone."""
 
     def _forget_stopped(self, transfer_id: bytes) -> None:
-        """No-op, as _failed()."""
+        """Do nothing: a stopped transfer's blocks stay in quarantine until its sender sends FENCED or is gone."""
 
     def _give_up(self) -> None:
         self._stream.say_no_more()
@@ -246,4 +241,4 @@ class OneSidedReceivingConnection(ReceivingConnection):
             landing.fence()
 
     def _shut(self) -> None:
-        """Revoke what this side alone can revoke: nothing for memory that the sender has mapped."""
+        """Revoke the sender's access to the pool, if this side can: not to memory that the sender has mapped."""

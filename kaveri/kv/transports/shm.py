@@ -1,7 +1,7 @@
 """The shared-memory transport, "shm": the sender maps the receiver's pool and copies blocks into it.
 
-One copy, by the sender, and no byte of payload through the kernel. After its hello the receiver sends the descriptor of
-the memory file at whose start its pool lies, and the size of a layer. All else is the protocol of one_sided.py, over a
+The payload is copied once, by the sender, and not through the kernel. After its hello the receiver sends the descriptor
+of the memory file at whose start its pool lies, and a layer's size. All else is the protocol of one_sided.py, over a
 Unix socket accessible to the same user only.
 """
 
@@ -32,7 +32,7 @@ every 512 KiB costs a tenth of the speed."""
 
 
 class ShmTransport(SocketTransport):
-    """Creates links and listeners between processes of one host and one user. Addresses are paths of Unix sockets."""
+    """Transport by shared memory between processes of one host and user. Addresses are paths of Unix sockets."""
 
     def __init__(self) -> None:
         super().__init__("unix")
@@ -41,7 +41,7 @@ class ShmTransport(SocketTransport):
         self.capabilities = replace(self.capabilities, can_revoke=False, is_byte_stream=False)
 
     def listen(self, address: str, pool: KvPool, intake: TransferIntake) -> SocketListener:
-        """See Transport.listen. Also raises ConfigError for a pool without a memory file."""
+        """Listen for senders, which map `pool`. Raises ConfigError for a bad path or a pool without a memory file."""
         _ = pool.descriptor
         return super().listen(address, pool, intake)
 
@@ -56,7 +56,10 @@ class ShmTransport(SocketTransport):
 
 
 class ShmLink(OneSidedLink):
-    """A sender's connection; see Link and OneSidedLink."""
+    """A sender's shared-memory connection; implements transport.Link.
+
+    target: the receiver's pool, mapped: [layer_count, block_count, block_bytes], uint8.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,6 @@ class ShmLink(OneSidedLink):
         endpoint: KvEndpoint,
         target: npt.NDArray[np.uint8],
     ) -> None:
-        """target: the receiver's pool, [layer_count, block_count, block_bytes]."""
         self._target = target
         super().__init__(stream, pool, listener, endpoint, target.shape[1])
 
@@ -110,8 +112,8 @@ class ShmLink(OneSidedLink):
         permitted_blocks: int,
         is_stopped: Callable[[], bool],
     ) -> bool:
-        """_put() for a few adjacent blocks, the usual size of a replica's writes: several layers in one call. A call
-        for each layer would take longer than its bytes, and block the engine's other threads."""
+        # Few adjacent blocks, as a replica's push usually writes: several layers in one call. A call for each layer
+        # would take longer than its bytes, and block the engine's other threads.
         from_block, to_block, count = run
         layer_count = max(1, permitted_blocks // count)
         for first in range(layers.start, layers.stop, layer_count):
@@ -125,7 +127,7 @@ class ShmLink(OneSidedLink):
 
 
 class ShmReceivingConnection(OneSidedReceivingConnection):
-    """One sender's connection, on the receiving side."""
+    """Receiving side of one sender's shared-memory connection."""
 
     def _greet(self, hello: bytes) -> None:
         super()._greet(hello)
@@ -133,7 +135,7 @@ class ShmReceivingConnection(OneSidedReceivingConnection):
 
 
 def _map_pool(descriptor: int, layer_bytes: int, own: KvPool) -> npt.NDArray[np.uint8]:
-    """Map the receiver's pool as [layer_count, block_count, block_bytes], in blocks of this pool's size."""
+    # Blocks of the size of this side's, whatever the receiver's own.
     block_count, rest = divmod(layer_bytes, own.layout.block_bytes)
     shape = (own.layout.layer_count, block_count, own.layout.block_bytes)
     pool_bytes, file_bytes = math.prod(shape), os.fstat(descriptor).st_size
@@ -148,10 +150,8 @@ def _map_pool(descriptor: int, layer_bytes: int, own: KvPool) -> npt.NDArray[np.
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int], piece_blocks: int) -> list[tuple[int, int, int]]:
-    """Split into (first source block, first target block, count) of each run that is contiguous on both sides.
-
-    A single run is cut into pieces of `piece_blocks`.
-    """
+    """Split into runs contiguous on both sides: (first source block, first target block, count). A single run is cut
+    into pieces of piece_blocks."""
     total = len(sources)
     if is_run(sources) and is_run(targets):
         first, place = sources[0], targets[0]
@@ -166,7 +166,6 @@ def _runs(sources: Sequence[int], targets: Sequence[int], piece_blocks: int) -> 
 
 
 def _portions(runs: Sequence[tuple[int, int, int]], block_count: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Group the runs into portions of about `block_count` blocks, at least one run each."""
     portion: list[tuple[int, int, int]] = []
     portion_blocks = 0
     for run in runs:

@@ -1,8 +1,8 @@
-"""The socket transport, over "tcp" and "unix": blocking sendmsg and recvmsg_into between pools, on threads of its own.
+"""The socket transport, "tcp" and "unix": blocking sendmsg and recvmsg_into between pools, on threads of its own.
 
-Payload goes from the source blocks into the kernel and on into the destination blocks, without intermediate copies. Per
-connection the sender's thread writes and one thread here reads the answers; per connection the receiver has one thread,
-which reads, and answers without waiting. The frames are drawn in frames.py.
+Payload goes from source blocks into the kernel and on into destination blocks, without intermediate copies. For each
+connection, the sender's thread writes and one thread here reads the answers; one thread of the receiver reads, and
+answers without waiting. frames.py shows the frames.
 """
 
 import ipaddress
@@ -46,11 +46,10 @@ that has to wait leaves part of it to the receiver's core: a quarter faster with
 
 
 class SocketTransport:
-    """Creates links and listeners of one address family, "tcp" or "unix", which is its name except in subclasses.
+    """Transport over sockets of one address family, "tcp" or "unix", which is also its name except in subclasses.
 
-    advertise_host: host in the endpoints of a tcp listener on a wildcard address; None: the listening host.
-
-    Subclasses create other links over the same connections: _link() and connection_type.
+    advertise_host: host in the endpoints of a tcp listener on a wildcard address; None: the listening host. Subclasses
+    create other links over the same connections: _link() and connection_type.
     """
 
     connection_type: type[ReceivingConnection] = ReceivingConnection
@@ -140,7 +139,7 @@ class SocketTransport:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
     def _link(self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint) -> "SocketLink":
-        """Create the link over a connection whose hellos were exchanged. The limit of a connect still holds."""
+        # The hellos were exchanged; the time limit of a connect still holds.
         return SocketLink(stream, pool, listener, endpoint)
 
     def _listen(self, address: str) -> tuple[socket.socket, UnixPath | None]:
@@ -156,7 +155,7 @@ class SocketTransport:
 
 
 class SocketLink:
-    """A sender's connection; see Link. Its own thread reads the answers."""
+    """A sender's connection over a socket; implements transport.Link. Its own thread reads the receiver's answers."""
 
     def __init__(self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint) -> None:
         self._stream = stream
@@ -236,8 +235,7 @@ class SocketLink:
         self._stream.send([pack_frame(header, payload)])
 
     def _fill_frame(self) -> None:
-        """Complete a frame that was stopped half way. Not done at the stop, where it would block while its source is
-        waited for."""
+        # A frame that was stopped half way. At the stop this would block while its source is waited for.
         if self._owed_bytes:
             self._stream.send([self._held])
             self._held = b""

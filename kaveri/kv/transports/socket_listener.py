@@ -1,4 +1,4 @@
-"""Receiving end of the socket transport: accepts connections and reads each into pool blocks, on its own thread."""
+"""Receiving end of the socket transport: accepts connections; a thread for each reads its bytes into pool blocks."""
 
 import contextlib
 import math
@@ -32,8 +32,7 @@ from kaveri.kv.transports.unix_path import UnixPath
 from kaveri.telemetry.logs import get_logger
 
 _TICKET_WITHIN_S = 10.0
-"""Time for a connection, after the greeting, to open a transfer with a valid ticket. Senders connect only with a
-ticket."""
+"""Seconds after the greeting within which a connection must open a transfer with a valid ticket, as all senders do."""
 
 
 _LEAVING_WITHIN_S = 1.0
@@ -41,10 +40,12 @@ _LEAVING_CHECK_S = 0.05
 
 
 class SocketListener:
-    """Accepts connections, each read by a thread of its own; see Listener.
+    """Accepts senders' connections, each read by its own thread; implements transport.Listener.
 
-    Anyone who reaches the address may connect. So a connection that has opened no transfer with a valid ticket yet is a
-    stranger's: it is dropped after _TICKET_WITHIN_S, or earlier, the oldest first, when a new one needs its place.
+    Anyone who reaches the address may connect. So a connection without a valid ticket yet is a stranger's: it is
+    dropped after _TICKET_WITHIN_S seconds, or earlier, the oldest first, when a new one needs its place. path: that of
+    a Unix socket. make_connection: serves an accepted socket. Raises RuntimeError when no thread can be started; the
+    caller then still owns socket and path.
     """
 
     def __init__(
@@ -55,10 +56,6 @@ class SocketListener:
         connection_limit: int,
         make_connection: "Callable[[socket.socket], ReceivingConnection]",
     ) -> None:
-        """path: the listening path of a Unix socket. make_connection: serves an accepted socket.
-
-        Raises RuntimeError when no thread can be started; the caller then still owns socket and path.
-        """
         self._connection_limit = connection_limit
         self._make_connection = make_connection
         self._listening = listening
@@ -114,7 +111,7 @@ class SocketListener:
                 log.warning("kv_connection_refused", reason="too many", limit=self._connection_limit)
 
     def _wait_for_leaving(self) -> None:
-        """Throttle a flood of strangers to the rate at which their connections end: they hold threads until then."""
+        # Slows a flood of strangers to the rate at which their connections end: they hold threads until then.
         give_up_at_s = time.monotonic() + _LEAVING_WITHIN_S
         while time.monotonic() < give_up_at_s:
             with self._lock:
@@ -125,8 +122,7 @@ class SocketListener:
             last.join(_LEAVING_CHECK_S)
 
     def _begin(self, accepted: socket.socket) -> bool:
-        """Serve a connection, dropping a stranger if needed. Under the lock. If it raises, or returns False as there is
-        no place, the caller still owns the socket."""
+        # Under the lock. If it raises, or returns False for lack of room, the caller still owns the socket.
         if len(self._connections) >= self._connection_limit:
             stranger = next((thread for thread, each in self._connections.items() if each.drop_stranger()), None)
             if stranger is None:
@@ -159,7 +155,7 @@ class SocketListener:
 
 
 class ReceivingConnection:
-    """One sender's connection, on the receiving side."""
+    """Receiving side of one sender's connection over a socket."""
 
     def __init__(self, stream: ByteStream, pool: KvPool, intake: TransferIntake, with_digests: bool) -> None:
         self._stream = stream
@@ -178,7 +174,7 @@ class ReceivingConnection:
         self._is_dropped = False
 
     def run(self) -> None:
-        """Read until the connection ends, then abort its unfinished transfers."""
+        """Read frames until the connection ends, then abort its unfinished transfers."""
         reason = "the receiver was ended"
         try:
             # A silent stranger is dropped after the progress limit.
@@ -206,7 +202,7 @@ class ReceivingConnection:
                     self._credit.close()
 
     def drop_stranger(self) -> bool:
-        """Make run() return soon, unless a valid ticket was shown. Return True if so. Any thread."""
+        """End the connection unless its sender has shown a valid ticket. Returns True if ended. Any thread."""
         with self._lock:
             if self._ticket_due_s is None:
                 return False
@@ -216,7 +212,7 @@ class ReceivingConnection:
         return True
 
     def break_off(self) -> None:
-        """Make run() return soon. Any thread."""
+        """End the connection, so that run() returns soon. Any thread."""
         self._stream.break_off()
 
     def marked(self, transfer_id: bytes, block_count: int) -> None:
@@ -227,7 +223,7 @@ class ReceivingConnection:
             self._send(frame)
 
     def close(self) -> None:
-        """Close the descriptor, after run()."""
+        """Close the socket, after run() has returned."""
         with self._lock:
             self._stream.close()
 
@@ -382,7 +378,7 @@ class ReceivingConnection:
         self._landings.pop(header.transfer_id, None)
 
     def _forget_stopped(self, transfer_id: bytes) -> None:
-        """Remove a transfer that was ended here and answered, without waiting for its sender's frame. Any thread."""
+        # It was ended here and answered: its sender's last frame is not awaited. Any thread.
         landing = self._landings.get(transfer_id)
         if landing is not None and landing.is_stopped():
             self._landings.pop(transfer_id, None)
@@ -403,5 +399,5 @@ class ReceivingConnection:
             self._give_up()
 
     def _give_up(self) -> None:
-        """End run(): the sender does not read its answers."""
+        # The sender does not read its answers.
         self._stream.break_off()

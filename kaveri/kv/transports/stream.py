@@ -1,4 +1,4 @@
-"""A blocking socket with a limit on every wait, gathering from and scattering into memory. Independent of frames."""
+"""A blocking socket with a time limit on every wait, reading into and writing from memory regions. Knows no frames."""
 
 import contextlib
 import os
@@ -31,12 +31,12 @@ _FILLER = memoryview(bytes(1 << 16))
 
 
 def never() -> bool:
-    """Stop condition of operations that are never stopped."""
+    """Return False: stop condition of operations that are never stopped."""
     return False
 
 
 class ByteStream:
-    """A stream for one reading and one writing thread. Its owner closes the socket; any thread may break it off."""
+    """Connected socket with time limits, for one reading and one writing thread. The owner closes it."""
 
     def __init__(self, connected: socket.socket, progress_timeout_s: float) -> None:
         self._socket = connected
@@ -60,34 +60,33 @@ class ByteStream:
         return False
 
     def start(self) -> None:
-        """Negotiate with the peer before all else; no-op over a plain socket."""
+        """Negotiate with the peer before all else: the TLS handshake; nothing over a plain socket."""
 
     def wait_readable(self, timeout_s: float | None = None) -> bool:
-        """Wait for the first byte, the peer's end or break_off(); None: without a limit. Return True unless timed
-        out."""
+        """Wait until bytes or the stream's end can be read. Returns False after `timeout_s` seconds; None: no limit."""
         return bool(self._readable.poll(None if timeout_s is None else timeout_s * 1e3))
 
     def is_readable(self) -> bool:
-        """Return True if wait_readable() would return at once."""
+        """True if bytes or the stream's end can be read without waiting."""
         return self.wait_readable(0.0)
 
     @property
     def local_host(self) -> str:
-        """Address of this end, over tcp."""
+        """Host address of this end of a tcp connection."""
         return str(self._socket.getsockname()[0])
 
     @property
     def peer_host(self) -> str:
-        """Address of the other end, over tcp. Raises LinkLost once it has reset the connection."""
+        """Host address of the other end of a tcp connection. Raises LinkLost once that has reset the connection."""
         try:
             return str(self._socket.getpeername()[0])
         except OSError as error:
             raise LinkLost(f"the connection is gone: {error.strerror}") from error
 
     def receive(self, regions: Sequence[memoryview], is_stopped: Callable[[], bool] = never) -> int:
-        """Fill the regions in order. Returns early once `is_stopped`; returns the number of missing bytes.
+        """Fill the memory regions in order; stop early if is_stopped() turns true. Returns the number of missing bytes.
 
-        Raises LinkLost at the end of the stream, and when nothing has arrived for the progress limit.
+        Raises LinkLost at the end of the stream, and after progress_timeout_s seconds without a byte.
         """
         pending, left_bytes, progress_s = list(regions), sum(map(len, regions)), time.monotonic()
         while left_bytes and not is_stopped():
@@ -107,13 +106,13 @@ class ByteStream:
         return left_bytes
 
     def receive_bytes(self, byte_count: int) -> bytearray:
-        """Receive a few bytes; see receive()."""
+        """Receive exactly `byte_count` bytes. Raises LinkLost."""
         data = bytearray(byte_count)
         self.receive([memoryview(data)])
         return data
 
     def receive_next(self, byte_count: int, within_s: float | None = None) -> bytearray:
-        """Like receive_bytes(), but with a separate limit for the first byte; None: without a limit."""
+        """Receive exactly `byte_count` bytes; the first may take `within_s` seconds, None: forever. Raises LinkLost."""
         data = bytearray(byte_count)
         view = memoryview(data)
         # In a flowing stream the byte is already there, and this call suffices.
@@ -124,23 +123,23 @@ class ByteStream:
         return data
 
     def fill(self, byte_count: int) -> None:
-        """Send zeros."""
+        """Send `byte_count` zero bytes."""
         while byte_count:
             step = min(byte_count, len(_FILLER) * _BUFFERS_PER_CALL)
             self.send(_repeat(_FILLER, step))
             byte_count -= step
 
     def discard(self, byte_count: int) -> None:
-        """Receive and discard bytes."""
+        """Receive and discard `byte_count` bytes."""
         while byte_count:
             step = min(byte_count, len(_SCRATCH) * _BUFFERS_PER_CALL)
             self.receive(_repeat(_SCRATCH, step))
             byte_count -= step
 
     def send(self, regions: Sequence[bytes | memoryview], is_stopped: Callable[[], bool] = never) -> int:
-        """Send the regions in order. Returns early once `is_stopped`; returns the number of unsent bytes.
+        """Send the memory regions in order; stop early if is_stopped() turns true. Returns the number of unsent bytes.
 
-        Raises LinkLost when the connection is broken, and when the peer has accepted nothing for the progress limit.
+        Raises LinkLost when the connection is broken, and when the peer takes no byte for progress_timeout_s seconds.
         """
         pending, left_bytes, progress_s = list(regions), sum(map(len, regions)), time.monotonic()
         while left_bytes and not is_stopped():
@@ -158,7 +157,7 @@ class ByteStream:
         return left_bytes
 
     def send_now(self, data: bytes) -> None:
-        """Send a few bytes without waiting. Raises LinkLost if they do not fit: the peer does not read."""
+        """Send a few bytes without waiting. Raises LinkLost if the socket's buffer is full: the peer does not read."""
         try:
             sent = self._socket.send(data, socket.MSG_DONTWAIT)
         except OSError as error:
@@ -167,20 +166,20 @@ class ByteStream:
             raise LinkLost("answering: the peer does not read")
 
     def break_off(self) -> None:
-        """End the connection, also for threads blocked in it. Any thread; idempotent."""
+        """Shut the connection down, which wakes threads blocked in it. Any thread; idempotent."""
         # An error means that it has already ended.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def send_descriptor(self, data: bytes, descriptor: int) -> None:
-        """Send a few bytes with a descriptor, over a Unix socket."""
+        """Send a few bytes and a file descriptor, over a Unix socket. Raises LinkLost."""
         try:
             socket.send_fds(self._socket, [data], [descriptor])
         except OSError as error:
             raise LinkLost(f"sending: {error.strerror}") from error
 
     def receive_descriptor(self, byte_count: int) -> tuple[bytes, int]:
-        """Receive data and descriptor from send_descriptor(); the caller owns the descriptor. Raises LinkLost."""
+        """Receive the bytes and the file descriptor, owned by the caller, of send_descriptor(). Raises LinkLost."""
         data, left_bytes, since_s = b"", byte_count, time.monotonic()
         descriptors: list[int] = []
         try:
@@ -205,12 +204,12 @@ class ByteStream:
         return data, descriptors[0]
 
     def say_no_more(self) -> None:
-        """Shut down the sending half of the connection: the peer reads its end. Idempotent."""
+        """Shut down the sending direction: the peer reads the stream's end. Idempotent."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def wait_for_end(self) -> None:
-        """Discard input until the peer's end or break_off()."""
+        """Receive and discard bytes until the stream's end or break_off()."""
         while True:
             self._readable.poll()
             try:
@@ -222,12 +221,11 @@ class ByteStream:
                 return
 
     def close(self) -> None:
-        """Close the descriptor, once no thread is in a call."""
+        """Close the socket, once no thread is in a call."""
         self._socket.close()
 
     def _receive_waiting(self, view: memoryview) -> int | None:
-        """Receive what has arrived; return the number of bytes, at least one, or None if nothing has. Raises LinkLost
-        at the end."""
+        # None if nothing has arrived. Raises LinkLost at the end.
         try:
             received = self._socket.recv_into(view, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -244,7 +242,7 @@ class ByteStream:
 
 
 def batches(pool: KvPool, layers: range, blocks: Sequence[int], batch_bytes: int) -> Iterator[list[memoryview]]:
-    """Yield the regions of these blocks of each layer, layer by layer, up to batch_bytes per system call."""
+    """Yield these blocks' memory, layer by layer, as lists of about batch_bytes, each for one system call."""
     count = max(1, batch_bytes // pool.layout.block_bytes)
     room, regions = count, list[memoryview]()
     if len(layers) > 1 and len(layers) * len(blocks) <= count:
@@ -273,7 +271,6 @@ def _repeat(buffer: memoryview, byte_count: int) -> list[memoryview]:
 
 
 def _drop(pending: list[RegionT], byte_count: int) -> None:
-    """Remove the first bytes of a list of regions, in place."""
     done = 0
     for region in pending:
         if byte_count < len(region):

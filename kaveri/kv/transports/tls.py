@@ -1,11 +1,11 @@
-"""The encrypted socket transport over tcp, "tls", for peers with a certificate of the same authority.
+"""The encrypted socket transport, "tls", over tcp, for peers with a certificate of the same authority.
 
 Any process with such a certificate may push and be pushed to, if it also carries the cluster's name where one is given.
-New connections use the current files.
+New connections use the current certificate files.
 
-A connection keeps the keys of its handshake: Python's ssl cannot renew them. RFC 8446, section 5.5, limits them to
-2**24.5 records of AES-GCM. So a sender opens a new connection after three quarters of 2**24 records, which are 256 GiB,
-as soon as no push is active; at 2**24 the connection is lost, and its pushes are repeated.
+A connection keeps its handshake's keys: Python's ssl cannot renew them. RFC 8446, section 5.5, limits them to 2**24.5
+records of AES-GCM. So after three quarters of 2**24 records (256 GiB) a sender opens a new connection as soon as no
+push is active; at 2**24 the connection is lost, and its pushes are repeated.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from kaveri.security.tls_files import TlsFiles, WatchedTlsFiles
 
 
 class TlsTransport(SocketTransport):
-    """Creates links and listeners for TLS 1.3 over tcp. Raises ConfigError for invalid files."""
+    """Transport over TLS 1.3 on tcp, both sides with certificates. Raises ConfigError for invalid files."""
 
     key_records: int = KEY_RECORDS
     """Max TLS records sent by each side of a connection."""
@@ -60,7 +60,7 @@ class TlsTransport(SocketTransport):
 
 @dataclass(frozen=True, slots=True)
 class _Contexts:
-    """SSL contexts of one generation of the files."""
+    """SSL contexts made from one generation of the certificate files."""
 
     generation: int
     connecting: ssl.SSLContext

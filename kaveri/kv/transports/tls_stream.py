@@ -1,8 +1,7 @@
-"""An encrypted stream between two ends with certificates of one authority. Independent of frames.
+"""An encrypted stream between two ends with certificates of one authority. Knows no frames.
 
-TLS by Python's ssl from memory to memory, over the same kind of socket as other streams: an encrypted socket of
-Python's cannot be written to and read from at the same time, nor be left in the middle of a call, and makes a system
-call per 16 KiB.
+TLS by Python's ssl from memory to memory, over a plain socket: Python's encrypted sockets cannot be read and written at
+the same time, nor be left in the middle of a call, and make a system call per 16 KiB.
 """
 
 import contextlib
@@ -29,9 +28,10 @@ _FOREIGN = frozenset({"WRONG_VERSION_NUMBER", "UNSUPPORTED_PROTOCOL", "HTTP_REQU
 
 
 class TlsStream(ByteStream):
-    """See ByteStream; methods that only one-sided links need are not supported.
+    """ByteStream encrypted by TLS; without the methods that only one-sided connections need.
 
-    Encrypted data left over when send() was stopped is kept, and sent before later data.
+    Encrypted data left over when send() was stopped is sent before later data. peer_name: a DNS name that the peer's
+    certificate must carry; empty: any. key_records: max TLS records sent; the connection is lost with the next one.
     """
 
     def __init__(
@@ -44,8 +44,6 @@ class TlsStream(ByteStream):
         peer_name: str = "",
         key_records: int = KEY_RECORDS,
     ) -> None:
-        """peer_name: a DNS name that the peer's certificate must carry; empty: any. key_records: max records sent; the
-        connection is worn shortly before, and lost with the next one."""
         super().__init__(connected, progress_timeout_s)
         self._key_records = key_records
         self._records = 0
@@ -59,11 +57,11 @@ class TlsStream(ByteStream):
 
     @property
     def is_worn(self) -> bool:
-        """See Link.is_worn: Python's ssl cannot renew a connection's keys."""
+        """True shortly before key_records is reached: Python's ssl cannot renew a connection's keys."""
         return self._records >= _WORN_SHARE * self._key_records
 
     def start(self) -> None:
-        """See ByteStream.start: the handshake."""
+        """Perform the TLS handshake and check the peer's name. Raises LinkLost."""
         began_s = time.monotonic()
         while True:
             try:
@@ -133,7 +131,7 @@ class TlsStream(ByteStream):
         return received
 
     def _decrypted(self, view: memoryview) -> int:
-        """Decrypt into `view`; return the number of bytes, 0 if the next record has not arrived."""
+        # Returns the number of bytes, 0 if the next record has not arrived.
         left = view
         try:
             with self._lock:
@@ -169,14 +167,13 @@ class TlsStream(ByteStream):
             return self._outgoing.read()
 
     def _send_rest(self, is_stopped: Callable[[], bool]) -> bool:
-        """Send pending encrypted data; return True if all was sent."""
         if self._unsent:
             unsent_bytes = super().send([self._unsent], is_stopped)
             self._unsent = self._unsent[len(self._unsent) - unsent_bytes :]
         return not self._unsent
 
     def _pull(self, since_s: float) -> None:
-        """Read available data off the socket, or wait a moment for it."""
+        # Reads what is available, or waits a moment for it.
         try:
             received = self._socket.recv_into(self._arrived)
         except BlockingIOError:
@@ -193,8 +190,7 @@ class TlsStream(ByteStream):
             self._incoming.write(self._arrived[:byte_count])
 
     def _refuse(self) -> None:
-        """Send the reason, and wait until the peer has read it: unread data from the peer would reset the connection
-        and lose it."""
+        # Waits until the peer has read the reason: unread data from the peer would reset the connection and lose it.
         with contextlib.suppress(LinkLost):
             super().send([self._outgoing.read()])
         self.say_no_more()

@@ -18,19 +18,14 @@ _PATH_BYTES_MAX = 107
 
 
 class UnixPath:
-    """A path at which a socket listens, from construction until remove().
+    """Path at which the socket `listening` listens, for this user only, from construction until remove().
 
-    The socket is bound under another name, and takes the path when it listens: a path whose socket refuses connections
-    belongs to a dead process, never to one that is just starting. If several start at once one gets the path; each
-    checks and takes it under a lock of the folder.
+    The socket is bound under another name and renamed when it listens: a path whose socket refuses connections belongs
+    to a dead process, never to one that is just starting. Processes check and take a path under a lock of its folder.
+    Raises OSError if another process listens there, the path is no socket, or the folder is unwritable or stays locked.
     """
 
     def __init__(self, listening: socket.socket, path: str, backlog: int) -> None:
-        """Make `listening` listen at the path, for this user only.
-
-        Raises OSError when another process listens there, when the path is not a socket, and when the folder cannot be
-        written to or stays locked.
-        """
         if len(os.fsencode(path)) > _PATH_BYTES_MAX:
             raise OSError(errno.ENAMETOOLONG, f"longer than {_PATH_BYTES_MAX} bytes")
         self._path = path
@@ -50,8 +45,7 @@ class UnixPath:
                 raise
 
     def remove(self) -> None:
-        """Remove the path, unless another process owns it by now. Call before closing the socket. Never raises;
-        idempotent."""
+        """Remove the path, unless another process owns it. Call before closing the socket. Never raises; idempotent."""
         with contextlib.suppress(OSError), _folder(self._path) as folder:
             # Without the lock, a successor that takes the path just now would lose it: two rare events at once.
             with contextlib.suppress(TimeoutError):
@@ -84,7 +78,6 @@ def _lock(folder: int) -> None:
 
 
 def _require_free(path: str) -> None:
-    """Raise OSError unless the path is free, or the socket of a dead process."""
     try:
         is_socket = stat.S_ISSOCK(os.stat(path, follow_symlinks=False).st_mode)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""No thread of KV transfers breaks unnoticed: a test that breaks one on purpose says so."""
+"""Fixtures of the KV tests. A thread of a KV transfer that breaks fails its test, unless the test expects that."""
 
 import threading
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from tests.library.kv.kv_stranger import EPOCH, LAYOUT, Stranger
 
 @pytest.fixture
 def breaks_are_expected() -> None:
-    """For tests that break something on purpose. Those that capture the log need it not."""
+    """Mark a test that breaks a thread on purpose. A test that captures the log does not need it."""
 
 
 @pytest.fixture(autouse=True)
 def nothing_breaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What breaks is logged with its traceback, and all else goes on: nothing else would fail the test."""
+    """Fail the test if an exception was logged: the product carries on, so nothing else would show it."""
     broken: list[object] = []
 
     def note(_logger: object, _method: str, event: EventDict) -> EventDict:

@@ -1,4 +1,4 @@
-"""A push from a sender to a receiver in one process, and how it ends."""
+"""A KvSender and a KvReceiver in one process, and waits for the outcome of a push."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +18,6 @@ TransportT = TypeVar("TransportT", bound=Transport)
 
 
 class HookedDigest:
-    """An xxh3 that passes each piece to on_update first."""
-
     def __init__(self, on_update: Callable[[memoryview], object]) -> None:
         self._on_update = on_update
         self._digest = xxh3()
@@ -33,7 +31,7 @@ class HookedDigest:
 
 
 def limited(transport: TransportT, **limits: float) -> TransportT:
-    """limits: attributes of a SocketTransport."""
+    """Set attributes of a SocketTransport, such as progress_timeout_s."""
     for name, value in limits.items():
         setattr(transport, name, value)
     return transport
@@ -53,7 +51,6 @@ class KvPair:
         return ticket
 
     def accepted(self, ticket: Ticket) -> PushAccepted:
-        """Wait for the acceptance of a push."""
         event = self.pushed.wait(ticket)
         assert isinstance(event, PushAccepted), event
         return event
@@ -63,7 +60,7 @@ class KvPair:
 def receiving(
     pool: KvPool, *listen: KvEndpoint, transports: Sequence[Transport] = (), epoch: int = 1, **options: Any
 ) -> Iterator[tuple[KvReceiver, Recorder]]:
-    """A receiver and its events. transports: () for the usual ones. options: of KvReceiver."""
+    """Run a KvReceiver and yield it with a recorder of its events. transports: empty for the default ones."""
     landed, spoken = Recorder(), transports or make_transports()
     receiver = KvReceiver(pool, landed, listen=listen, epoch=epoch, transports=spoken, **options)
     with contextlib.closing(receiver):
@@ -72,7 +69,7 @@ def receiving(
 
 @contextlib.contextmanager
 def sending(pool: KvPool, transports: Sequence[Transport] = (), **options: Any) -> Iterator[tuple[KvSender, Recorder]]:
-    """A sender and its events. transports: () for the usual ones. options: of KvSender."""
+    """Run a KvSender and yield it with a recorder of its events. transports: empty for the default ones."""
     pushed = Recorder()
     with contextlib.closing(KvSender(pool, pushed, transports=transports or make_transports(), **options)) as sender:
         yield sender, pushed
@@ -82,7 +79,6 @@ def sending(pool: KvPool, transports: Sequence[Transport] = (), **options: Any) 
 def kv_pair(
     source: KvPool, target: KvPool, listen: KvEndpoint, transports: Sequence[Transport] = ()
 ) -> Iterator[KvPair]:
-    """transports: of both; () for the usual ones."""
     with (
         receiving(target, listen, transports=transports) as (receiver, landed),
         sending(source, transports) as (sender, pushed),
@@ -93,7 +89,8 @@ def kv_pair(
 def require_lands(
     receiver: KvReceiver, landed: Recorder, transport: Transport, address: str | None = None
 ) -> tuple[KvPool, PushAccepted]:
-    """Push three blocks of each layer of a new sender's pool, which land. address: None for the receiver's own."""
+    """Push three blocks of each layer from a new sender's pool, and require that they land. address: overrides the
+    receiver's."""
     source = KvPool(receiver.pool.layout, 8)
     fill_pool(source, 3)
     (endpoint, *_) = receiver.endpoints
@@ -109,7 +106,6 @@ def require_lands(
 
 
 def push(sender: KvSender, ticket: Ticket, source: Sequence[int]) -> None:
-    """Push the same source blocks of each layer, layer by layer."""
     sender.open(ticket)
     for layer in range(sender.pool.layout.layer_count):
         sender.write(ticket.transfer_id, layer, 0, source)
@@ -123,7 +119,6 @@ def failure(pushed: Recorder, ticket: Ticket) -> str:
 
 
 def release(landed: Recorder, ticket: Ticket) -> str:
-    """Wait until a transfer was released; returns the reason."""
     event = landed.wait(ticket)
     assert isinstance(event, TransferReleased), event
     return event.reason

@@ -1,4 +1,4 @@
-"""The plain reference of the tests of mapped layouts: one array of the whole model, no strides."""
+"""Reference for tests of layout mapping: the KV of the whole model in one array, without strides."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from kaveri.kv.layout.layout import ELEMENT_BYTES, ORDERS, KvLayout
 from kaveri.kv.tiers.pool import KvPool
 
 MARK = 0xEE
-"""What stands wherever nothing was written."""
+"""Byte value wherever nothing was written."""
 
 Reference = npt.NDArray[np.uint8]
 """[layer, token, K or V, head, byte of the head], uint8."""
@@ -19,13 +19,11 @@ Reference = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class KvPartition:
-    """Layers split over pipeline stages, KV heads over tensor-parallel ranks; ranks are numbered stage by stage.
-
-    With more tensor ranks than KV heads each head is on several ranks.
-    """
+    """A model split over an instance's ranks: layers over pipeline stages, KV heads over tensor ranks (numbered stage
+    by stage). With more tensor ranks than KV heads, each head is on several ranks."""
 
     layout: KvLayout
-    """Of the whole model."""
+    """Layout of the whole model."""
     stage_layers: tuple[int, ...]
     """Layers of each pipeline stage, first stage first; together the layout's layer_count."""
     tensor_ranks: int = 1
@@ -56,7 +54,7 @@ class KvPartition:
 
 @dataclass(frozen=True)
 class RankPools:
-    """The pools of all ranks of an instance, with one request in each."""
+    """KV pools of all ranks of an instance, with one request in each."""
 
     partition: KvPartition
     pools: tuple[KvPool, ...]
@@ -64,7 +62,8 @@ class RankPools:
 
     @classmethod
     def of(cls, partition: KvPartition, token_count: int, chance: np.random.Generator, spare: int = 3) -> "RankPools":
-        """Pools full of MARK, blocks in an order of chance, some of them neighbours."""
+        """Create pools filled with MARK bytes, and allocate the request's blocks in random order, some of them
+        adjacent."""
         count = partition.layout.block_count(token_count)
         pools, ids = [], []
         for rank in range(partition.rank_count):
@@ -79,17 +78,14 @@ class RankPools:
         return cls(partition, tuple(pools), tuple(ids))
 
     def write(self, reference: Reference) -> None:
-        """Stores all tokens of the reference, byte by byte's place."""
         for rank in range(self.partition.rank_count):
             for token in range(reference.shape[1]):
                 self.rows(rank, token)[:] = reference[:, token][self._part(rank)]
 
     def read(self, rank: int, token_count: int) -> Reference:
-        """[the rank's layers, token, K or V, the rank's heads, byte]."""
         return np.stack([self.rows(rank, token) for token in range(token_count)], axis=1)
 
     def rows(self, rank: int, token: int) -> Reference:
-        """The KV of one token on one rank, [layer, K or V, head, byte]; a view."""
         layout = self.pools[rank].layout
         block = self.pools[rank].memory[:, self.block_ids[rank][token // layout.block_tokens]]
         within = token % layout.block_tokens
@@ -103,7 +99,7 @@ class RankPools:
         return reference[layers.start : layers.stop, :, :, heads.start : heads.stop]
 
     def assert_holds(self, reference: Reference, tokens: range) -> None:
-        """Those tokens are the reference's, and every other byte of every pool is a MARK."""
+        """Assert that the pools hold these tokens of the reference, and MARK in every other byte."""
         for rank, pool in enumerate(self.pools):
             expected = self.expected(rank, reference)
             for token in tokens:
@@ -120,7 +116,6 @@ class RankPools:
 
 
 def make_reference(layout: KvLayout, token_count: int, chance: np.random.Generator) -> Reference:
-    """Random bytes, none of them a MARK."""
     row_bytes = layout.head_dim * ELEMENT_BYTES[layout.dtype]
     shape = (layout.layer_count, token_count, 2, layout.kv_head_count, row_bytes)
     return chance.integers(0, MARK, shape, dtype=np.uint8)
@@ -128,7 +123,7 @@ def make_reference(layout: KvLayout, token_count: int, chance: np.random.Generat
 
 @st.composite
 def layouts(draw: st.DrawFn) -> KvLayout:
-    """Whole models, small ones."""
+    """Hypothesis strategy: layouts of small whole models."""
     return KvLayout(
         "model",
         layer_count=draw(st.integers(1, 7)),
@@ -142,7 +137,6 @@ def layouts(draw: st.DrawFn) -> KvLayout:
 
 @st.composite
 def partitions(draw: st.DrawFn, layout: KvLayout) -> KvPartition:
-    """Ways to partition one model: its own block size and order each time."""
     layout = replace(
         layout, block_tokens=draw(st.sampled_from((16, 32, 48, 64, 128))), order=draw(st.sampled_from(ORDERS))
     )
@@ -159,7 +153,6 @@ def partitions(draw: st.DrawFn, layout: KvLayout) -> KvPartition:
 
 @st.composite
 def whole_and_split(draw: st.DrawFn) -> tuple[KvPartition, KvPartition]:
-    """One rank, and any partition of the same model."""
     layout = draw(layouts())
     source = KvPartition(draw(partitions(layout)).layout, (layout.layer_count,))
     return source, draw(partitions(layout))
@@ -167,6 +160,5 @@ def whole_and_split(draw: st.DrawFn) -> tuple[KvPartition, KvPartition]:
 
 @st.composite
 def token_ranges(draw: st.DrawFn, most: int = 300) -> range:
-    """Some of the tokens of a request, at least one."""
     stop = draw(st.integers(1, most))
     return range(draw(st.sampled_from((0, 0, draw(st.integers(0, stop - 1))))), stop)

@@ -1,4 +1,4 @@
-"""The other end of a receiver's socket, spoken byte by byte."""
+"""A raw socket peer of a receiver, which sends arbitrary frames."""
 
 import contextlib
 import socket
@@ -32,7 +32,7 @@ def credit_frame(byte_count: int, window_bytes: int) -> bytes:
 
 
 class Stranger:
-    """The other end of a receiver's socket: sends what it likes."""
+    """Raw connection to a receiver, which sends arbitrary frames."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -65,7 +65,6 @@ class Stranger:
         return ticket
 
     def push(self, ticket: Ticket, blocks: np.ndarray) -> None:
-        """blocks: [layer, block, bytes], one for each of the ticket's."""
         digest = xxh3()
         for layer, content in enumerate(blocks):
             digest.update(content.data.cast("B"))
@@ -85,7 +84,7 @@ class Stranger:
         return data
 
     def answer(self) -> tuple[Kind, bytes, str]:
-        """The next one that is no credit."""
+        """Return the next frame that is not CREDIT."""
         while True:
             header = unpack_header(self.read(HEADER_BYTES))
             payload = self.read(header.payload_bytes)
@@ -95,7 +94,6 @@ class Stranger:
     def require_closed(self) -> None:
         with contextlib.suppress(ConnectionResetError):
             while data := self.socket.recv(1 << 16):
-                # It was greeted, and given credit, before it was found out.
                 frame = data.removeprefix(pack_hello(EPOCH, with_digests=True))
                 assert not frame or unpack_header(frame[:HEADER_BYTES]).kind == Kind.CREDIT
 
@@ -110,7 +108,6 @@ def require_landing(receiver: KvReceiver, landed: Recorder, stranger: Stranger, 
 
 
 def require_honest_lands(receiver: KvReceiver, landed: Recorder, content: np.ndarray) -> None:
-    """A new sender that keeps the rules is served."""
     honest = Stranger.at(receiver.endpoints[0])
     with honest.socket:
         honest.greet()

@@ -1,4 +1,5 @@
-"""gloo and NCCL: messages that never come cost the connection and no more; memory is bounded; torch comes late."""
+"""The gloo and NCCL transports: a missing message ends its connection only; memory is bounded; torch is imported
+late."""
 
 import contextlib
 import signal
@@ -70,11 +71,9 @@ def landed(end: tuple[KvReceiver, Recorder]) -> Recorder:
 
 @pytest.fixture
 def link(receiver: KvReceiver) -> Iterator[CollectiveLink]:
-    """The sending end of a pair, to break rules with."""
     listener = Mock()
     link = CollectiveTransport("gloo").connect(receiver.endpoints[0], EPOCH, KvPool(LAYOUT, 8), listener)
     yield link
-    # Whatever was done, the receiver has ended the connection.
     wait_until(lambda: listener.lost.called, "the connection is lost")
     link.close()
 

@@ -1,4 +1,4 @@
-"""Who keeps a place at a listener when there are more connections than places, and what of a transfer stays there."""
+"""A listener's connection limit: which connections are dropped for new ones, and what remains of their transfers."""
 
 import contextlib
 import gc
@@ -136,7 +136,7 @@ def test_a_ticket_of_another_life_is_refused_on_the_data_plane_too(
     kind, transfer_id, reason = sender.answer()
     assert (kind, transfer_id) == (Kind.REJECTED, ticket.transfer_id)
     assert reason == f"the ticket is of epoch {EPOCH - 1}, this receiver of epoch {EPOCH}"
-    # It is still good for a sender that shows it unchanged.
+    # The ticket is still valid.
     sender.open(ticket)
     sender.push(ticket, content)
     assert sender.answer() == (Kind.ACCEPTED, ticket.transfer_id, "")
@@ -185,12 +185,10 @@ def test_a_connection_that_loses_its_place_while_it_shows_its_ticket_writes_noth
     assert "another one took its place" in release(place.landed, ticket)
     with contextlib.suppress(ConnectionError, EOFError):
         while True:
-            # What was granted would be written to.
             assert stranger.answer()[0] == Kind.REJECTED
 
 
 def _landings(receiver: KvReceiver) -> int:
-    """Of this receiver, in memory."""
     gc.collect()
     reports = [each._report for each in gc.get_objects() if isinstance(each, PoolLanding)]
     return sum(report.func == receiver._note_event for report in reports)
@@ -207,12 +205,10 @@ def test_transfers_of_an_idle_sender_that_were_ended_here_leave_nothing(
         ticket = place.receiver.grant([1], 4, 60.0 if how == "revoked" else 0.01)
         sender.open(ticket)
         if how == "revoked":
-            # Before its opening has arrived, or after.
             place.receiver.revoke(ticket.transfer_id)
         kind_of_answer, transfer_id, _ = sender.answer()
         assert (kind_of_answer, transfer_id) == (Kind.REJECTED, ticket.transfer_id)
         assert isinstance(place.landed.wait(ticket), TransferReleased)
-    # Its thread may be at the last one still.
     wait_until(lambda: _landings(place.receiver) == 0, "nothing is left of them")
     require_landing(place.receiver, place.landed, sender, content)
 
@@ -264,7 +260,7 @@ def test_blocks_stay_in_quarantine_until_a_one_sided_sender_has_let_go(
     elif how == "wrong block":
         sender.send(Header(Kind.DATA, ticket.transfer_id, 0, range(1, 2), 1, 1))
     assert sender.answer()[0] == Kind.REJECTED
-    # What it says while it still holds them changes nothing.
+    # Frames sent while it still holds the blocks change nothing.
     for index in range(3):
         sender.send(Header(Kind.DATA, ticket.transfer_id, 0, range(1, 2), index, 1))
     witness = place.receiver.grant([4], 4, 60.0)
@@ -290,7 +286,6 @@ def test_a_one_sided_sender_that_broke_the_rules_holds_its_blocks_until_it_is_go
     assert sender.answer()[0] == Kind.GRANTED
     sender.socket.sendall(bytes([255] * 64))
     assert sender.answer()[0] == Kind.REJECTED
-    # All that the receiver says of it.
     assert sender.socket.recv(1) == b""
     for _ in range(20):
         witness = place.receiver.grant([4], 4, 60.0)
@@ -304,7 +299,6 @@ def test_a_one_sided_sender_that_broke_the_rules_holds_its_blocks_until_it_is_go
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_one_sided_sender_writes_nothing_once_it_has_let_go(make_place: MakePlace, is_stopped: bool) -> None:
-    """Also before the pushing side has heard of it."""
     place = make_place(_MAKERS["shm"]())
     source = KvPool(LAYOUT, 4)
     fill_pool(source, 1)
@@ -314,7 +308,6 @@ def test_a_one_sided_sender_writes_nothing_once_it_has_let_go(make_place: MakePl
         link.open(ticket)
         assert link.write(ticket, range(1), 0, [0, 1], xxh3(), lambda: False) == 2
         place.receiver.revoke(ticket.transfer_id)
-        # Its blocks are free: it has let go of them.
         assert isinstance(place.landed.wait(ticket), TransferReleased)
         place.receiver.pool.memory[:] = 0
         assert link.write(ticket, range(1, 2), 0, [0, 1], xxh3(), lambda: is_stopped) == 0

@@ -1,4 +1,4 @@
-"""The credit of a receiver's senders: bounds, fairness, nothing lost."""
+"""Credit of a receiver's senders: bounds, fairness, and none is lost."""
 
 import random
 
@@ -14,8 +14,6 @@ ENDLESS_BYTES = 1 << 40
 
 
 class Sender:
-    """One sender, and all that it was given."""
-
     def __init__(self, book: CreditBook, expected_bytes: int = ENDLESS_BYTES) -> None:
         self.unused_bytes = self.given_bytes = 0
         self.window_bytes = 0
@@ -52,7 +50,7 @@ def test_the_first_sender_leaves_some_for_the_next(book: CreditBook) -> None:
 def test_senders_that_push_nothing_take_no_share_of_those_that_do(book: CreditBook) -> None:
     assert [Sender(book, 0).given_bytes for _ in range(50)] == [LEAST_BYTES] * 50
     assert [Sender(book).given_bytes for _ in range(4)] == [250] * 4
-    # Beside the least that the idle ones have, and that the others have of their own.
+    # In addition to every sender's guaranteed credit.
     assert book.figures()[1:3] == (250, 50 * LEAST_BYTES + 4 * 250)
     book.check_integrity()
 
@@ -65,16 +63,16 @@ def test_a_sender_is_given_no_more_than_is_still_to_come_from_it(book: CreditBoo
         sender.credit.arrived(50)
         sender.credit.settle(50)
         book.check_integrity()
-    # All is here: it has the least again, for the first bytes of the next.
+    # Everything has arrived: it has the guaranteed credit again.
     assert sender.unused_bytes == held_bytes(book) == LEAST_BYTES
     sender.credit.expect(200)
     assert sender.unused_bytes == 200
-    # Given up: what was given stays given, and is used up first.
+    # After an abort, unused credit stays with the sender and is used up first.
     sender.credit.expect(-200)
     assert sender.unused_bytes == held_bytes(book) == 200
     sender.write(150)
     sender.credit.settle(150)
-    # With nothing to come half of the least is enough.
+    # Without an open transfer, half of the guaranteed credit is enough.
     assert sender.unused_bytes == 50
     sender.write(20)
     sender.credit.settle(20)
@@ -98,7 +96,6 @@ def test_what_is_written_costs_credit_and_comes_home_when_it_is_taken_in(book: C
         sender.credit.spend(51)
     sender.write(50)
     sender.credit.settle(30)
-    # Less than a quarter of a window.
     assert sender.unused_bytes == 0
     sender.credit.settle(40)
     assert (sender.unused_bytes, sender.window_bytes) == (70, 250)
@@ -152,11 +149,9 @@ def test_random_senders_lose_no_credit_and_never_wait_for_ever(seed: int) -> Non
                 sender = Sender(book, 0)
                 expected[sender], arriving[sender] = 0, []
         elif chance.random() < 0.02:
-            # Killed, with all that it has under way.
             sender.credit.close()
             del arriving[sender]
         elif chance.random() < 0.1:
-            # A transfer begins, or one is given up.
             byte_count = chance.choice((chance.randint(0, 2000), -chance.randint(0, expected[sender])))
             expected[sender] += byte_count
             sender.credit.expect(byte_count)
@@ -168,7 +163,6 @@ def test_random_senders_lose_no_credit_and_never_wait_for_ever(seed: int) -> Non
             byte_count = chance.randint(0, sender.unused_bytes)
             sender.write(byte_count)
             arriving[sender].append(byte_count)
-            # Of a transfer that is open, or of one that was given up.
             of_open_bytes = chance.choice((0, min(byte_count, expected[sender])))
             expected[sender] -= of_open_bytes
             sender.credit.arrived(of_open_bytes)

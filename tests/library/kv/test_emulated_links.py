@@ -1,4 +1,4 @@
-"""Emulated links: what their text says is how long they take; the mock moves transfers and no bytes."""
+"""Emulated links take as long as their speed says; the mock transport completes transfers without moving bytes."""
 
 import time
 from dataclasses import replace
@@ -25,12 +25,11 @@ SOURCE = (1, 3)
 
 
 def slowed_tcp() -> Transport:
-    """Faster than this machine's TCP."""
     return slowed(make_transports(("tcp",)), "100Gbps,10us")[0]
 
 
 class TestSlowedTcp(TransportConformance):
-    """An emulated link keeps every promise of the one below it."""
+    """Conformance of an emulated link over tcp."""
 
     factory = "tests.library.kv.test_emulated_links:slowed_tcp"
 
@@ -88,7 +87,7 @@ def test_an_emulated_link_takes_at_least_its_time_and_its_label_says_so() -> Non
 
 
 class LateClock:
-    """A clock that only sleeping moves, and always 3 ms too far, as on a machine with other things to do."""
+    """Clock that advances only by sleeping, each time 3 ms too far, as on a busy machine."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -1,7 +1,6 @@
-"""Replicas in host memory: bytes, watermarks, events, memory, and the ends of owners.
+"""Replicas in host memory: bytes, watermarks, events, memory, and lost owners, with real senders and receivers.
 
-Owners and engines are Kaveri's own senders and receivers. Not verified: speed, and senders that break the protocol; the
-suite for transports covers those.
+Does not verify speed, or senders that break the protocol; the suite of transports covers those.
 """
 
 import secrets
@@ -50,8 +49,6 @@ def store_at(folder: Path, memory_bytes: int, transport: str = "unix", layout: K
 
 
 class ReplicaOwner:
-    """An instance that owns requests: a pool of random bytes, and a sender that pushes them."""
-
     def __init__(self, seed: int) -> None:
         self.pool = KvPool(_LAYOUT, _POOL_BLOCKS)
         rng = np.random.default_rng(seed)
@@ -65,12 +62,10 @@ class ReplicaOwner:
         return block_count * _LAYOUT.block_tokens
 
     def write(self, ticket: Ticket, first: int, end: int) -> None:
-        """Queue blocks [first, end)."""
         for layer in range(_LAYOUT.layer_count):
             self.sender.write(ticket.transfer_id, layer, first, range(first, end))
 
     def mark(self, ticket: Ticket, first: int, end: int) -> None:
-        """Queues blocks [first, end) and marks them."""
         self.write(ticket, first, end)
         note = token_note(self.token_ids[self.tokens(first) : self.tokens(end)])
         self.sender.mark(ticket.transfer_id, end, note)
@@ -88,8 +83,6 @@ class ReplicaOwner:
 
 
 class Target:
-    """An engine's pool that replicas are pushed to."""
-
     def __init__(self, socket: Path) -> None:
         self.pool = KvPool(_LAYOUT, _POOL_BLOCKS)
         self.log = EventLog()
@@ -98,7 +91,6 @@ class Target:
         self._free = list(range(_POOL_BLOCKS))
 
     def grant(self, token_count: int) -> Ticket:
-        """Grant a ticket for blocks of no other ticket of this pool."""
         count = _LAYOUT.block_count(token_count)
         blocks, self._free = self._free[:count], self._free[count:]
         return self.receiver.grant(blocks, token_count, 60.0)
@@ -110,8 +102,6 @@ class Target:
 
 
 class ReplicaWorld:
-    """A store with its owners and engines; all are closed at the end."""
-
     def __init__(self, transport: str, block_count: int, folder: Path, stack: ExitStack) -> None:
         self.log = EventLog()
         self.store = store_at(folder, block_count * _BLOCK_BYTES, transport)
@@ -133,14 +123,12 @@ class ReplicaWorld:
         return target
 
     def open(self, owner: ReplicaOwner, name: str = "r", block_count: int = 1, expires_in_s: float = 60.0) -> Ticket:
-        """Open a replica of a request that has this many whole blocks, and the owner's push for it."""
         token_count = max(1, owner.tokens(block_count))
         ticket = self.store.open(key_of(name), _LAYOUT, token_count, expires_in_s)
         owner.sender.open(ticket)
         return ticket
 
     def copied(self, owner: ReplicaOwner, name: str = "r", block_count: int = 1) -> Ticket:
-        """Do the same, and mark all its whole blocks."""
         ticket = self.open(owner, name, block_count)
         owner.mark(ticket, 0, block_count)
         owner.wait_for_mark(ticket, block_count)
@@ -148,7 +136,7 @@ class ReplicaWorld:
         return ticket
 
     def require_pushed(self, owner: ReplicaOwner, token_count: int) -> None:
-        """Push a replica of the owner's first tokens to another engine, where they must arrive."""
+        """Push a replica of the owner's first tokens to another engine, and require that they arrive."""
         target = self.target()
         landing = target.grant(token_count)
         self.store.push(key_of("r"), landing).result(SOON_S)
@@ -182,7 +170,6 @@ OpenWorld = Callable[[int], ReplicaWorld]
 
 @pytest.fixture(params=["unix", "shm"])
 def open_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenWorld]:
-    """Open the world of a store of this many blocks."""
     with ExitStack() as stack:
         yield lambda block_count: ReplicaWorld(request.param, block_count, tmp_path, stack)
 
@@ -277,7 +264,6 @@ def test_replica_of_an_owner_that_is_lost_is_kept_until_it_is_dropped(world: Rep
     owner = world.owner()
     ticket = world.copied(owner, block_count=3)
     owner.write(ticket, 3, 4)
-    # Seen by all others, its process has ended.
     owner.sender.close()
     world.log.wait_for(ReplicaOrphaned)
     world.wait_until_used(3)

@@ -1,4 +1,4 @@
-"""The examples in the library's docstrings and in docs/kv.md do what they say."""
+"""The examples in the docstrings of kaveri.kv and in docs/kv.md are right."""
 
 import doctest
 import importlib

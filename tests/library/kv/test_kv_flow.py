@@ -1,4 +1,4 @@
-"""Flow control of pushes on real links: which pushes wait, by bytes. What lands is the conformance suite's."""
+"""Flow control of pushes on real links: which pushes wait, and for how many bytes."""
 
 import contextlib
 import importlib.util
@@ -50,7 +50,7 @@ _TRANSPORTS = [pytest.param(name, marks=[_NEEDS_NIXL] if name == "nixl" else [])
 
 
 class FlowWorld(TransportWorld):
-    """A world whose receiver gives little credit, and may be slow."""
+    """TransportWorld whose receiver gives little credit, and may be slow."""
 
     credit_bytes = 128 * MIB
     digest: Callable[[], Digest] = xxh3
@@ -70,7 +70,7 @@ class FlowWorld(TransportWorld):
         return self.receiver
 
     def expect_landed(self, *pushes: tuple[Ticket, list[int]]) -> None:
-        """Waits for the landing of pushes that go on at once, and compares the whole pool."""
+        """Wait for the landing of concurrent pushes, and compare the whole pool."""
         for ticket, source in pushes:
             assert isinstance(self.landed.wait(ticket), TransferLanded), self.landed.events
             assert isinstance(self.pushed.wait(ticket), PushAccepted)
@@ -79,7 +79,7 @@ class FlowWorld(TransportWorld):
 
 
 class SmallCreditWorld(FlowWorld):
-    """Eight blocks for all senders together: less than one layer of a long push, and two for each."""
+    """FlowWorld with credit for eight blocks: less than one layer of a long push, two per sender."""
 
     credit_bytes = 8 * LAYOUT.block_bytes
 
@@ -89,14 +89,12 @@ GO = threading.Event()
 
 
 def stand_still(data: memoryview) -> None:
-    """A receiving thread takes in no block that begins with SLOW_BYTE until GO is set."""
+    """Block the receiving thread at a block that begins with SLOW_BYTE, until GO is set."""
     if data[0] == SLOW_BYTE:
         assert GO.wait(WAIT_S)
 
 
 class SlowWorld(FlowWorld):
-    """Its receiver stands still in the middle of certain transfers."""
-
     digest = partial(HookedDigest, stand_still)
 
 
@@ -136,7 +134,7 @@ def small_world(name: str, tmp_path: Path) -> Iterator[FlowWorld]:
 
 
 class WrittenBytes:
-    """What a sender has written, write by write. Its thread stands still from the first one to release()."""
+    """Records a sender's writes; blocks its thread from the first one until release()."""
 
     def __init__(self) -> None:
         self.began = threading.Event()
@@ -155,7 +153,6 @@ class WrittenBytes:
         return sum(byte_count for writer, byte_count in self.writes if writer == transfer_id)
 
     def before_the_end_of(self, transfer_id: bytes, other_id: bytes) -> int:
-        """Bytes of `other_id` that were written before the last ones of `transfer_id`."""
         last = max(i for i, (writer, _) in enumerate(self.writes) if writer == transfer_id)
         return sum(byte_count for writer, byte_count in self.writes[:last] if writer == other_id)
 
@@ -173,7 +170,8 @@ def sender_of(
 
 
 def credit_is_where_it_should_be(receiver: KvReceiver, senders: Sequence[KvSender]) -> bool:
-    """Nothing is under way: both sides count the same credit, and every sender that wants to write has some."""
+    """True if both sides count the same credit, and each sender that wants to write has some; nothing may be in
+    flight."""
     flow = receiver.flow()
     peers = [peer for sender in senders for peer in sender.flow().peers if peer.transport]
     return (
@@ -185,7 +183,6 @@ def credit_is_where_it_should_be(receiver: KvReceiver, senders: Sequence[KvSende
 
 
 def first_block_arrived(world: TransportWorld, ticket: Ticket, layer: int) -> bool:
-    """Of a push from source block 0 on."""
     return bool((world.target.memory[layer, ticket.block_ids[0]] == world.source.memory[layer, 0]).all())
 
 
@@ -195,7 +192,6 @@ def test_a_short_push_overtakes_a_long_one_of_the_same_sender(world: FlowWorld) 
         long, short = world.grant(LONG_BLOCKS), world.grant(SHORT_BLOCKS)
         world.push(long, list(range(LONG_BLOCKS)), sender)
         assert written.began.wait(WAIT_S)
-        # All of the long one is queued before it.
         world.push(short, [70, 79], sender)
         written.release()
         world.expect_landed((long, list(range(LONG_BLOCKS))), (short, [70, 79]))
@@ -268,7 +264,6 @@ def test_no_credit_is_lost_however_transfers_and_senders_end(small_world: FlowWo
                 elif ending == "revoke":
                     world.receiver.revoke(ticket.transfer_id)
             if chance.random() < 0.5:
-                # In the middle of whatever it does.
                 victim = chance.randrange(len(senders))
                 senders[victim].close()
                 senders[victim] = sender_of(world)
@@ -310,7 +305,7 @@ def test_a_push_given_up_within_a_write_costs_the_same_credit_on_both_sides(worl
 def test_a_frozen_receiver_holds_up_nothing_but_pushes_to_itself(
     name: str, nursery: PeerNursery, tmp_path: Path, credit_bytes: int
 ) -> None:
-    """With much credit the sender may be in the middle of a write when the receiver freezes, with little it waits."""
+    # With much credit the sender may be in the middle of a write when the receiver freezes; with little it waits.
     pushed, source, blocks = Recorder(), KvPool(PEER_LAYOUT, PEER_BLOCKS), list(range(PEER_BLOCKS))
     fill_pool(source, 0)
     with contextlib.ExitStack() as stack:
@@ -336,6 +331,5 @@ def test_a_frozen_receiver_holds_up_nothing_but_pushes_to_itself(
         for _ in range(3):
             assert isinstance(pushed.wait(push(live)), PushAccepted)
         freezing.signal(signal.SIGCONT)
-        # How depends on how long that took.
         assert pushed.wait(stuck)
         assert freezing.wait(stuck)

@@ -1,4 +1,4 @@
-"""A sender's side of one receiver, over links that do what a test says."""
+"""A sender's Peer (one receiver) over scripted links."""
 
 import contextlib
 import threading
@@ -22,13 +22,13 @@ TICKET = Ticket(bytes(16), bytes(16), 1, (KvEndpoint("scripted", "here"),), (0,)
 
 
 class ScriptedLink:
-    """Takes all that it is given credit for, and accepts at the end."""
+    """Link that takes all bytes it has credit for, and accepts the push at the end. told: receives its opens and
+    aborts."""
 
     wants_digest = False
     is_worn = False
 
     def __init__(self, listener: LinkListener, on_close: Callable[[], None], told: list[tuple[str, bytes]]) -> None:
-        """told: gets the openings and the aborts."""
         self._listener = listener
         self._on_close = on_close
         self._told = told
@@ -53,16 +53,13 @@ class ScriptedLink:
     def abort(self, ticket: Ticket, *, keep_marked: bool = False) -> None:
         self._told.append(("abort", ticket.transfer_id))
 
-    def break_off(self) -> None:
-        """Nothing to do."""
+    def break_off(self) -> None: ...
 
     def close(self) -> None:
         self._on_close()
 
 
 class ScriptedTransport:
-    """Makes links; what happens when one is made and closed is the test's."""
-
     name = label = "scripted"
     capabilities = Capabilities(can_revoke=True, is_byte_stream=True, write_bytes=1 << 20)
 
@@ -79,8 +76,7 @@ class ScriptedTransport:
         raise AssertionError
 
 
-def nothing() -> None:
-    """What most links do when they are closed."""
+def nothing() -> None: ...
 
 
 def give_credit(listener: LinkListener) -> None:
@@ -91,7 +87,6 @@ def give_credit(listener: LinkListener) -> None:
 def sending_over(
     on_connect: Callable[[LinkListener], None] = give_credit, on_close: Callable[[], None] = nothing, **options: float
 ) -> Iterator[tuple[KvSender, Recorder, ScriptedTransport]]:
-    """options: of KvSender."""
     transport = ScriptedTransport(on_connect, on_close)
     with sending(KvPool(LAYOUT, 1), [transport], **options) as (sender, pushed):
         yield sender, pushed, transport
@@ -158,7 +153,7 @@ def test_a_receiver_that_is_never_reached_is_tried_no_longer_than_the_ticket_las
         given_up.set()
         pushed.wait(ticket)
         wait_until(lambda: len(attempts) >= 2, "it is tried again")
-        # Left: the sender's reporter.
+        # The sender's reporter thread remains.
         wait_until(lambda: threading.active_count() == before + 1, "the peer's thread has ended")
     assert not transport.told
 
@@ -177,7 +172,7 @@ def test_source_blocks_are_not_given_back_while_they_are_read(monkeypatch: pytes
         push(sender, TICKET, [0])
         assert writing.wait(WAIT_S)
         sender.abort(TICKET.transfer_id)
-        # An event reported now would come behind it.
+        # Later events would follow it.
         sender.open(sentinel)
         sender.abort(sentinel.transfer_id)
         assert pushed.wait(sentinel) == PushFailed(sentinel.transfer_id, "aborted")
@@ -214,7 +209,6 @@ def test_the_answer_of_a_former_connection_ends_no_push_of_the_next() -> None:
 
     def on_connect(listener: LinkListener) -> None:
         listeners.append(listener)
-        # The second one gives no credit yet.
         if len(listeners) == 1:
             give_credit(listener)
 
@@ -237,7 +231,7 @@ def test_a_receiver_that_gives_credit_too_little_for_a_block_is_not_taken_for_go
         push(sender, TICKET, [0])
         wait_until(lambda: sender.flow().credit_waits == 1, "it waits for credit")
         began_s = time.monotonic()
-        # For longer than it would wait for none.
+        # For longer than the credit timeout.
         while time.monotonic() - began_s < 2.0:
             listeners[0].credited(1, 1 << 20)
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Threads of KV transfers that cannot start, or that break: what depended on them fails, and all else goes on."""
+"""Threads of KV transfers that cannot start or that break: their transfers fail, all others continue."""
 
 import contextlib
 import threading
@@ -36,7 +36,6 @@ def endpoint(kind: str, tmp_path: Path) -> KvEndpoint:
 
 @contextlib.contextmanager
 def no_thread_named(name: str) -> Iterator[None]:
-    """As where the process, or its container, has all the threads that it may have."""
     start = threading.Thread.start
 
     def start_others(self: threading.Thread) -> None:
@@ -50,7 +49,7 @@ def no_thread_named(name: str) -> Iterator[None]:
 
 
 def require_failure_and_next(endpoint: KvEndpoint, block_tokens: int, thread: str, refused_at_once: bool) -> str:
-    """Push without a thread of that name, which fails, and once more; returns why it failed."""
+    """Push while no thread of that name can start, which fails, then push again. Returns why the first failed."""
     source, target = KvPool(LAYOUT, 4), KvPool(replace(LAYOUT, block_tokens=block_tokens), 8)
     fill_pool(source, 1)
     blocks = [6, 2, 1, 0][: 8 // block_tokens]
@@ -118,7 +117,7 @@ def test_a_transport_that_breaks_fails_its_pushes_with_a_reason_and_the_next_one
 
 @pytest.mark.usefixtures("breaks_are_expected")
 def test_a_listener_that_fails_ends_no_other_mapped_push(tmp_path: Path) -> None:
-    """Reported on the copying thread: the end of a push that was given up while its blocks were copied."""
+    # The event is reported on the copying thread: the push was given up while its blocks were copied.
     endpoint, transports = KvEndpoint("unix", str(tmp_path / "kv.sock")), make_transports(("unix",))
     source, told = KvPool(LAYOUT, 4), Recorder()
 

@@ -1,4 +1,4 @@
-"""Layouts, pools and the account of blocks."""
+"""Layouts, pools and the block allocator."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""An open landing under random calls, against what its contract says: a few numbers."""
+"""An open landing under random calls, compared with a model of a few numbers."""
 
 import contextlib
 import queue
@@ -21,8 +21,6 @@ SOON_S = 60.0
 
 
 class _ModelSender:
-    """What the sender of the transfer has sent, and what it was answered."""
-
     def __init__(self) -> None:
         self.marked_counts: list[int] = []
         self.block_ids: list[int] = []
@@ -42,8 +40,6 @@ class _ModelSender:
 
 
 class _TransferRun:
-    """One transfer. steps: the calls, drawn at random, until it has ended."""
-
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
         self._events: queue.Queue[TransferEvent] = queue.Queue()
@@ -56,7 +52,7 @@ class _TransferRun:
         self._landing: PoolLanding | None = None
         self._is_held = False
         self.must_end: bool | None = None
-        """Whether the transfer is to land; None while it is under way."""
+        """True if the transfer must land, False if it must be released; None while undecided."""
 
     def carry_out(self) -> None:
         chance = self._chance
@@ -199,7 +195,7 @@ def test_no_random_calls_move_a_mark_or_lose_a_block() -> None:
 def test_nothing_lands_once_its_ticket_has_expired_even_if_no_timer_has_run(
     monkeypatch: pytest.MonkeyPatch, expires_in_s: float
 ) -> None:
-    # As in a process that stood still.
+    # As in a stalled process: timers do not fire.
     monkeypatch.setattr(Reporter, "call_after", lambda *_: None)
     events, answers = queue.Queue[TransferEvent](), list[tuple[bytes, str | None]]()
     with contextlib.closing(KvReceiver(KvPool(LAYOUT, 4), events.put, listen=(), epoch=1, transports=())) as receiver:

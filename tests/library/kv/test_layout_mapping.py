@@ -1,4 +1,4 @@
-"""KV cache mapped between layouts of one model, against a plain array of the whole model."""
+"""KV cache mapped between layouts of one model, compared with an array of the whole model."""
 
 import math
 from dataclasses import replace

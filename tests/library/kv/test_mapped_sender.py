@@ -1,4 +1,4 @@
-"""Pushes to receivers of other layouts, and to the ranks of one instance, over real links."""
+"""Pushes to receivers with other layouts or other numbers of ranks, over real links."""
 
 import contextlib
 import itertools
@@ -35,8 +35,6 @@ _names = itertools.count()
 
 
 class ReceivingInstance:
-    """An Instance with a receiver for each rank, and what has landed there."""
-
     def __init__(self, instance: RankPools, transport: str, folder: str | Path, digest: DigestFactory = xxh3) -> None:
         self.instance = instance
         self.landed = Recorder()
@@ -49,14 +47,14 @@ class ReceivingInstance:
             )
 
     def grant(self, token_count: int, first_block: int = 0, expires_in_s: float = 60.0) -> list[Ticket]:
-        """A ticket of each rank, for all blocks but those before first_block."""
         return [
             replace(receiver.grant(ids[first_block:], token_count, expires_in_s), first_block=first_block)
             for receiver, ids in zip(self.receivers, self.instance.block_ids, strict=True)
         ]
 
     def assert_holds(self, reference: Reference, token_count: int, first_block: int = 0) -> None:
-        """The tokens from first_block on are there; the end of the last block is empty; nothing else was written."""
+        """Assert that the tokens from first_block on are there, padded with zeros to a whole block, and nothing else
+        was written."""
         instance = self.instance
         first = first_block * instance.partition.layout.block_tokens
         end = len(instance.block_ids[0]) * instance.partition.layout.block_tokens
@@ -73,8 +71,6 @@ class ReceivingInstance:
 
 
 class RankSource:
-    """One rank's pool with one request in it, and its sender."""
-
     def __init__(self, instance: RankPools, transport: str | Transport, staging_bytes: int, rank: int = 0) -> None:
         self.pool, self.block_ids = instance.pools[rank], instance.block_ids[rank]
         self.pushed = Recorder()
@@ -83,7 +79,7 @@ class RankSource:
         self._parts: dict[bytes, list[Ticket]] = {}
 
     def open(self, tickets: list[Ticket]) -> bytes:
-        """The whole to one, or parts to several. Returns the first ticket's name, which stands for all of them."""
+        """Open a push of the whole KV to one ticket, or of parts to several. Returns the first ticket's transfer id."""
         name = tickets[0].transfer_id
         self._parts[name] = tickets
         for ticket in tickets:
@@ -91,7 +87,7 @@ class RankSource:
         return name
 
     def steps(self, ticket: Ticket, chance: random.Random) -> Iterator[tuple[int, int, int]]:
-        """(layer, first index, end) of blocks as they may become readable: chunk by chunk and layer by layer."""
+        """Yield (layer, first index, end) of blocks in the order of a chunked prefill."""
         count = len(self.block_ids) - first_source_block(ticket, self.pool.layout)
         written = [0] * self.pool.layout.layer_count
         while any(done < count for done in written):
@@ -114,7 +110,6 @@ class RankSource:
             self.sender.abort(part.transfer_id)
 
     def push(self, tickets: list[Ticket], seed: int = 0) -> bytes:
-        """All of it, in an order of chance."""
         name = self.open(tickets)
         for step in self.steps(tickets[0], random.Random(seed)):
             self.write(name, tickets[0], *step)
@@ -122,7 +117,7 @@ class RankSource:
         return name
 
     def wait(self, name: bytes) -> PushAccepted | PushFailed:
-        """The end of all parts: the first failure, or what they carried together."""
+        """Wait for the end of all parts: the first failure, or the sum of the acceptances."""
         accepted = PushAccepted(name, 0, "")
         for part in self._parts[name]:
             event = self.pushed.wait(part)
@@ -171,7 +166,7 @@ def test_every_byte_reaches_its_place_in_every_rank_of_any_instance(
         stack.callback(receiving.close)
         sending = RankSource(source, transport, staging_bytes)
         stack.callback(sending.close)
-        # What decode has already is not pushed.
+        # Blocks that decode has already are not pushed.
         first_block = min(first_block, len(destination.block_ids[0]))
         tickets = receiving.grant(token_count, first_block)
         accepted = sending.wait(sending.push(tickets, seed))
@@ -197,7 +192,6 @@ def test_optional_transports_carry_mapped_pushes_too(folder: str, transport: str
 
 
 def held_digest(gate: threading.Event) -> DigestFactory:
-    """Take nothing in until it is let go: a receiver that does not read on."""
 
     def wait(_: memoryview) -> None:
         assert gate.wait(WAIT_S), "never let go"
@@ -210,8 +204,6 @@ def one_rank(block_tokens: int, order: str = "2NHD", model: KvLayout = MODEL) ->
 
 
 class MappedPair:
-    """One source and any number of receiving instances, closed at the end."""
-
     def __init__(
         self,
         folder: str,
@@ -221,7 +213,6 @@ class MappedPair:
         transport: str,
         sending: Transport | None = None,
     ) -> None:
-        """sending: the sender's own transport, where it is not just that of the name."""
         self.folder, self.transport, self.token_count = folder, transport, token_count
         self.chance = np.random.default_rng(token_count)
         self.reference = make_reference(source.layout, token_count, self.chance)
@@ -255,7 +246,6 @@ WIDE = replace(MODEL, kv_head_count=8, head_dim=64)
 
 
 def test_a_receiver_that_takes_nothing_holds_up_nobody_else(folder: str) -> None:
-    # An eighth of the prompt.
     with MappedPair(folder, one_rank(16, model=WIDE), 1000, 1 << 20, "unix") as pair:
         gate = threading.Event()
         stuck = pair.receiving(one_rank(32, model=WIDE), digest=held_digest(gate))
@@ -311,7 +301,7 @@ def test_random_pushes_at_once_some_of_them_given_up_leave_no_staging_block_behi
             # Where no connection can be opened in time, a receiver hears of the end by its ticket's expiry alone.
             tickets = receiving.grant(700, expires_in_s=WAIT_S / 2 if given_up else 60.0)
             name = source.open(tickets)
-            # How many steps are made before it is given up, None: never.
+            # Number of steps before the push is aborted; None: never.
             steps = list(source.steps(tickets[0], chance))
             for step in steps[: chance.randint(0, len(steps)) if given_up else None]:
                 source.write(name, tickets[0], *step)

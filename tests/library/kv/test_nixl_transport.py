@@ -1,4 +1,4 @@
-"""NIXL: a write that is given up never lands later, strangers' offers are refused, the process stays clean."""
+"""NIXL: an aborted write never lands later, invalid offers are refused, the process stays clean."""
 
 import contextlib
 import importlib.util
@@ -70,7 +70,7 @@ def landed(end: tuple[KvReceiver, Recorder]) -> Recorder:
 def test_a_write_that_is_given_up_costs_the_connection_and_never_lands(
     source: KvPool, receiver: KvReceiver, landed: Recorder, monkeypatch: pytest.MonkeyPatch, way: str, is_warm: bool
 ) -> None:
-    """is_warm: UCX has its connection, and has sent the bytes to where the receiver has only to take them."""
+    # is_warm: UCX is connected and has sent the bytes; the receiver only has to take them in.
     monkeypatch.setenv("UCX_TLS", way)
     with sending(source, make_transports(("nixl",))) as (sender, pushed):
         if is_warm:
@@ -101,7 +101,6 @@ def test_a_write_that_is_given_up_costs_the_connection_and_never_lands(
 @pytest.mark.parametrize("block_bytes", [320, 16384])
 @pytest.mark.parametrize("way", ["tcp", "posix,self,tcp", "all"])
 def test_what_nixl_calls_written_is_there(monkeypatch: pytest.MonkeyPatch, way: str, block_bytes: int) -> None:
-    """On this rests what the sender says before blocks are given back."""
     monkeypatch.setenv("UCX_TLS", way)
     layout = replace(LAYOUT, head_dim=block_bytes // 64)
     source, target = KvPool(layout, 64), KvPool(layout, 64)
@@ -141,7 +140,7 @@ def test_a_receiver_polls_only_while_something_is_written(
         sender.open(ticket)
         sender.write(ticket.transfer_id, 0, 0, [1, 3])
         wait_until(lambda: bool((receiver.pool.memory[0, [2, 0]] == 7).all()), "the first layer has arrived")
-        # Its doorbell has been heard once a second transfer over the same connection has landed.
+        # The receiver has handled its DATA frame once a second transfer over the connection has landed.
         second = receiver.grant([1], 4, 60.0)
         push(sender, second, [0])
         assert isinstance(pushed.wait(second), PushAccepted)
@@ -184,7 +183,6 @@ def test_a_receiver_with_a_bad_offer_is_not_connected_to(source: KvPool, offer: 
 
 @needs_nixl
 def test_an_agent_is_gone_even_while_its_error_is_at_hand(source: KvPool) -> None:
-    """The end of a connection says that nothing is written any more, and the error may be handled then."""
     NixlTransport()
     before = open_descriptors()
     with pytest.raises(LinkLost) as meeting:

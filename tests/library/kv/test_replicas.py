@@ -1,4 +1,4 @@
-"""The account of a replica store, event by event: what real transfers do too rarely to be tested with."""
+"""Bookkeeping of a replica store, event by event: cases that real transfers rarely reach."""
 
 from unittest.mock import Mock
 
@@ -28,7 +28,6 @@ class _ReplicasBench:
         self.store.start(self.events.append)
 
     def open(self, block_count: int, key: ReplicaKey = _KEY) -> Ticket:
-        """A replica for a request that has so many whole blocks."""
         return self.store.open(key, _LAYOUT, max(1, 4 * block_count), 60.0)
 
     def mark(self, ticket: Ticket, first: int, end: int) -> None:

@@ -1,4 +1,4 @@
-"""The thread that tells a listener what happened."""
+"""The thread that calls listeners with events."""
 
 import queue
 import threading
@@ -66,8 +66,7 @@ def test_a_timer_in_a_thousand_years_holds_up_no_other() -> None:
 
 def test_a_closed_reporter_holds_on_to_no_timer() -> None:
     class ReportedOwner:
-        def act(self) -> None:
-            """Never."""
+        def act(self) -> None: ...
 
     owner = ReportedOwner()
     reporter = Reporter("kv-test")

@@ -1,5 +1,4 @@
-"""Shared memory: what is mapped goes again, no process can shrink a pool in use, and other transports are the
-fallback."""
+"""Shared memory: mappings are released, a pool in use cannot shrink, other transports are the fallback."""
 
 import contextlib
 import dataclasses
@@ -126,7 +125,6 @@ def test_descriptors_of_a_receiver_that_sends_too_many_are_given_back(tmp_path: 
     (tmp_path / "sent").touch()
     near, far = socket.socketpair()
     with near, far, open(tmp_path / "sent") as sent:
-        # In two messages: each brings what it has.
         for message in range(2):
             socket.send_fds(far, [b"data"], [sent.fileno()] * (message < count))
         with pytest.raises(LinkLost, match=f"{count} descriptors"):
@@ -135,7 +133,7 @@ def test_descriptors_of_a_receiver_that_sends_too_many_are_given_back(tmp_path: 
 
 
 def _descriptors_of(path: Path) -> list[int]:
-    """This process's, of that file. Other tests' threads may be closing theirs."""
+    # Other tests' threads may be closing theirs.
     found = []
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

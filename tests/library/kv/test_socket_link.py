@@ -1,4 +1,4 @@
-"""A socket transport's link, frame by frame: what goes together, and what is left of a write that was stopped."""
+"""A socket link, frame by frame: which blocks share a frame, and what remains of a stopped write."""
 
 import contextlib
 import queue
@@ -24,8 +24,6 @@ WRITE_BYTES = 3 * LAYOUT.block_bytes
 
 
 class EndListener:
-    """Hears of the end only."""
-
     def __init__(self, on_lost: Callable[[str], None] = lambda _: None) -> None:
         self.lost = on_lost
 
@@ -37,7 +35,7 @@ class EndListener:
 
 
 class Narrow(ByteStream):
-    """Takes so many bytes of what may be stopped, then its sender is stopped."""
+    """ByteStream that stops its sender after a number of bytes."""
 
     room_bytes = 0
 
@@ -50,8 +48,6 @@ class Narrow(ByteStream):
 
 
 class LinkPair:
-    """A link, and the socket at the other end of its connection."""
-
     def __init__(self, on_lost: Callable[[str], None] = lambda _: None) -> None:
         near, self.far = socket.socketpair()
         self.far.settimeout(20.0)

@@ -1,4 +1,4 @@
-"""The socket transport against peers that break its rules, spoken to byte by byte."""
+"""The socket transport against raw peers that break the protocol."""
 
 import contextlib
 import socket
@@ -65,7 +65,6 @@ HELLO = pack_hello()
         HELLO[:8] + bytes([VERSION + 1]) + HELLO[9:],
         HELLO + b"\xff" * HEADER_BYTES,
         HELLO + pack_frame(Header(Kind.DATA, bytes(16), payload_bytes=1 << 60)),
-        # A silent one.
         b"",
     ],
 )
@@ -220,8 +219,7 @@ def pushing_to_deaf(
     progress_timeout_s: float = 10.0,
     credit_timeout_s: float = 10.0,
 ) -> Iterator[tuple[KvSender, Recorder, Ticket, socket.socket]]:
-    """A push of 1024 blocks to a receiver that answers the hello, gives credit and then reads nothing more; with the
-    receiver's end of the connection."""
+    """Push 1024 blocks to a peer that answers the hello, gives credit, and reads no more."""
     endpoint = KvEndpoint("unix", str(folder / "deaf.sock"))
     ticket = Ticket(b"t" * 16, b"s" * 16, EPOCH, (endpoint,), tuple(range(1024)), 4096, expires_in_s, LARGE_LAYOUT)
     pushed, transport = Recorder(), limited(SocketTransport("unix"), progress_timeout_s=progress_timeout_s)

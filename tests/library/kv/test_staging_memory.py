@@ -1,4 +1,4 @@
-"""How much memory a mapped sender takes beside its pool, whatever the shapes that it serves, and when it is free."""
+"""Staging memory of a mapped sender: how much it takes for several layouts, and when it is freed."""
 
 import gc
 import os
@@ -28,7 +28,7 @@ _POOL = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .* (\d+) +/memfd:kaveri-kv", re.MU
 
 
 def mapped_pools() -> dict[int, int]:
-    """The bytes of each KV pool that this process has mapped, by the inode of its memory file."""
+    """Bytes of each KV pool mapped by this process, by its memory file's inode."""
     pools: dict[int, int] = {}
     for start, end, inode in _POOL.findall(Path("/proc/self/maps").read_text()):
         pools[int(inode)] = pools.get(int(inode), 0) + int(end, 16) - int(start, 16)
@@ -36,13 +36,11 @@ def mapped_pools() -> dict[int, int]:
 
 
 def bytes_beside(known: Set[int]) -> int:
-    """Of the mapped KV pools that are not among the known inodes."""
     return sum(byte_count for inode, byte_count in mapped_pools().items() if inode not in known)
 
 
 @pytest.fixture
 def without_collector() -> Iterator[None]:
-    """What goes, goes with its last reference."""
     gc.collect()
     gc.disable()
     yield
@@ -69,7 +67,7 @@ def test_thirty_shapes_in_rotation_take_no_more_staging_than_four(tmp_path: Path
                 event = pushed.wait(ticket)
                 assert isinstance(event, PushAccepted), event
                 most_bytes = max(most_bytes, bytes_beside(known))
-        # A page for each beginning.
+        # Plus a page per staging memory, for alignment.
         assert 0 < most_bytes <= STAGINGS_MAX * (staging_bytes + (1 << 16))
     assert threading.active_count() == threads
     wait_until(lambda: bytes_beside(known) == 0, "all staging is free")
@@ -87,7 +85,6 @@ def test_a_shape_waits_for_the_memory_of_those_that_were_evicted(tmp_path: Path,
     ):
         room: Any = sender._mapped._room
         for _ in range(STAGINGS_MAX):
-            # Of one that was evicted, and still sends.
             assert room.acquire(blocking=False)
         ticket = receiver.grant([0, 1], 2 * 16, 60.0)
         push(sender, ticket, [0, 1])

@@ -1,4 +1,4 @@
-"""KV over TLS: which peers are accepted, what refused peers hear, and that the bytes are encrypted."""
+"""KV over TLS: which peers are accepted, what refused peers are told, and that the bytes are encrypted."""
 
 import contextlib
 import itertools
@@ -46,7 +46,6 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
-    """Of another authority."""
     return Authority(tmp_path_factory.mktemp("others"), "others").certify("stranger")
 
 
@@ -81,7 +80,6 @@ def listening_with(transport: Transport) -> AbstractContextManager[tuple[KvRecei
 
 
 def refusal(transport: Transport, receiver: KvReceiver) -> str:
-    """Why no link can be made."""
     listener = Mock()
     with pytest.raises(LinkLost) as lost:
         transport.connect(receiver.endpoints[0], 7, KvPool(SMALL_LAYOUT, 1), listener)
@@ -95,7 +93,6 @@ def connected(receiver: KvReceiver) -> socket.socket:
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """Without a certificate."""
     context = ssl.create_default_context(cafile=files.authority)
     context.check_hostname = False
     return context
@@ -103,7 +100,7 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
 
 @contextlib.contextmanager
 def tapped(address: str) -> Iterator[tuple[str, bytearray]]:
-    """Another address for the same listener, good for one connection; and all that goes to the listener through it."""
+    """Proxy for one connection to this address: yields the proxy's address, and the bytes sent to the listener."""
     host, _, port = address.rpartition(":")
     seen = bytearray()
     with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
@@ -136,7 +133,6 @@ def test_nobody_on_the_way_reads_a_push_as_over_plain_tcp(files: TlsFiles, kind:
     with listening_with(transport) as (receiver, landed), tapped(receiver.endpoints[0].address) as (address, seen):
         source, pushed = require_lands(receiver, landed, transport, address)
     assert pushed.transport == kind
-    # Frames, and the bytes of a block.
     shown = [what in seen for what in (pack_hello(), source.memory[0, 3].tobytes())]
     assert shown == [kind == "tcp"] * 2
     assert len(seen) > SMALL_LAYOUT.layer_count * 3 * SMALL_LAYOUT.block_bytes
@@ -267,7 +263,6 @@ def test_an_older_tls_is_refused(files: TlsFiles) -> None:
 
 
 def test_whoever_says_nothing_is_sent_away(files: TlsFiles) -> None:
-    # Long enough for the handshake of the push.
     with listening_with(limited(TlsTransport(files), progress_timeout_s=2.0)) as (receiver, landed):
         with connected(receiver) as silent:
             assert silent.recv(1) == b""

@@ -1,4 +1,4 @@
-"""The transports are held to the suite of all transports."""
+"""Runs the conformance suite on each transport."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Deficit round robin by itself: who is served, by how many bytes."""
+"""Deficit round robin: order of service, and bytes served."""
 
 import random
 

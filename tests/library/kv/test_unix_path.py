@@ -1,4 +1,4 @@
-"""The path of a Unix listener, which several processes may want at the same time."""
+"""The path of a Unix listener, which several processes may want at once."""
 
 import contextlib
 import fcntl

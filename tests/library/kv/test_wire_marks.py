@@ -1,4 +1,4 @@
-"""Open transfers over a socket, against peers of the former version, peers that lie, and frames that are garbage."""
+"""Open transfers over a socket, with peers of protocol version 4, peers that lie, and garbage frames."""
 
 import contextlib
 import random
@@ -45,10 +45,10 @@ FUZZ_ROUNDS = 900
 def test_two_sides_use_the_newest_version_that_both_speak() -> None:
     assert unpack_hello(pack_hello(7)) == Hello(7, False, VERSION)
     assert unpack_hello(pack_hello(7, True, 200)) == Hello(7, True, VERSION)
-    # The former version's hello: the one version, and nothing behind the digests.
+    # Version 4's hello: one version, nothing after the digests.
     former = struct.pack("<8sHB5xQ", b"KAVERIKV", 4, 1, 7)
     assert unpack_hello(former) == Hello(7, True, OLDEST_VERSION)
-    # What the former version reads in ours.
+    # Version 4's view of our hello.
     assert struct.unpack("<8sHB5xQ", pack_hello(7, True)) == (b"KAVERIKV", 4, 1, 7)
     for version in (3, VERSION + 1):
         with pytest.raises(LinkLost, match=f"versions {version} to {version}"):
@@ -73,8 +73,6 @@ def test_a_sender_of_the_former_version_is_served_but_for_open_transfers(
 
 
 class Scripted:
-    """A receiver that is spoken byte by byte."""
-
     def __init__(self, path: str, version: int) -> None:
         self.pushed = Recorder()
         self._version = version
@@ -86,7 +84,6 @@ class Scripted:
 
     @contextlib.contextmanager
     def pushing(self) -> Iterator[tuple[KvSender, Stranger, Ticket]]:
-        """A sender with an open push, this end of its connection, and the ticket."""
         ticket = Ticket(b"t" * 16, b"s" * 16, EPOCH, (self._endpoint,), (4, 2, 6), 12, 30.0, LAYOUT, is_open=True)
         with (
             self._listening,
@@ -139,7 +136,6 @@ def test_a_mark_is_behind_its_blocks_with_the_digest_of_all_before(tmp_path: Pat
         assert peer_frames == [1, 2]
         peer.send(Header(Kind.MARKED, ticket.transfer_id, block_count=1))
         scripted.pushed.wait_for_step(PushMarked(ticket.transfer_id, 1))
-        # Not what is due.
         peer.send(Header(Kind.MARKED, ticket.transfer_id, block_count=3))
         assert "block 3 was marked by the receiver" in failure(scripted.pushed, ticket)
 

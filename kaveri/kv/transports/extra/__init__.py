@@ -1,1 +1,1 @@
-"""Transports that must be configured explicitly: collectives (gloo, nccl) and emulated links."""
+"""Transports used only on request: collectives (gloo, nccl) and emulated links."""

@@ -1,21 +1,20 @@
-"""The transports over a collective library's point-to-point calls: "gloo" between hosts, "nccl" between GPUs.
+"""Transports over a collective library's point-to-point calls: "gloo" between hosts, "nccl" between GPUs.
 
-One two-rank group for each connection, so for each (prefill, decode, incarnation): built directly, without a global
-group, over a store that the receiver opens for the meeting. Rank 0 receives, rank 1 sends. A TCP connection carries the
-frames of frames.py, and shows that the peer lives; the group carries the bytes, and is used in one direction only.
+Each connection has a group of two ranks, built directly, without a global group, over a store that the receiver opens.
+Rank 0 receives, rank 1 sends. A TCP connection carries the frames of frames.py and shows that the peer lives; the group
+carries the bytes, in one direction only.
 
-The libraries match sends with receives by order, and a send waits for its receive to be posted. So each message is
-announced by a DATA frame of its own, whose blocks are its content: the receiver posts the receive at once, processes
-the available frames, and only then waits for the message. GRANTED reports that a message has arrived, and that one more
-may be announced: messages in flight are bounded by the staging buffers of both sides.
+The libraries match sends with receives by order, and a send waits until its receive is posted. So a DATA frame
+announces each message, whose content are its blocks: the receiver posts the receive at once, processes the available
+frames, and only then waits for the message. GRANTED reports that a message has arrived and one more may be announced,
+so the staging buffers of both sides bound the messages in flight.
 
-Blocks are gathered into and scattered out of those buffers, reused and prefaulted, in messages of up to two mebibytes
-or one block. Neither library accesses a pool: a late message can hit staging memory only, and the receiver alone copies
-it from there. Neither library can cancel one message either: a late one ends the group and the connection, and the next
-transfer creates a new pair.
+Blocks are gathered into and scattered from those buffers, in messages of up to two mebibytes or one block. Neither
+library accesses a pool: a late message only hits staging memory. Neither can cancel a message: a late one ends the
+group and the connection, and the next transfer creates new ones.
 
-"gloo" ran here. "nccl" is written and was never run: it needs two GPUs. There, staging is followed by a copy to or from
-the device, since pools are host memory.
+Tested with "gloo". "nccl" has never run: it needs two GPUs. It copies staging buffers to or from the device, since
+pools are host memory.
 """
 
 import contextlib
@@ -67,8 +66,7 @@ _RECEIVER, _SENDER = 0, 1
 
 
 class CollectiveTransport(SocketTransport):
-    """Creates links and listeners over the backend "gloo" or "nccl", which is its name. Addresses are those of the TCP
-    connection.
+    """Transport over torch.distributed's point-to-point calls, named as its backend, "gloo" or "nccl". TCP addresses.
 
     Raises ConfigError when torch, or the backend in it, or a required GPU is missing.
     """
@@ -108,7 +106,8 @@ class CollectiveTransport(SocketTransport):
 
 
 class CollectiveLink(SocketLink):
-    """A sender's connection; see Link. The group is used by the thread that writes."""
+    """A sender's connection over gloo or NCCL; implements transport.Link. The process group is used by the writing
+    thread only."""
 
     def __init__(
         self, stream: ByteStream, pool: KvPool, listener: LinkListener, endpoint: KvEndpoint, pair: "_Pair"
@@ -130,7 +129,8 @@ class CollectiveLink(SocketLink):
         digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
-        """See Link.write. Returns once the blocks are gathered."""
+        """Gather blocks into staging buffers and send these as messages; return once all blocks are gathered. See
+        Link.write."""
         block_bytes = self._pool.layout.block_bytes
         step = self._pair.buffer_bytes // block_bytes
         starts = range(0, len(source_blocks), step)
@@ -170,7 +170,6 @@ class CollectiveLink(SocketLink):
             self._changed.notify_all()
 
     def _wait_for_buffer(self, is_stopped: Callable[[], bool]) -> bool:
-        """Wait for a free buffer to send the next message from. Return False when stopped. Raises LinkLost."""
         timeout_s = self._stream.progress_timeout_s
         give_up_at_s = time.monotonic() + timeout_s
         with self._changed:
@@ -186,7 +185,7 @@ class CollectiveLink(SocketLink):
 
 
 class GlooReceivingConnection(ReceivingConnection):
-    """One sender's connection, on the receiving side. Its thread alone uses the group, and writes into the pool."""
+    """Receiving side of one sender's gloo connection. Only its thread uses the group and writes into the pool."""
 
     backend: ClassVar[str] = "gloo"
     _pair: "_Pair | None" = None
@@ -198,7 +197,7 @@ class GlooReceivingConnection(ReceivingConnection):
         self._announced_count = 0
 
     def take_coming(self) -> None:
-        """Wait for all announced messages."""
+        """Receive all announced messages and store their blocks."""
         while self._coming:
             self._take_message()
 
@@ -269,13 +268,13 @@ class GlooReceivingConnection(ReceivingConnection):
 
 
 class NcclReceivingConnection(GlooReceivingConnection):
-    """GlooReceivingConnection's counterpart for NCCL."""
+    """Receiving side of one sender's NCCL connection."""
 
     backend = "nccl"
 
 
 class _OrderedLanding:
-    """A landing whose marks and end wait for the messages announced before them; see Landing."""
+    """Receiving side of a transfer whose marks and end wait until the messages announced before them have arrived."""
 
     def __init__(self, inner: Landing, connection: GlooReceivingConnection) -> None:
         self._inner = inner
@@ -295,17 +294,16 @@ class _OrderedLanding:
 
 
 class _Pair:
-    """A two-rank group and the staging buffers of one rank. Used by one thread, and closed by it.
+    """Process group of two ranks, with this rank's staging buffers. Used and closed by one thread.
 
-    Message n uses buffer n modulo _BUFFER_COUNT. All methods but close() raise LinkLost; the pair is unusable
-    afterwards.
+    Message n, counted from the connection's start, uses buffer n modulo _BUFFER_COUNT. All methods but close() raise
+    LinkLost; the pair is unusable afterwards.
     """
 
     def __init__(
         self, backend: str, rank: int, store: Any, prefix: bytes, host: str, timeout_s: float, block_bytes: int
     ) -> None:
-        """Blocks until the other rank has joined. store: of torch. prefix: [16 bytes], unique to the pair. host: this
-        end's. timeout_s: per message."""
+        # Waits until the other rank has joined.
         self._other_rank = _SENDER if rank == _RECEIVER else _RECEIVER
         self._timeout_s = timeout_s
         self.buffer_bytes = max(1, _MESSAGE_BYTES // block_bytes) * block_bytes
@@ -324,11 +322,12 @@ class _Pair:
                 self._moved = torch.zeros_like(self._tensors, device="cuda")
 
     def buffer(self, message: int, byte_count: int) -> npt.NDArray[np.uint8]:
-        """Buffer of message n, [byte_count]. Usable once its previous message has arrived."""
+        """Staging buffer of message number `message`, [byte_count], uint8; free once its previous message has
+        arrived."""
         return self._memory[message % _BUFFER_COUNT, :byte_count]
 
     def send(self, message: int, byte_count: int) -> None:
-        """Start sending the message in its buffer."""
+        """Start sending the message in its staging buffer."""
         with _group_errors("sending"):
             slot = message % _BUFFER_COUNT
             if self._works[slot] is not None:
@@ -340,13 +339,13 @@ class _Pair:
             self._works[slot] = self._group.send([moved], self._other_rank, 0)
 
     def post_receive(self, message: int, byte_count: int) -> None:
-        """Post the receive of a message."""
+        """Post the receive of a message into its staging buffer."""
         with _group_errors("receiving"):
             slot = message % _BUFFER_COUNT
             self._works[slot] = self._group.recv([self._moved[slot, :byte_count]], self._other_rank, 0)
 
     def received(self, message: int, byte_count: int) -> npt.NDArray[np.uint8]:
-        """Wait for a message and return it, [byte_count]."""
+        """Wait for a message and return its staging buffer, [byte_count], uint8."""
         with _group_errors("receiving"):
             slot = message % _BUFFER_COUNT
             self._finish(slot)
@@ -355,7 +354,7 @@ class _Pair:
         return self._memory[slot, :byte_count]
 
     def close(self) -> None:
-        """Destroy the group: the other rank's calls fail soon. Idempotent."""
+        """Destroy the process group: the other rank's calls fail soon. Idempotent."""
         group, self._group = self._group, None
         if group is not None and self._moved is not self._tensors:
             # NCCL's kernels wait for the other side forever. gloo's threads and sockets are freed with its last
@@ -384,9 +383,8 @@ class _Pair:
 
 
 def _met_within(timeout_s: float, meet: Callable[[], _Pair]) -> _Pair:
-    """Create a pair on a thread of its own. torch's store has no deadline while the process at its other end is
-    stopped: the thread then stays until that process continues or is gone, and undoes a late result. Raises LinkLost,
-    also when no thread can be started or too many meetings are active."""
+    # On a thread of its own: torch's store has no deadline while the process at its other end is stopped. The thread
+    # then stays until that process continues or is gone, and undoes a late result.
     if not _meetings.acquire(blocking=False):
         raise LinkLost(f"{_MOST_MEETINGS} other meetings have not ended")
     met: Future[_Pair] = Future()
@@ -474,7 +472,6 @@ def _joined_store(host: str, port: int) -> Any:
 
 @contextlib.contextmanager
 def _group_errors(doing: str) -> Iterator[None]:
-    """Convert torch's errors, which are RuntimeErrors, to LinkLost."""
     try:
         yield
     except RuntimeError as error:
@@ -501,5 +498,5 @@ def _require_backend(backend: str) -> None:
 
 
 def _import_torch() -> tuple[Any, Any]:
-    """Import torch and torch.distributed. On demand: it takes seconds, and other transports do not need them."""
+    # On demand: it takes seconds, and other transports do not need it.
     return importlib.import_module("torch"), importlib.import_module("torch.distributed")

@@ -1,7 +1,4 @@
-"""Emulated links: a transport slowed down, and one that moves no bytes at all.
-
-Both are for studies. Their labels say so in logs and metrics.
-"""
+"""Emulated links, for studies: slowed-down transports, and one that moves no bytes. Their labels say so."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,18 +17,16 @@ from kaveri.kv.transports.stream import ByteStream
 _CHECK_S = 0.02
 """Max sleep between checks for a stop."""
 _AHEAD_S = 0.01
-"""Send-ahead of a link, like a socket's buffer. Without it the link would stand idle after each piece for as long as
-the sending thread wakes up late."""
+"""Send-ahead of a link, like a socket's buffer. Otherwise it would idle when the sending thread wakes up late."""
 
 
 class EmulatedTransport:
-    """Wraps a transport so that its links take the time of `speed`, if that exceeds their own.
+    """Wraps a transport so that writes over a link take at least the time that `speed` gives.
 
-    Only the sending side is slowed; each link is as fast as if it were alone.
+    Only the sending side is slowed; each link is as fast as if it were alone. text: `speed` as the user wrote it.
     """
 
     def __init__(self, inner: Transport, speed: LinkSpeed, text: str) -> None:
-        """text: the speed as written by the user, for the label."""
         self.inner = inner
         self._speed = speed
         self.name, self.capabilities = inner.name, inner.capabilities
@@ -45,7 +40,7 @@ class EmulatedTransport:
 
 
 class EmulatedLink:
-    """A link that is busy as long as `speed` says, with one piece after another."""
+    """Link of an EmulatedTransport, slowed down to `speed`; implements transport.Link."""
 
     def __init__(self, inner: Link, speed: LinkSpeed, pool: KvPool) -> None:
         self.wants_digest, self.has_marks = inner.wants_digest, inner.has_marks
@@ -71,8 +66,7 @@ class EmulatedLink:
         digest: Digest | None,
         is_stopped: Callable[[], bool],
     ) -> int:
-        """See Link.write. The bytes go at once; this then sleeps for the link's remaining time, except the last
-        _AHEAD_S."""
+        """Send the blocks at once, then sleep until the emulated link has sent all but its last _AHEAD_S seconds."""
         began_s = time.monotonic()
         charged_count = self._inner.write(ticket, layers, first_index, source_blocks, digest, is_stopped)
         moved_bytes = len(layers) * len(source_blocks) * self._layout.block_bytes
@@ -82,15 +76,15 @@ class EmulatedLink:
         return charged_count
 
     def mark(self, ticket: Ticket, block_count: int, note: bytes, digest: int) -> None:
-        """See Link.mark. Sent after the bytes before it; adds no latency of its own."""
+        """Send a mark once the emulated link has sent all bytes before it. Adds no latency."""
         self._sleep_until(self._busy_until_s, lambda: False)
         self._inner.mark(ticket, block_count, note, digest)
 
     def finish(self, ticket: Ticket, note: bytes, digest: int) -> None:
-        """See Link.finish. The end mark follows the last bytes, which arrive a latency later.
+        """Send the end mark one latency after the emulated link has sent the last bytes.
 
-        Other transfers of the link wait as well, which they would not on a real link: with milliseconds of latency and
-        many short transfers to one receiver the link is slower than its bandwidth says.
+        Other transfers of the link wait as well, unlike on a real one: with milliseconds of latency and many short
+        transfers to one receiver, the link is slower than its bandwidth says.
         """
         self._sleep_until(max(time.monotonic(), self._busy_until_s) + self._speed.latency_s, lambda: False)
         self._inner.finish(ticket, note, digest)
@@ -111,8 +105,8 @@ class EmulatedLink:
 
 
 class MockTransport(SocketTransport):
-    """Reports blocks as written without writing any, over TCP: TetriInfer's mock (arXiv 2401.11181, section 4), for
-    engines that do not read their KV. An EmulatedTransport around it adds the time."""
+    """TCP transport that reports blocks as written without sending any, like TetriInfer's mock (arXiv 2401.11181,
+    section 4). For engines that do not read their KV. An EmulatedTransport around it adds the time."""
 
     def __init__(self, *, advertise_host: str | None = None) -> None:
         super().__init__("tcp", advertise_host=advertise_host)
