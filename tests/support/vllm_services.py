@@ -49,6 +49,6 @@ class ShapedCore(LentCore):
 
     def step(self, batch_count: int, held: Collection[Any] = ()) -> list[Any]:
         outputs = super().step(batch_count, held)
-        if self._step_s and (outputs or self.running_count):
+        if self._step_s and (outputs or self._scheduler.get_request_counts()[0]):
             threading.Event().wait(self._step_s)
         return outputs
