@@ -285,7 +285,7 @@ def _fitting_model_len(layout: KvLayout, model_tokens: int, settings: EngineSett
 
 
 def listen_endpoints(settings: EngineSettings) -> tuple[KvEndpoint, ...]:
-    """Return the addresses where an engine with these settings accepts KV, best first. Raises ConfigError."""
+    """Make addresses for a KV receiver to listen on, best first: new socket paths, and kv_port. Raises ConfigError."""
     spoken = {name: _spoken_as(name) for name in settings.kv_transports}
     over_tcp = [name for name, (_, has_path) in spoken.items() if not has_path]
     if settings.kv_port and len(over_tcp) > 1:

@@ -18,7 +18,7 @@ _RECENT = 0.999
 
 @dataclass
 class Turns:
-    """Counters of the engine thread's iterations, as in EngineStats. Written by that thread, with the lock held."""
+    """Counters of the engine thread's iterations, as in EngineStats. Calls that give it work also set `is_busy`."""
 
     turn_count: int = 0
     is_busy: bool = False

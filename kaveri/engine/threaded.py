@@ -33,7 +33,7 @@ class EngineAccount(TransferAccount[OwnerT], CopyAccount[OwnerT], Protocol[Owner
         """Allocate blocks for the request's prompt and queue it. Raises RequestAlreadyExists and NoCapacity."""
 
     def adopt(self, key: EngineKey) -> None:
-        """Move a request with a computed prompt and no open push to the decode side. Ignores others."""
+        """Turn a computed prompt without an open push into a decode request that waits for admit(). Ignores others."""
 
     def admit(self, key: EngineKey) -> None:
         """Add a request whose KV has arrived to the running batch at the next step. Ignores others."""

@@ -47,7 +47,7 @@ def parse_parallelism(text: str, field: str) -> Parallelism:
 def require_possible(
     model: ModelShape, hardware: Hardware, parallelism: Parallelism, gpus: int, field: str, *, has_pool: bool = False
 ) -> None:
-    """Raise ConfigError if the model cannot run with this parallelism. has_pool: its KV capacity is known to fit."""
+    """Raise ConfigError for the setting `field` if the model cannot run so on `gpus` GPUs. has_pool: its KV fits."""
     reason = _impossible(model, hardware, parallelism, gpus, has_pool=has_pool)
     if reason:
         raise ConfigError(field, f"is {parallelism.tp},{parallelism.pp}: {reason}")

@@ -182,8 +182,8 @@ class CountedEngine:
         self._blocks_may_be_taken()
 
     def land_partly(self, sequence: CountedSequence, held_tokens: int) -> None:
-        """Add a resumed request that has the KV of its first `held_tokens` tokens. After admit(), the batch recomputes
-        the rest, step by step."""
+        """Add a resumed request that has the KV of its first `held_tokens` tokens; after admit(), steps compute the
+        rest."""
         assert 0 < held_tokens < sequence.tokens
         self._lands_parts = True
         sequence.computed = held_tokens

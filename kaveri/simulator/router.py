@@ -172,7 +172,7 @@ class SimulatedRouter:
         self.on_end(attempt.request)
 
     def decode_lost(self, attempt: SimulatedAttempt) -> None:
-        """Handle the death of a request's decode instance. The retry avoids it if it also prefilled the request."""
+        """Handle a decode instance's death: resume the request from its KV copy if possible, else retry or fail it."""
         attempt.is_over = True
         is_both = attempt.prefill.record.phases == BOTH_PHASES
         at_fault = attempt.prefill.record if is_both and attempt.resumed_from is None else None

@@ -233,7 +233,7 @@ class PeerProcess:
         return cast(list[str], self.ask("end"))
 
     def signal(self, number: signal.Signals) -> None:
-        """Send SIGKILL, SIGSTOP or SIGCONT, and wait until all threads have ended or stopped."""
+        """Send SIGKILL, SIGSTOP or SIGCONT. After the first two, wait until all threads have ended or stopped."""
         signal.pidfd_send_signal(self._process, number)
         if number == signal.SIGKILL:
             # Readable once the last of its threads has ended. Its socket ends earlier, when others may still be open.

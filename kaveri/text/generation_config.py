@@ -47,7 +47,7 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class FoundGenerationConfig:
-    """Values of a model's generation_config, and the name of the file they were read from."""
+    """Values of a model's generation_config, and the file that they come from; without one, defaults of config.json."""
 
     origin: str
     values: Mapping[str, Any]

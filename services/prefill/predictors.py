@@ -29,7 +29,7 @@ class UnusableAnswer(KaveriError):
 
 
 class Predictors:
-    """Chooses length predictors, calls them, and tracks their health. Not thread-safe."""
+    """Chooses and calls length predictors; keeps their health, in which callers record outcomes. Not thread-safe."""
 
     def __init__(self, store: ClusterStore, model: str, address: str, rng: random.Random) -> None:
         """model: its name in the cluster. address: the predictor to ask, "host:port"; empty: any that is ready."""

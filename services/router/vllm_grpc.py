@@ -237,7 +237,7 @@ class VllmEngineServicer:
 
 
 def cluster_load(view: ClusterView, model: str) -> Any:
-    """Build the SchedulerLoad of the model's whole cluster. Tokens are those of decode instances' KV pools."""
+    """Build the SchedulerLoad over all of the model's instances; used and total tokens are of decode KV pools."""
     instances = [
         instance for instance in view.instances.values() if instance.record.phases and instance.record.model == model
     ]

@@ -65,7 +65,7 @@ class WorkerSide:
             self._plane.begin_step(orders.chunks)
 
     def layer_done(self, layer_name: str) -> None:
-        """Handle the end of a layer's attention: the step's KV of this layer is in vLLM's cache."""
+        """Push the step's KV of a layer whose attention has ended. With a mirror, end_step() pushes it instead."""
         if self._mirror is None and self._plane is not None:
             self._plane.layer_done(self._layers[layer_name])
 

@@ -166,7 +166,7 @@ class RankPlane:
         self._in_step.clear()
 
     def written_blocks(self) -> set[int]:
-        """Return ids of blocks of pushed prompts that the step fills; in a first chunk also those of the prefix cache."""
+        """Return the blocks of pushed prompts that the step fills; in a first chunk also those of the prefix cache."""
         block_tokens = self._pool.layout.block_tokens
         return {
             block

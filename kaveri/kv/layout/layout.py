@@ -164,7 +164,7 @@ class KvLayout:
 
 
 class PartPlace(NamedTuple):
-    """Destination of one part of a push (heads that a source and a destination rank share): rank, block layout."""
+    """Destination of one part of a push (heads that two ranks share): the rank, and the block layout of those heads."""
 
     rank: int
     layout: KvLayout

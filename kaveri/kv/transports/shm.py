@@ -150,8 +150,8 @@ def _map_pool(descriptor: int, layer_bytes: int, own: KvPool) -> npt.NDArray[np.
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int], piece_blocks: int) -> list[tuple[int, int, int]]:
-    """Split into runs contiguous on both sides: (first source block, first target block, count). A single run is cut
-    into pieces of piece_blocks."""
+    """Split into runs contiguous on both sides: (first source block, first target block, count). If all blocks form
+    one run, it is cut into pieces of piece_blocks."""
     total = len(sources)
     if is_run(sources) and is_run(targets):
         first, place = sources[0], targets[0]
