@@ -133,32 +133,30 @@ class TakeOver:
 
     async def _at_prefill(self, entry: RequestEntry, number: int, records: list[InstanceRecord]) -> Found | None:
         attachment = entry.attachment(number, self._stream_id, at_prefill=True)
+        ties: list[PromptTie] = []
 
         async def ask(record: InstanceRecord) -> Found:
             # Reports may come before the answer.
             tie = self._feeds.expect_reports(entry, number, record)
+            ties.append(tie)
             until_s = time.monotonic() + CALL_TIMEOUT_S
-            try:
-                while True:
-                    has_stream, sent_s = self._feeds.is_connected(tie.life), time.monotonic()
-                    attached = await self._feeds.attach(record, attachment, _timeout_s(entry))
-                    tie.is_there = True
-                    if (has_stream and not self._feeds.may_lack_reports(tie, sent_s)) or sent_s >= until_s:
-                        return Found(attached, tie.life, None, tie)
-                    # The reports may have gone over a former stream, and the next may be open without this request.
-                    await asyncio.sleep(_ATTACH_AGAIN_S)
-            except BaseException:
-                self._feeds.drop(tie)
-                raise
+            while True:
+                has_stream, sent_s = self._feeds.is_connected(tie.life), time.monotonic()
+                attached = await self._feeds.attach(record, attachment, _timeout_s(entry))
+                tie.is_there = True
+                if (has_stream and not self._feeds.may_lack_reports(tie, sent_s)) or sent_s >= until_s:
+                    return Found(attached, tie.life, None, tie)
+                # The reports may have gone over a former stream, and the next may be open without this request.
+                await asyncio.sleep(_ATTACH_AGAIN_S)
 
-        outcomes = await asyncio.gather(*map(ask, records), return_exceptions=True)
         found = None
         try:
+            outcomes = await asyncio.gather(*map(ask, records), return_exceptions=True)
             found = _first_of_owners(entry, records, Phase.PREFILL, outcomes)
         finally:
-            for outcome in outcomes:
-                if isinstance(outcome, Found) and outcome is not found and outcome.tie is not None:
-                    self._feeds.drop(outcome.tie)
+            for tie in ties:
+                if found is None or tie is not found.tie:
+                    self._feeds.drop(tie)
         return found
 
 

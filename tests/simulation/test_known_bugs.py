@@ -330,3 +330,9 @@ def test_a_prompt_that_is_attached_while_the_stream_of_its_instance_is_opened_ag
     """Its reports went over the former stream, and the next one was open without it: the request hung. Seed 6025 of the
     simulation found it."""
     run(draw_plan(6025))
+
+
+def test_a_search_that_its_client_ends_expects_no_reports_of_the_instances_that_have_answered(run: Run) -> None:
+    """One prefill instance had answered, another one was cut off: the reports of the first were awaited for ever. Seed
+    910675 of the simulation found it."""
+    run(draw_plan(910675))
