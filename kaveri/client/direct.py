@@ -14,8 +14,8 @@ from kaveri.feeds.expiring import ExpiringMap
 from kaveri.rpc.server import open_channel
 from kaveri.rpc.tls import RpcTls
 from kaveri.timeouts import CALL_TIMEOUT_S, SUSPECT_AFTER_S, TICK_S
-from kaveri.v1 import decode_pb2, inference_pb2
-from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1 import feed_pb2, inference_pb2
+from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.wire.status import is_answer
 
 _AVOID_S = 10.0
@@ -69,9 +69,9 @@ class _Instance:
     def __init__(self, address: str, channel: aio.Channel) -> None:
         self.address = address
         self.channel = channel
-        self.stub = DecodeServiceStub(channel)
+        self.stub = FeedServiceStub(channel)
         self.reader_id = secrets.token_hex(16)
-        self.call = self.stub.StreamAnswers(decode_pb2.StreamAnswersRequest(reader_id=self.reader_id))
+        self.call = self.stub.Follow(feed_pb2.FollowRequest(form=feed_pb2.FORM_TEXT, reader_id=self.reader_id))
         self.reads: dict[tuple[str, int], DirectRead] = {}
         self.opened: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         """Incarnation of the instance, once its stream is open. Cancelled if it cannot be reached."""
@@ -96,9 +96,7 @@ class DirectStreams:
         self._watching: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def read(
-        self, at: inference_pb2.TokensAt, request: decode_pb2.ReadAnswerRequest, wake: Callable[[], None]
-    ) -> DirectRead:
+    def read(self, at: inference_pb2.TokensAt, request: feed_pb2.AttachRequest, wake: Callable[[], None]) -> DirectRead:
         """Start to read an answer at the instance `at`. request: without reader_id. wake: called on every change."""
         read = DirectRead((request.request_id, request.session), wake)
         if self._avoided.get(at.address, time.monotonic()):
@@ -142,7 +140,7 @@ class DirectStreams:
             task.exception()
 
     async def _request(
-        self, instance: _Instance, incarnation: int, request: decode_pb2.ReadAnswerRequest, read: DirectRead
+        self, instance: _Instance, incarnation: int, request: feed_pb2.AttachRequest, read: DirectRead
     ) -> None:
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
@@ -157,7 +155,7 @@ class DirectStreams:
         read.requested = True
         instance.reads[read.key] = read
         try:
-            await instance.stub.ReadAnswer(request, timeout=CALL_TIMEOUT_S)
+            await instance.stub.Attach(request, timeout=CALL_TIMEOUT_S)
         except aio.AioRpcError as error:
             # An instance that refuses has sent nothing.
             read.end(failed=not is_answer(error))
@@ -185,7 +183,7 @@ class DirectStreams:
             self._end(instance)
         await instance.channel.close()
 
-    def _take(self, instance: _Instance, part: decode_pb2.AnswerPart) -> None:
+    def _take(self, instance: _Instance, part: feed_pb2.AnswerPart) -> None:
         read = instance.reads.get((part.request_id, part.session))
         if read is None:
             return

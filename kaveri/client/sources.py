@@ -6,7 +6,7 @@ import time
 from kaveri.client.direct import DirectRead, DirectStreams
 from kaveri.client.received import Received
 from kaveri.client.routers import RouterCall
-from kaveri.v1 import decode_pb2, inference_pb2
+from kaveri.v1 import feed_pb2, inference_pb2
 
 _ROUTER_CONTINUES_S = 1.0
 """Time for a router to send tokens, or an interruption, after the direct read has failed."""
@@ -57,7 +57,8 @@ class AnswerSources:
         """Start to read the rest of the answer at decode instance `at`. request: with its session and secret."""
         self._leave()
         self._repeats = True
-        asked = decode_pb2.ReadAnswerRequest(
+        asked = feed_pb2.AttachRequest(
+            form=feed_pb2.FORM_TEXT,
             request_id=request.request_id,
             session=request.session,
             secret=request.secret,

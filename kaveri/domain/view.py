@@ -14,7 +14,7 @@ ValueT = TypeVar("ValueT")
 ParamsT = ParamSpec("ParamsT")
 
 
-WIRE = 1
+WIRE = 2
 """Version of the contracts (protos/), raised with each incompatible change. Processes ignore other versions."""
 
 

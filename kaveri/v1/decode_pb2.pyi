@@ -7,7 +7,6 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from kaveri.v1 import inference_pb2 as _inference_pb2
 from kaveri.v1 import kv_pb2 as _kv_pb2
 from kaveri.v1 import predictor_pb2 as _predictor_pb2
 from kaveri.v1 import sampling_pb2 as _sampling_pb2
@@ -510,7 +509,7 @@ class RequestTokens(_message.Message):
     the request go. The router resumes it there, and nothing is computed again.
     """
     read_here: _builtins.bool
-    """A caller reads the answer here (ReadAnswer): tokens come in larger pieces, and the router need not pass them on."""
+    """A client reads the answer here (FORM_TEXT): tokens come in larger pieces, and the router need not pass them on."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One token per engine step; several when the stream was slower than the engine. None, with index 0, when the request
@@ -586,159 +585,6 @@ class EngineFault(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineFault: _TypeAlias = EngineFault  # noqa: Y015
-
-@_typing.final
-class StreamAnswersRequest(_message.Message):
-    """A caller's subscription."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    READER_ID_FIELD_NUMBER: _builtins.int
-    reader_id: _builtins.str
-    """Drawn by the caller: 16 to 128 characters that others cannot guess."""
-    def __init__(
-        self,
-        *,
-        reader_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reader_id", b"reader_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamAnswersRequest: _TypeAlias = StreamAnswersRequest  # noqa: Y015
-
-@_typing.final
-class StreamAnswersResponse(_message.Message):
-    """What the answers of one caller gained in an engine step. A message without parts is a beat."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    INCARNATION_FIELD_NUMBER: _builtins.int
-    PARTS_FIELD_NUMBER: _builtins.int
-    BEAT_S_FIELD_NUMBER: _builtins.int
-    incarnation: _builtins.int
-    """The decode instance's incarnation, on the first message, which is sent at once and carries no parts."""
-    beat_s: _builtins.float
-    """On the first message: seconds after which a beat follows when no tokens flow."""
-    @_builtins.property
-    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerPart]:
-        """At most one of each request."""
-
-    def __init__(
-        self,
-        *,
-        incarnation: _builtins.int = ...,
-        parts: _abc.Iterable[Global___AnswerPart] | None = ...,
-        beat_s: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_s", b"beat_s", "incarnation", b"incarnation", "parts", b"parts"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamAnswersResponse: _TypeAlias = StreamAnswersResponse  # noqa: Y015
-
-@_typing.final
-class AnswerPart(_message.Message):
-    """What one answer gained."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SESSION_FIELD_NUMBER: _builtins.int
-    RESPONSE_FIELD_NUMBER: _builtins.int
-    ENDED_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """The request's id."""
-    session: _builtins.int
-    """The session that reads it."""
-    ended: _builtins.bool
-    """Nothing more of it comes from here. The router says how it ended, or where it goes on."""
-    @_builtins.property
-    def response(self) -> _inference_pb2.GenerateResponse:
-        """As the router would send it: index, token_ids, text and first_character. A token that ends the answer as
-        FINISH_REASON_STOP comes from the router alone, with the end.
-        """
-
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.str = ...,
-        session: _builtins.int = ...,
-        response: _inference_pb2.GenerateResponse | None = ...,
-        ended: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "request_id", b"request_id", "response", b"response", "session", b"session"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AnswerPart: _TypeAlias = AnswerPart  # noqa: Y015
-
-@_typing.final
-class ReadAnswerRequest(_message.Message):
-    """Which answer to read."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    READER_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SESSION_FIELD_NUMBER: _builtins.int
-    SECRET_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    CHARACTERS_FIELD_NUMBER: _builtins.int
-    reader_id: _builtins.str
-    """Of the caller's StreamAnswers."""
-    request_id: _builtins.str
-    """The request's id."""
-    session: _builtins.int
-    """The caller's present session."""
-    secret: _builtins.bytes
-    """The request's secret."""
-    characters: _builtins.int
-    """Characters (Unicode code points) of text that the caller has."""
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """All tokens that the caller has, from index 0 on."""
-
-    def __init__(
-        self,
-        *,
-        reader_id: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-        session: _builtins.int = ...,
-        secret: _builtins.bytes = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        characters: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["characters", b"characters", "reader_id", b"reader_id", "request_id", b"request_id", "secret", b"secret", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReadAnswerRequest: _TypeAlias = ReadAnswerRequest  # noqa: Y015
-
-@_typing.final
-class ReadAnswerResponse(_message.Message):
-    """The answer is read."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReadAnswerResponse: _TypeAlias = ReadAnswerResponse  # noqa: Y015
 
 @_typing.final
 class DecodeTiming(_message.Message):

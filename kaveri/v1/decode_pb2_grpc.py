@@ -40,16 +40,6 @@ class DecodeServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_decode__pb2.ReserveRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_decode__pb2.ReserveResponse.FromString,
                 _registered_method=True)
-        self.StreamAnswers = channel.unary_stream(
-                '/kaveri.v1.DecodeService/StreamAnswers',
-                request_serializer=kaveri_dot_v1_dot_decode__pb2.StreamAnswersRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_decode__pb2.StreamAnswersResponse.FromString,
-                _registered_method=True)
-        self.ReadAnswer = channel.unary_unary(
-                '/kaveri.v1.DecodeService/ReadAnswer',
-                request_serializer=kaveri_dot_v1_dot_decode__pb2.ReadAnswerRequest.SerializeToString,
-                response_deserializer=kaveri_dot_v1_dot_decode__pb2.ReadAnswerResponse.FromString,
-                _registered_method=True)
         self.OpenReplica = channel.unary_unary(
                 '/kaveri.v1.DecodeService/OpenReplica',
                 request_serializer=kaveri_dot_v1_dot_decode__pb2.OpenReplicaRequest.SerializeToString,
@@ -80,26 +70,6 @@ class DecodeServiceServicer(object):
         never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer owner is known), ALREADY_EXISTS (another
         request with the same id has come while this one was waiting), CANCELLED (aborted meanwhile),
         UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StreamAnswers(self, request, context):
-        """Streams the answers that one caller reads here, instead of through the router that has placed them: one message per
-        engine step. ReadAnswer names the answers. A newer stream of the same reader ends an older one. When it ends, or the
-        caller is too slow for it, the routers send the answers again.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ReadAnswer(self, request, context):
-        """Adds an answer to a caller's StreamAnswers, from the first token that the caller lacks on. The caller shows the
-        request's secret. The request stays its router's, which gets the tokens later and in larger pieces: it says how the
-        answer ends, and ends the request when its caller cancels. Errors: NOT_FOUND (the request is not here in that
-        session, or not with these tokens), INVALID_ARGUMENT (the secret), UNAVAILABLE (the reader has no stream),
-        FAILED_PRECONDITION (answers are not read here: --direct-answers off, or the request has log-probabilities).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,16 +117,6 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     request_deserializer=kaveri_dot_v1_dot_decode__pb2.ReserveRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_decode__pb2.ReserveResponse.SerializeToString,
             ),
-            'StreamAnswers': grpc.unary_stream_rpc_method_handler(
-                    servicer.StreamAnswers,
-                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.StreamAnswersRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_decode__pb2.StreamAnswersResponse.SerializeToString,
-            ),
-            'ReadAnswer': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReadAnswer,
-                    request_deserializer=kaveri_dot_v1_dot_decode__pb2.ReadAnswerRequest.FromString,
-                    response_serializer=kaveri_dot_v1_dot_decode__pb2.ReadAnswerResponse.SerializeToString,
-            ),
             'OpenReplica': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenReplica,
                     request_deserializer=kaveri_dot_v1_dot_decode__pb2.OpenReplicaRequest.FromString,
@@ -201,60 +161,6 @@ class DecodeService(object):
             '/kaveri.v1.DecodeService/Reserve',
             kaveri_dot_v1_dot_decode__pb2.ReserveRequest.SerializeToString,
             kaveri_dot_v1_dot_decode__pb2.ReserveResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StreamAnswers(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kaveri.v1.DecodeService/StreamAnswers',
-            kaveri_dot_v1_dot_decode__pb2.StreamAnswersRequest.SerializeToString,
-            kaveri_dot_v1_dot_decode__pb2.StreamAnswersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ReadAnswer(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kaveri.v1.DecodeService/ReadAnswer',
-            kaveri_dot_v1_dot_decode__pb2.ReadAnswerRequest.SerializeToString,
-            kaveri_dot_v1_dot_decode__pb2.ReadAnswerResponse.FromString,
             options,
             channel_credentials,
             insecure,

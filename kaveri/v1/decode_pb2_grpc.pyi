@@ -43,18 +43,6 @@ class DecodeServiceStub:
     request with the same id has come while this one was waiting), CANCELLED (aborted meanwhile),
     UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
     """
-    StreamAnswers: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamAnswersRequest, _decode_pb2.StreamAnswersResponse]
-    """Streams the answers that one caller reads here, instead of through the router that has placed them: one message per
-    engine step. ReadAnswer names the answers. A newer stream of the same reader ends an older one. When it ends, or the
-    caller is too slow for it, the routers send the answers again.
-    """
-    ReadAnswer: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ReadAnswerRequest, _decode_pb2.ReadAnswerResponse]
-    """Adds an answer to a caller's StreamAnswers, from the first token that the caller lacks on. The caller shows the
-    request's secret. The request stays its router's, which gets the tokens later and in larger pieces: it says how the
-    answer ends, and ends the request when its caller cancels. Errors: NOT_FOUND (the request is not here in that
-    session, or not with these tokens), INVALID_ARGUMENT (the secret), UNAVAILABLE (the reader has no stream),
-    FAILED_PRECONDITION (answers are not read here: --direct-answers off, or the request has log-probabilities).
-    """
     OpenReplica: _grpc.UnaryUnaryMultiCallable[_decode_pb2.OpenReplicaRequest, _decode_pb2.OpenReplicaResponse]
     """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
     copy ends when its owner gives it up, when the request is resumed, or --orphan-grace-s after its owner was lost. The
@@ -92,18 +80,6 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer owner is known), ALREADY_EXISTS (another
     request with the same id has come while this one was waiting), CANCELLED (aborted meanwhile),
     UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
-    """
-    StreamAnswers: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamAnswersRequest, _decode_pb2.StreamAnswersResponse]  # type: ignore[assignment]
-    """Streams the answers that one caller reads here, instead of through the router that has placed them: one message per
-    engine step. ReadAnswer names the answers. A newer stream of the same reader ends an older one. When it ends, or the
-    caller is too slow for it, the routers send the answers again.
-    """
-    ReadAnswer: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReadAnswerRequest, _decode_pb2.ReadAnswerResponse]  # type: ignore[assignment]
-    """Adds an answer to a caller's StreamAnswers, from the first token that the caller lacks on. The caller shows the
-    request's secret. The request stays its router's, which gets the tokens later and in larger pieces: it says how the
-    answer ends, and ends the request when its caller cancels. Errors: NOT_FOUND (the request is not here in that
-    session, or not with these tokens), INVALID_ARGUMENT (the secret), UNAVAILABLE (the reader has no stream),
-    FAILED_PRECONDITION (answers are not read here: --direct-answers off, or the request has log-probabilities).
     """
     OpenReplica: _aio.UnaryUnaryMultiCallable[_decode_pb2.OpenReplicaRequest, _decode_pb2.OpenReplicaResponse]  # type: ignore[assignment]
     """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
@@ -145,30 +121,6 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         never fit), FAILED_PRECONDITION (the layouts differ), ABORTED (a newer owner is known), ALREADY_EXISTS (another
         request with the same id has come while this one was waiting), CANCELLED (aborted meanwhile),
         UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
-        """
-
-    @_abc_1.abstractmethod
-    def StreamAnswers(
-        self,
-        request: _decode_pb2.StreamAnswersRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_decode_pb2.StreamAnswersResponse], _abc.AsyncIterator[_decode_pb2.StreamAnswersResponse]]:
-        """Streams the answers that one caller reads here, instead of through the router that has placed them: one message per
-        engine step. ReadAnswer names the answers. A newer stream of the same reader ends an older one. When it ends, or the
-        caller is too slow for it, the routers send the answers again.
-        """
-
-    @_abc_1.abstractmethod
-    def ReadAnswer(
-        self,
-        request: _decode_pb2.ReadAnswerRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_decode_pb2.ReadAnswerResponse, _abc.Awaitable[_decode_pb2.ReadAnswerResponse]]:
-        """Adds an answer to a caller's StreamAnswers, from the first token that the caller lacks on. The caller shows the
-        request's secret. The request stays its router's, which gets the tokens later and in larger pieces: it says how the
-        answer ends, and ends the request when its caller cancels. Errors: NOT_FOUND (the request is not here in that
-        session, or not with these tokens), INVALID_ARGUMENT (the secret), UNAVAILABLE (the reader has no stream),
-        FAILED_PRECONDITION (answers are not read here: --direct-answers off, or the request has log-probabilities).
         """
 
     @_abc_1.abstractmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class FeedServiceStub(object):
-    """The logs of an instance, for routers.
+    """The logs of an instance, for routers and for clients that read answers there.
     """
 
     def __init__(self, channel):
@@ -53,7 +53,7 @@ class FeedServiceStub(object):
 
 
 class FeedServiceServicer(object):
-    """The logs of an instance, for routers.
+    """The logs of an instance, for routers and for clients that read answers there.
     """
 
     def Follow(self, request, context):
@@ -61,6 +61,10 @@ class FeedServiceServicer(object):
         it ends, its requests are orphans: they go on, and their logs are kept, until --orphan-grace-s is over or their
         deadline has passed. A newer stream of the same router replaces an older one and goes on where that one ended;
         `requests` in its first message names those whose news must be repeated, because what was sent may have been lost.
+
+        As FORM_TEXT: streams the answers that one client has attached to, one message per engine step. A newer stream of the
+        same client ends an older one. When it ends, or the client is too slow for it, routers send the answers again.
+        Errors: FAILED_PRECONDITION (--direct-answers off), INVALID_ARGUMENT (the id), UNAVAILABLE (too many clients).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,6 +78,12 @@ class FeedServiceServicer(object):
         Errors: NOT_FOUND (the request is not here in that phase; or its KV has not landed, and `landed` was set; or tokens
         from that index on are not known here), ABORTED (a newer owner is known), INVALID_ARGUMENT (the secret, the prompt or
         the tokens are not those of the request, or there are more tokens than were generated).
+
+        As FORM_TEXT: adds an answer at decode to a client's Follow, from the first token that the client lacks on. The
+        request stays its router's, which gets the tokens later and in larger pieces, says how the answer ends, and ends the
+        request when its client cancels. Errors: NOT_FOUND (the request is not here in that session, or not with these
+        tokens), INVALID_ARGUMENT (the secret), UNAVAILABLE (the client has no stream), FAILED_PRECONDITION (answers are not
+        read here, or the request has log-probabilities).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,7 +125,7 @@ def add_FeedServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class FeedService(object):
-    """The logs of an instance, for routers.
+    """The logs of an instance, for routers and for clients that read answers there.
     """
 
     @staticmethod

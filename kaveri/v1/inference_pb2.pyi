@@ -389,7 +389,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class TokensAt(_message.Message):
-    """Where a client can read an answer itself: DecodeService.StreamAnswers."""
+    """Where a client can read an answer itself: FeedService.Follow as FORM_TEXT."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

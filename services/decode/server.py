@@ -7,11 +7,7 @@ from typing import Any
 from grpc import aio
 
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.errors import InvalidArgument, KaveriError, SlowReader, Unavailable, Unsupported
-from kaveri.hosting.read_limit import read_limit
-from kaveri.telemetry.logs import get_logger
-from kaveri.text.answer import MAX_OUTPUT_BYTES
-from kaveri.timeouts import BEAT_S
+from kaveri.errors import InvalidArgument, KaveriError, Unavailable, Unsupported
 from kaveri.v1 import decode_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceServicer
 from kaveri.wire.attempts import check_ownership
@@ -26,15 +22,11 @@ from kaveri.wire.messages import (
 )
 from kaveri.wire.replicas import offer_from_proto, replica_to_proto, resumed_to_proto, resumption_from_proto
 from kaveri.wire.status import abort
-from services.decode.answer_readers import AnswerAsked, ReadPart
 from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
 from services.decode.requests import GainedTokens
 
 SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
-_READERS_BEAT = decode_pb2.StreamAnswersResponse()
-SLOW_READER_S = 10.0
-"""Limit on the time to write one message. Slower clients get their answers from routers."""
 
 _MAX_TOKENS_BYTES = 2**13
 """Limit on the estimated size of a message, which a router decodes in one turn of its event loop, in milliseconds."""
@@ -128,46 +120,6 @@ class DecodeServer(DecodeServiceServicer):
             await abort(context, error)
         return decode_pb2.AwaitResumedResponse()
 
-    async def StreamAnswers(  # type: ignore[override]  # noqa: N802
-        self, request: decode_pb2.StreamAnswersRequest, context: aio.ServicerContext[Any, Any]
-    ) -> None:
-        # Writes messages instead of yielding them, to limit writes to slow clients.
-        readers = self._instance.owners.readers
-        try:
-            stream = readers.open(request.reader_id)
-        except KaveriError as error:
-            await abort(context, error)
-        context.add_done_callback(lambda _: readers.close(stream))  # type: ignore[arg-type]
-        try:
-            async with read_limit(SLOW_READER_S) as writes:
-                await context.write(decode_pb2.StreamAnswersResponse(incarnation=self._incarnation, beat_s=BEAT_S))
-                while not stream.closed:
-                    for message in _answer_messages(await readers.next_parts(stream)):
-                        writes.ticks = 0
-                        await context.write(message)
-                        writes.ticks = None
-        except SlowReader as error:
-            readers.close(stream)
-            get_logger().warning("reader_too_slow", slow_reader_s=error.limit_s)
-            await abort(context, error)
-
-    async def ReadAnswer(  # noqa: N802
-        self, request: decode_pb2.ReadAnswerRequest, context: aio.ServicerContext[Any, Any]
-    ) -> decode_pb2.ReadAnswerResponse:
-        asked = AnswerAsked(
-            request.reader_id,
-            request.request_id,
-            request.session,
-            request.secret,
-            request.token_ids,
-            request.characters,
-        )
-        try:
-            await self._instance.owners.readers.read(asked)
-        except KaveriError as error:
-            await abort(context, error)
-        return decode_pb2.ReadAnswerResponse()
-
     def _require_holder(self) -> ReplicaHolder:
         if self._holder is None:
             raise Unsupported("replicas are off here")
@@ -258,31 +210,3 @@ def tokens_to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
             message.timing.held_tokens = end.times.held_tokens
             message.timing.recomputed_tokens = end.times.recomputed_tokens
     return message
-
-
-def _answer_messages(parts: Sequence[ReadPart]) -> Iterator[decode_pb2.StreamAnswersResponse]:
-    """Encode parts of answers into messages to a client; without parts, one heartbeat."""
-    if not parts:
-        yield _READERS_BEAT
-    message, room = decode_pb2.StreamAnswersResponse(), 2 * MAX_OUTPUT_BYTES
-    for read in parts:
-        size = _part_to_proto(read, message.parts.add())
-        room -= size
-        if room <= 0:
-            yield message
-            message, room = decode_pb2.StreamAnswersResponse(), 2 * MAX_OUTPUT_BYTES
-    if message.parts:
-        yield message
-
-
-def _part_to_proto(read: ReadPart, message: decode_pb2.AnswerPart) -> int:
-    """Copy part of an answer into `message`. Returns the message's approximate size in bytes."""
-    part, response = read.part, message.response
-    message.request_id = read.request_id
-    message.session = read.session
-    message.ended = read.ended
-    response.index = part.first_index
-    response.first_character = part.first_character
-    response.token_ids.extend(part.token_ids)
-    response.text = part.text
-    return 64 + 5 * len(part.token_ids) + 4 * len(part.text)

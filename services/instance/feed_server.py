@@ -1,18 +1,22 @@
-"""FeedService over gRPC: streams tokens and prompt reports to routers; attaches and aborts requests."""
+"""FeedService over gRPC: streams tokens and prompt reports to routers, and answers to clients; attaches and aborts."""
 
-from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from grpc import aio
 
 from kaveri.domain.owner import Owner
-from kaveri.errors import InvalidArgument, KaveriError
+from kaveri.errors import KaveriError, SlowReader
 from kaveri.feeds.feed import RouterFeeds
+from kaveri.hosting.read_limit import read_limit
+from kaveri.telemetry.logs import get_logger
+from kaveri.text.answer import MAX_OUTPUT_BYTES
 from kaveri.timeouts import BEAT_S
 from kaveri.v1 import decode_pb2, feed_pb2
 from kaveri.v1.feed_pb2_grpc import FeedServiceServicer
 from kaveri.wire.attempts import attached_to_proto, attachment_from_proto, check_router_id, ownership_from_proto
 from kaveri.wire.status import abort
+from services.decode.answer_readers import AnswerAsked, ReadPart
 from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
 from services.decode.owners import Awaited
@@ -25,12 +29,14 @@ from services.prefill.server import reports_of
 SERVICE_NAME = feed_pb2.DESCRIPTOR.services_by_name["FeedService"].full_name
 _BEAT = feed_pb2.FollowResponse()
 _QUIET = feed_pb2.FollowResponse(quiet=True)
+SLOW_READER_S = 10.0
+"""Limit on the time to write one message to a client. Slower clients get their answers from routers."""
 _REPORTS_TOGETHER = 64
 """Max reports in one message. One with log-probabilities of a prompt ends its message: it is large."""
 
 
 class FeedServer(FeedServiceServicer):
-    """gRPC FeedService of one instance: streams tokens and prompt reports to routers; attaches and aborts requests."""
+    """gRPC FeedService of one instance, for routers and for clients that read answers from it."""
 
     def __init__(
         self,
@@ -47,50 +53,30 @@ class FeedServer(FeedServiceServicer):
         self._incarnation = incarnation
         self._holder = holder
 
-    async def Follow(  # noqa: N802
+    async def Follow(  # type: ignore[override]  # noqa: N802
         self, request: feed_pb2.FollowRequest, context: aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[feed_pb2.FollowResponse]:
-        router_id = request.router_id
+    ) -> None:
+        # Writes messages instead of yielding them, to limit writes to slow clients.
+        follow = self._follow_text if request.form == feed_pb2.FORM_TEXT else self._follow_tokens
         try:
-            check_router_id(router_id)
-        except InvalidArgument as error:
+            await follow(request, context)
+        except KaveriError as error:
             await abort(context, error)
-        unknown = self._repeat(request)
-        feed = self._feeds.open(router_id)
-        # Called however the RPC ends, also when it is cancelled while a message is on its way out, where a `finally`
-        # here would wait for the garbage collector.
-        context.add_done_callback(lambda _: self._feeds.close(feed))  # type: ignore[arg-type]
-        for notice in unknown:
-            feed.add(notice)
-        yield feed_pb2.FollowResponse(incarnation=self._incarnation)
-        prefill, decode = self._prefill, self._decode.owners
-        is_quiet = False
-        while not feed.ended:
-            news = feed.drain()
-            if not news:
-                beats = prefill.has_requests_of(router_id) or decode.has_requests_of(router_id)
-                if not (beats or is_quiet):
-                    yield _QUIET
-                    is_quiet = True
-                    continue
-                news = await feed.take(BEAT_S if beats else None)
-                if not news and (beats or prefill.has_requests_of(router_id) or decode.has_requests_of(router_id)):
-                    yield _BEAT
-                    is_quiet = False
-            for message in _messages(news):
-                yield message
-                is_quiet = False
 
     async def Attach(  # noqa: N802
         self, request: feed_pb2.AttachRequest, context: aio.ServicerContext[Any, Any]
     ) -> feed_pb2.AttachResponse:
+        attached = None
         try:
-            attachment = attachment_from_proto(request)
-            phase = self._prefill if attachment.at_prefill else self._decode.owners
-            attached = phase.attach(attachment)
+            if request.form == feed_pb2.FORM_TEXT:
+                await self._decode.owners.readers.read(_asked_from_proto(request))
+            else:
+                attachment = attachment_from_proto(request)
+                phase = self._prefill if attachment.at_prefill else self._decode.owners
+                attached = attached_to_proto(phase.attach(attachment))
         except KaveriError as error:
             await abort(context, error)
-        return feed_pb2.AttachResponse(attached=attached_to_proto(attached), incarnation=self._incarnation)
+        return feed_pb2.AttachResponse(attached=attached, incarnation=self._incarnation)
 
     async def Abort(  # noqa: N802
         self, request: feed_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]
@@ -101,6 +87,50 @@ class FeedServer(FeedServiceServicer):
             else:
                 self._abort(name, request.by_router)
         return feed_pb2.AbortResponse()
+
+    async def _follow_tokens(self, request: feed_pb2.FollowRequest, context: aio.ServicerContext[Any, Any]) -> None:
+        router_id = request.router_id
+        check_router_id(router_id)
+        unknown = self._repeat(request)
+        feed = self._feeds.open(router_id)
+        context.add_done_callback(lambda _: self._feeds.close(feed))  # type: ignore[arg-type]
+        for notice in unknown:
+            feed.add(notice)
+        await context.write(feed_pb2.FollowResponse(incarnation=self._incarnation))
+        prefill, decode = self._prefill, self._decode.owners
+        is_quiet = False
+        while not feed.ended:
+            news = feed.drain()
+            if not news:
+                beats = prefill.has_requests_of(router_id) or decode.has_requests_of(router_id)
+                if not (beats or is_quiet):
+                    await context.write(_QUIET)
+                    is_quiet = True
+                    continue
+                news = await feed.take(BEAT_S if beats else None)
+                if not news and (beats or prefill.has_requests_of(router_id) or decode.has_requests_of(router_id)):
+                    await context.write(_BEAT)
+                    is_quiet = False
+            for message in _messages(news):
+                await context.write(message)
+                is_quiet = False
+
+    async def _follow_text(self, request: feed_pb2.FollowRequest, context: aio.ServicerContext[Any, Any]) -> None:
+        readers = self._decode.owners.readers
+        stream = readers.open(request.reader_id)
+        context.add_done_callback(lambda _: readers.close(stream))  # type: ignore[arg-type]
+        try:
+            async with read_limit(SLOW_READER_S) as writes:
+                await context.write(feed_pb2.FollowResponse(incarnation=self._incarnation))
+                while not stream.closed:
+                    for message in _answer_messages(await readers.next_parts(stream)):
+                        writes.ticks = 0
+                        await context.write(message)
+                        writes.ticks = None
+        except SlowReader as error:
+            readers.close(stream)
+            get_logger().warning("reader_too_slow", slow_reader_s=error.limit_s)
+            raise
 
     def _abort(self, name: decode_pb2.AttemptId, by_router: bool) -> None:
         ownership = ownership_from_proto(name)
@@ -149,3 +179,37 @@ def _messages(news: Sequence[Hashable]) -> Iterator[feed_pb2.FollowResponse]:
                     message = feed_pb2.FollowResponse()
     if message.reports:
         yield message
+
+
+def _asked_from_proto(request: feed_pb2.AttachRequest) -> AnswerAsked:
+    return AnswerAsked(
+        request.reader_id, request.request_id, request.session, request.secret, request.token_ids, request.characters
+    )
+
+
+def _answer_messages(parts: Sequence[ReadPart]) -> Iterator[feed_pb2.FollowResponse]:
+    """Encode parts of answers into messages to a client; without parts, one heartbeat."""
+    if not parts:
+        yield _BEAT
+    message, room = feed_pb2.FollowResponse(), 2 * MAX_OUTPUT_BYTES
+    for read in parts:
+        size = _part_to_proto(read, message.parts.add())
+        room -= size
+        if room <= 0:
+            yield message
+            message, room = feed_pb2.FollowResponse(), 2 * MAX_OUTPUT_BYTES
+    if message.parts:
+        yield message
+
+
+def _part_to_proto(read: ReadPart, message: feed_pb2.AnswerPart) -> int:
+    """Copy part of an answer into `message`. Returns the message's approximate size in bytes."""
+    part, response = read.part, message.response
+    message.request_id = read.request_id
+    message.session = read.session
+    message.ended = read.ended
+    response.index = part.first_index
+    response.first_character = part.first_character
+    response.token_ids.extend(part.token_ids)
+    response.text = part.text
+    return 64 + 5 * len(part.token_ids) + 4 * len(part.text)

@@ -24,8 +24,8 @@ from kaveri.rpc.server import open_channel
 from kaveri.rpc.tls import RpcTls, process_tls, use_tls
 from kaveri.security.api_keys import KeyLimits
 from kaveri.security.keys_file import add_key
-from kaveri.v1 import decode_pb2, inference_pb2, sampling_pb2
-from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
+from kaveri.v1 import feed_pb2, inference_pb2, sampling_pb2
+from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.support.certificates import Authority
 from tests.support.command import run_kaveri
@@ -138,9 +138,9 @@ async def test_a_certificate_reads_answers_at_decode_and_an_api_key_opens_the_pu
         assert tuple(token_id for response in responses for token_id in response.token_ids) == answer.token_ids
         assert not any(response.HasField("tokens_at") for response in responses)
         async with _without_certificate(cluster.view().instances["decode-0"].record.address, files) as channel:
-            opened = decode_pb2.StreamAnswersRequest(reader_id="r" * 16)
+            opened = feed_pb2.FollowRequest(form=feed_pb2.FORM_TEXT, reader_id="r" * 16)
             with pytest.raises(aio.AioRpcError) as refused:
-                await DecodeServiceStub(channel).StreamAnswers(opened, metadata=stranger, timeout=_WITHIN_S).read()
+                await FeedServiceStub(channel).Follow(opened, metadata=stranger, timeout=_WITHIN_S).read()
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         await _check_public_doors(
             f"127.0.0.1:{public_port}", replace(files, certificate="", key="", name=host), key, small

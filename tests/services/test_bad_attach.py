@@ -22,8 +22,6 @@ PROMPT = tuple(range(1, 41))
 MINE = Ownership(Owner(1, 1), "router-1", SECRET)
 RIGHT = Attachment("a", MINE, PROMPT, 0)
 
-Attach = Callable[[Attachment], Awaitable[object]]
-
 WRONG = {
     "another secret": (replace(RIGHT, ownership=MINE._replace(secret=b"another secret, too")), "secret"),
     "no secret": (replace(RIGHT, ownership=MINE._replace(secret=b"")), "secret"),
@@ -43,7 +41,7 @@ async def refusal(attaching: Awaitable[object]) -> KaveriError:
     return error_of(caught.value)
 
 
-async def check_refused(attach: Attach, has_ended: bool = False) -> None:
+async def check_refused(attach: Callable[[Attachment], Awaitable[object]], has_ended: bool = False) -> None:
     for name, (wrong, field) in WRONG.items():
         error = await refusal(attach(wrong))
         if not field or (has_ended and field == "secret"):
@@ -62,32 +60,36 @@ async def begin(router: Any, prefill: Any, max_tokens: int) -> Any:
 
 
 async def let_it_decode(cluster: Any) -> tuple[Any, Any, Any]:
-    prefill = await cluster.prefill()
     decode = await cluster.decode(fake_step_s=0.01, orphan_grace_s=60.0)
     router = await cluster.router()
-    await (await begin(router, prefill, 120)).ended()
+    await (await begin(router, await cluster.prefill(), 120)).ended()
     await eventually(lambda: len(router.tokens.get(("a", 1), ())) > 3, "it decodes")
     return decode, router, FeedServiceStub(decode.channel)
 
 
 async def test_a_decode_instance_gives_a_request_to_its_own_client_alone(cluster: Any) -> None:
-    prefill = await cluster.prefill()
-    decode = await cluster.decode(fake_step_s=0.01, orphan_grace_s=60.0)
-    router = await cluster.router()
-    call = await begin(router, prefill, 120)
-    await call.ended()
-    first = call.get("first_token").token_id
-    await eventually(lambda: len(router.tokens.get(("a", 1), ())) > 3, "it decodes")
-    stub = FeedServiceStub(decode.channel)
+    _, router, stub = await let_it_decode(cluster)
+    answer = cluster.expected(list(PROMPT), 120)
     await check_refused(lambda wrong: stub.Attach(attachment_to_proto(wrong), timeout=60))
     await eventually(lambda: router.finished("a"), "it ends")
-    gained = router.tokens["a", 1]
-    assert [first, *(gained[index] for index in sorted(gained))] == cluster.expected(list(PROMPT), 120)
+    assert router.drawn("a") == answer[1:]
     # An answer that is kept is guarded as well, and its client still gets it.
     await check_refused(lambda wrong: stub.Attach(attachment_to_proto(wrong), timeout=60), has_ended=True)
-    attached = await stub.Attach(attachment_to_proto(replace(RIGHT, token_ids=(*PROMPT, first), generated_count=1)))
+    attached = await stub.Attach(attachment_to_proto(replace(RIGHT, token_ids=(*PROMPT, answer[0]), generated_count=1)))
     assert attached.attached.max_tokens == 120
     await cluster.all_free()
+
+
+async def test_a_client_that_asks_for_text_gets_no_routers_stream_or_request(cluster: Any) -> None:
+    _, router, stub = await let_it_decode(cluster)
+    following = feed_pb2.FollowRequest(form=feed_pb2.FORM_TEXT, router_id=router.router_id)
+    attaching = attachment_to_proto(RIGHT)
+    attaching.form = feed_pb2.FORM_TEXT
+    for refused in (stub.Follow(following).read(), stub.Attach(attaching, timeout=60)):
+        with pytest.raises(aio.AioRpcError):
+            await refused
+    await eventually(lambda: router.finished("a"), "it ends")
+    assert router.drawn("a") == cluster.expected(list(PROMPT), 120)[1:]
 
 
 async def test_a_decode_instance_that_gave_a_request_up_is_not_attached_for_nothing(cluster: Any) -> None:

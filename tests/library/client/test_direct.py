@@ -13,42 +13,40 @@ from kaveri import AsyncClient, SamplingParams
 from kaveri.client.direct import MAX_UNREAD_BYTES, DirectRead, DirectStreams
 from kaveri.errors import Unavailable
 from kaveri.rpc.server import RpcServer
-from kaveri.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
+from kaveri.v1 import feed_pb2, feed_pb2_grpc, inference_pb2, inference_pb2_grpc, sampling_pb2
 from kaveri.wire.status import abort
 from tests.library.client.inference_double import until
 
 LIFE = 7
 
 
-class AnswersDouble(decode_pb2_grpc.DecodeServiceServicer):
+class AnswersDouble(feed_pb2_grpc.FeedServiceServicer):
     """Test double of a decode instance: accepts all direct reads, and sends what the test says."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.beats = True
-        self.to_send: asyncio.Queue[decode_pb2.AnswerPart | None] = asyncio.Queue()
+        self.to_send: asyncio.Queue[feed_pb2.AnswerPart | None] = asyncio.Queue()
         """Parts of answers. None: the stream breaks."""
 
-    async def StreamAnswers(
-        self, request: decode_pb2.StreamAnswersRequest, context: Any
-    ) -> AsyncIterator[decode_pb2.StreamAnswersResponse]:
-        yield decode_pb2.StreamAnswersResponse(incarnation=LIFE)
+    async def Follow(self, request: feed_pb2.FollowRequest, context: Any) -> AsyncIterator[feed_pb2.FollowResponse]:
+        assert request.form == feed_pb2.FORM_TEXT
+        yield feed_pb2.FollowResponse(incarnation=LIFE)
         while True:
             try:
                 async with asyncio.timeout(0.05):
                     part = await self.to_send.get()
             except TimeoutError:
                 if self.beats:
-                    yield decode_pb2.StreamAnswersResponse(incarnation=LIFE)
+                    yield feed_pb2.FollowResponse(incarnation=LIFE)
                 continue
             if part is None:
                 await abort(context, Unavailable("the test breaks it off"))
-            else:
-                yield decode_pb2.StreamAnswersResponse(incarnation=LIFE, parts=[part])
+            yield feed_pb2.FollowResponse(incarnation=LIFE, parts=[part])
 
-    async def ReadAnswer(self, request: decode_pb2.ReadAnswerRequest, context: Any) -> decode_pb2.ReadAnswerResponse:
+    async def Attach(self, request: feed_pb2.AttachRequest, context: Any) -> feed_pb2.AttachResponse:
         self.asked.append(request.request_id)
-        return decode_pb2.ReadAnswerResponse()
+        return feed_pb2.AttachResponse()
 
 
 class ReadingClient:
@@ -58,7 +56,7 @@ class ReadingClient:
         self._at = inference_pb2.TokensAt(address=address, incarnation=LIFE)
 
     def read(self, request_id: str) -> DirectRead:
-        asked = decode_pb2.ReadAnswerRequest(request_id=request_id, secret=b"s" * 16)
+        asked = feed_pb2.AttachRequest(request_id=request_id, secret=b"s" * 16)
         return self.streams.read(self._at, asked, lambda: None)
 
 
@@ -66,7 +64,7 @@ class ReadingClient:
 async def client() -> AsyncIterator[ReadingClient]:
     decode = AnswersDouble()
     server = RpcServer("127.0.0.1", 0, ())
-    server.add(partial(decode_pb2_grpc.add_DecodeServiceServicer_to_server, decode))
+    server.add(partial(feed_pb2_grpc.add_FeedServiceServicer_to_server, decode))
     await server.start()
     streams = DirectStreams()
     yield ReadingClient(streams, decode, f"127.0.0.1:{server.port}")
@@ -93,7 +91,7 @@ async def test_an_answer_that_its_caller_does_not_take_is_left_to_the_router(cli
     text = "a" * (MAX_UNREAD_BYTES // 8)
     for index in range(16):
         response = inference_pb2.GenerateResponse(index=index, token_ids=[65], text=text)
-        client.decode.to_send.put_nowait(decode_pb2.AnswerPart(request_id="a", response=response))
+        client.decode.to_send.put_nowait(feed_pb2.AnswerPart(request_id="a", response=response))
     await until(client.decode.to_send.empty, "everything is sent")
     await until(lambda: read.ended, "the read ends")
     assert read.broken
@@ -108,13 +106,13 @@ async def test_an_answer_that_its_caller_does_not_take_is_left_to_the_router(cli
 
 def test_a_piece_that_waits_keeps_nothing_of_the_other_answers_of_its_message() -> None:
     response = inference_pb2.GenerateResponse(index=7, token_ids=[65], text="a")
-    parts = [decode_pb2.AnswerPart(request_id=f"request-{number}", response=response) for number in range(256)]
-    data = decode_pb2.StreamAnswersResponse(incarnation=LIFE, parts=parts).SerializeToString()
+    parts = [feed_pb2.AnswerPart(request_id=f"request-{number}", response=response) for number in range(256)]
+    data = feed_pb2.FollowResponse(incarnation=LIFE, parts=parts).SerializeToString()
     read = DirectRead(("request-0", 0), lambda: None)
     this = psutil.Process()
     before_bytes = this.memory_info().rss
     for _ in range(2_000):
-        read.put(decode_pb2.StreamAnswersResponse.FromString(data).parts[0].response)
+        read.put(feed_pb2.FollowResponse.FromString(data).parts[0].response)
     # With their messages they would take 70 KB each.
     assert this.memory_info().rss - before_bytes < 40 * 2**20
     assert read.take() == response
