@@ -12,11 +12,11 @@ from kaveri.engine.contract import TokenStep
 from kaveri.errors import InvalidArgument, KaveriError, RequestAlreadyExists, RequestNotFound
 from kaveri.feeds.expiring import MAX_ANSWER_BYTES, ExpiringMap, answer_bytes
 from kaveri.feeds.feed import RouterFeeds
+from kaveri.lives.decoding import InLine, Ready, Released, RequestTimes, Reserved, Reserving
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import STRAGGLER_S
 from kaveri.wire.attempts import wrong_secret
 from services.decode.answer_readers import AnswerReaders, AnswerTokenizer
-from services.decode.lifecycle import InLine, Ready, Released, RequestTimes, Reserved, Reserving
 from services.decode.metrics import DecodeMetrics
 from services.decode.requests import DecodeRequest, End, GainedTokens
 

@@ -1,8 +1,7 @@
 """Tracing spans of a request on a decode instance, derived from the actions of its state machine."""
 
 from kaveri.kv.transfer.ticket import Ticket
-from kaveri.telemetry.tracing import Spans
-from services.decode.lifecycle import (
+from kaveri.lives.decoding import (
     Action,
     AnswerReserve,
     BareAction,
@@ -10,6 +9,7 @@ from services.decode.lifecycle import (
     DecodeOutcome,
     NoteEnd,
 )
+from kaveri.telemetry.tracing import Spans
 
 _FAILURES = (
     DecodeOutcome.DEADLINE,

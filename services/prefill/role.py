@@ -24,15 +24,7 @@ from kaveri.errors import (
 )
 from kaveri.feeds.expiring import MAX_ANSWER_BYTES, ExpiringMap, answer_bytes
 from kaveri.feeds.feed import RouterFeeds
-from kaveri.policy.prompt_queue import PromptQueue
-from kaveri.policy.room_search import draws_more, place_search
-from kaveri.policy.waits import PROMPT_BLOCKS_RETRY_S, QUEUE_FULL_RETRY_S
-from kaveri.telemetry.logs import get_logger
-from kaveri.telemetry.tracing import spans_below, trace_fields
-from kaveri.timeouts import STRAGGLER_S
-from kaveri.wire.attempts import wrong_secret
-from services.prefill.forecaster import LengthForecaster, Question
-from services.prefill.lifecycle import (
+from kaveri.lives.prompt import (
     NO_TRANSPORT,
     Advance,
     AwaitingLength,
@@ -46,27 +38,31 @@ from services.prefill.lifecycle import (
     Event,
     FindAnotherPlace,
     FindPlace,
+    FirstTokenDrawn,
+    HandedOver,
+    HandOverFailed,
     Known,
     LengthAnswered,
     LengthPending,
     PrefillOutcome,
+    Progress,
     Queued,
+    Started,
     State,
     Tell,
     Terms,
     step,
 )
+from kaveri.policy.prompt_queue import PromptQueue
+from kaveri.policy.room_search import draws_more, place_search
+from kaveri.policy.waits import PROMPT_BLOCKS_RETRY_S, QUEUE_FULL_RETRY_S
+from kaveri.telemetry.logs import get_logger
+from kaveri.telemetry.tracing import spans_below, trace_fields
+from kaveri.timeouts import STRAGGLER_S
+from kaveri.wire.attempts import wrong_secret
+from services.prefill.forecaster import LengthForecaster, Question
 from services.prefill.metrics import PrefillMetrics
-from services.prefill.requests import (
-    FirstTokenDrawn,
-    HandedOver,
-    HandOver,
-    HandOverFailed,
-    PrefillRequest,
-    Progress,
-    PromptNews,
-    Started,
-)
+from services.prefill.requests import HandOver, PrefillRequest, PromptNews
 from services.prefill.spans import PrefillSpans
 
 LONGEST_REQUEST_S = 86_400.0

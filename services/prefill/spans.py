@@ -1,8 +1,19 @@
 """Tracing spans of a request at prefill, derived from the actions of its state machine."""
 
+from kaveri.lives.prompt import (
+    NO_TRANSPORT,
+    Action,
+    Advance,
+    Close,
+    FindAnotherPlace,
+    FindPlace,
+    FirstTokenDrawn,
+    HandedOver,
+    RoomReserved,
+    Started,
+    Tell,
+)
 from kaveri.telemetry.tracing import Spans
-from services.prefill.lifecycle import NO_TRANSPORT, Action, Advance, Close, FindAnotherPlace, FindPlace, Tell
-from services.prefill.requests import FirstTokenDrawn, HandedOver, RoomReserved, Started
 
 
 class PrefillSpans:

@@ -1,7 +1,7 @@
 """One request in flight: its state, its answer, and the actions of its state machine.
 
-Only lifecycle.step changes the state. The entry carries out the actions that step returns: it appends to the answer,
-keeps the timers, wakes the client's RPC, and passes actions on instances to the placer."""
+Only `step` of kaveri.lives.request changes the state. The entry carries out the actions that step returns: it appends
+to the answer, keeps the timers, wakes the client's RPC, and passes actions on instances to the placer."""
 
 import asyncio
 import time
@@ -12,10 +12,10 @@ from kaveri.domain.attachment import Attachment
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import DeadlineExceeded, KaveriError, RequestAlreadyExists, Unavailable
+from kaveri.lives import request_values as lives
+from kaveri.lives.request import step
 from kaveri.text.answer import Answer
-from services.router import lifecycle_values as lives
 from services.router.accepted_request import AcceptedRequest, OwnerHint
-from services.router.lifecycle import step
 from services.router.request_account import RequestAccount
 
 _COMPLETE = (lives.Finishing, lives.Ended)

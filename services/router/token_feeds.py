@@ -24,6 +24,7 @@ from kaveri.errors import (
     Unavailable,
 )
 from kaveri.feeds.expiring import ExpiringMap
+from kaveri.lives import request_values as lives
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import CALL_TIMEOUT_S, REOPEN_GRACE_S, TICK_S
@@ -33,7 +34,6 @@ from kaveri.wire.attempts import attached_from_proto, attachment_to_proto, owner
 from kaveri.wire.messages import FINISH_FROM_PROTO, fault_from_proto
 from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
-from services.router import lifecycle_values as lives
 from services.router import metrics
 from services.router.holders import Holders
 from services.router.request_table import RequestTable

@@ -6,7 +6,7 @@ from kaveri.domain.owner import Owner
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import EngineKey, TokenStep
-from services.decode.lifecycle import Ready, Running, State
+from kaveri.lives.decoding import Ready, Running, State
 from services.decode.requests import AnswerLog, End
 from tests.services.decode.built import built_owners, built_request, gain, next_batch
 

@@ -12,10 +12,10 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Role
 from kaveri.engine.contract import EngineKey, EngineRequest, LetGo
+from kaveri.lives.copy_owner import Copied, Holder, Moving
+from kaveri.lives.decoding import DecodeOutcome, Ready, Released, Running
 from kaveri.policy.growth import BatchMember
 from kaveri.policy.replication import CopyRules, ReplicationMode
-from services.decode.copying import Copied, Holder, Moving
-from services.decode.lifecycle import DecodeOutcome, Ready, Released, Running
 from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.replicator import Replicator, _Owned
 from services.decode.requests import AnswerLog, DecodeRequest

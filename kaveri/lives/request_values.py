@@ -1,4 +1,4 @@
-"""States, events and actions of a request's state machine, whose transitions are in lifecycle.py.
+"""States, events and actions of a request's state machine, whose transitions are in request.py.
 
 Frozen dataclasses, but named tuples where one is made per batch of tokens: Tokens, Decoding, Append."""
 

@@ -13,6 +13,7 @@ import enum
 from dataclasses import dataclass, replace
 
 from kaveri.domain.length import TokenRange
+from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.engine.blame import error_of_failure
 from kaveri.engine.contract import (
     FirstToken,
@@ -26,19 +27,73 @@ from kaveri.engine.contract import (
 from kaveri.errors import KaveriError
 from kaveri.policy.prediction import PredictionOutcome, usable_length
 from kaveri.policy.room_search import PlaceSearch
-from services.prefill.requests import (
-    Adopted,
-    FirstTokenDrawn,
-    HandedOver,
-    HandOverFailed,
-    Progress,
-    PromptScored,
-    RoomReserved,
-    Started,
-)
 
 NO_TRANSPORT = "none"
 """Transport of a hand-over without a push."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Report on a request at prefill, for its router: the engine has begun its first chunk."""
+
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoomReserved:
+    """Report on a request at prefill, for its router: a decode instance has reserved room; the push begins."""
+
+    decode_instance_id: str
+    decode_incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenDrawn:
+    """Report on a request at prefill, for its router: its first token is sampled. With `finish`, the last report."""
+
+    token_id: int
+    logprobs: Logprobs | None
+    finish: FinishReason | None
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """Report on a request at prefill, for its router: decode has taken it over; the last report."""
+
+    kv_bytes: int
+    kv_transfer_s: float
+    kv_tail_s: float
+    kv_transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Report on a request at prefill, for its router: log-probabilities of prompt tokens from `first` on."""
+
+    first: int
+    entries: tuple[Logprobs, ...]
+
+
+Progress = Started | RoomReserved | PromptScored | FirstTokenDrawn | HandedOver
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """Report of a hand-over to decode: the engine that computed the prompt decodes it too, without a push."""
+
+    placed: RoomReserved
+
+
+@dataclass(frozen=True, slots=True)
+class HandOverFailed:
+    """Report of a hand-over to decode: it failed, which ends the request at prefill."""
+
+    error: KaveriError
+
+
+HandOverReport = RoomReserved | Adopted | HandOverFailed
+"""Reports of a hand-over. RoomReserved: room is reserved and the push has begun."""
 
 
 @dataclass(frozen=True, slots=True)

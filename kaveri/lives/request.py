@@ -21,8 +21,7 @@ from dataclasses import replace
 
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import EngineBroke, KaveriError, NoCapacity, Unavailable
-from kaveri.policy.retry import Setback
-from services.router.lifecycle_values import (
+from kaveri.lives.request_values import (
     Abort,
     Action,
     Append,
@@ -63,6 +62,7 @@ from services.router.lifecycle_values import (
     Unfollow,
     Unplaced,
 )
+from kaveri.policy.retry import Setback
 
 Step = tuple[State, tuple[Action, ...]]
 HAND_OVER_GRACE_S = 0.25

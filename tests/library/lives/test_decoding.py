@@ -18,8 +18,8 @@ from kaveri.errors import (
 )
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
-from services.decode import lifecycle
-from services.decode.lifecycle import (
+from kaveri.lives import decoding
+from kaveri.lives.decoding import (
     AbortAsked,
     Action,
     AnswerReserve,
@@ -162,7 +162,7 @@ def test_a_finished_request_says_where_its_time_went() -> None:
     state, (report,) = step(state, Drew(True), 7.0)
     assert state == Released(DecodeOutcome.FINISHED)
     assert isinstance(report, NoteEnd)
-    assert report.times == lifecycle.RequestTimes(queue_s=3.0, decode_s=3.0, preemptions=1)
+    assert report.times == decoding.RequestTimes(queue_s=3.0, decode_s=3.0, preemptions=1)
 
 
 def test_a_preempted_request_holds_blocks_again_when_it_draws() -> None:

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.timeouts import COMPLETE_COPY_S
-from services.decode.holding import (
+from kaveri.lives.copy_holder import (
     BareEvent,
     BeingResumed,
     Complete,
@@ -28,6 +27,7 @@ from services.decode.holding import (
     Unwanted,
     step,
 )
+from kaveri.timeouts import COMPLETE_COPY_S
 
 GRACE_S = 10.0
 OWNER, NEWER = (Ownership(Owner(0, attempt), "router-0", bytes(16)) for attempt in (2, 3))

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import EngineBroke, EngineError, KaveriError, NoCapacity, Unavailable
+from kaveri.lives import request_values as lives
+from kaveri.lives.request import HAND_OVER_GRACE_S, step
 from kaveri.policy.retry import Setback
-from services.router import lifecycle_values as lives
-from services.router.lifecycle import HAND_OVER_GRACE_S, step
 
 PREFILL = lives.InstanceLife("prefill-0", 1)
 ONE, OTHER = lives.InstanceLife("decode-0", 11), lives.InstanceLife("decode-1", 12)

@@ -1,14 +1,14 @@
 """A request that lost its decode instance and has a replica: the holder resumes it, or it is placed again."""
 
 import pytest
+from tests.library.lives.test_request import appended
 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError, NoCapacity, RequestNotFound, Unavailable
+from kaveri.lives import request_values as lives
+from kaveri.lives.request import step
 from kaveri.policy.retry import Setback
-from services.router import lifecycle_values as lives
-from services.router.lifecycle import step
-from tests.services.router.test_lifecycle import appended
 
 PREFILL, OWNER, HOLDER = (
     lives.InstanceLife("prefill-0", 1),

@@ -19,10 +19,9 @@ from kaveri.engine.contract import (
     RequestFailed,
 )
 from kaveri.errors import Unavailable
-from kaveri.policy.prediction import PredictionOutcome
-from kaveri.policy.room_search import PlaceSearch
-from services.prefill.lifecycle import (
+from kaveri.lives.prompt import (
     Action,
+    Adopted,
     Advance,
     AwaitingLength,
     Close,
@@ -36,6 +35,9 @@ from services.prefill.lifecycle import (
     FindAnotherPlace,
     FindPlace,
     FirstChunkBegun,
+    FirstTokenDrawn,
+    HandedOver,
+    HandOverFailed,
     Known,
     LengthAnswered,
     LengthPending,
@@ -45,12 +47,15 @@ from services.prefill.lifecycle import (
     PromptComputed,
     Pushing,
     Queued,
+    RoomReserved,
+    Started,
     State,
     Tell,
     Terms,
     step,
 )
-from services.prefill.requests import Adopted, FirstTokenDrawn, HandedOver, HandOverFailed, RoomReserved, Started
+from kaveri.policy.prediction import PredictionOutcome
+from kaveri.policy.room_search import PlaceSearch
 
 KEY = EngineKey("a", 1)
 TOKENS = 100

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
-from services.decode.copying import (
+from kaveri.lives.copy_owner import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     Action,
