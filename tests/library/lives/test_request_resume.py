@@ -1,7 +1,6 @@
 """A request that lost its decode instance and has a replica: the holder resumes it, or it is placed again."""
 
 import pytest
-from tests.library.lives.test_request import appended
 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
@@ -9,6 +8,7 @@ from kaveri.errors import KaveriError, NoCapacity, RequestNotFound, Unavailable
 from kaveri.lives import request_values as lives
 from kaveri.lives.request import step
 from kaveri.policy.retry import Setback
+from tests.library.lives.test_request import appended
 
 PREFILL, OWNER, HOLDER = (
     lives.InstanceLife("prefill-0", 1),
