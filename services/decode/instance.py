@@ -40,7 +40,7 @@ from kaveri.feeds.feed import RouterFeeds
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.lives import decoding
-from kaveri.lives.decoding import InLine, Ready, Released, Reserving, Rival, Running
+from kaveri.lives.decoding import Ended, InLine, Reserving, Rival, Running
 from kaveri.policy.admission import AnyAdmission, DecodeBatch, expected_answer, member_of
 from kaveri.policy.decode_room import DecodeRoom, FreeRoom, Place
 from kaveri.policy.growth import BatchMember
@@ -184,7 +184,8 @@ class DecodeInstance:
 
     def landed(self) -> Iterator[DecodeRequest]:
         """Iterate over requests whose KV has arrived, preempted ones included."""
-        return (request for request in self.owners.by_serial.values() if isinstance(request.state, Ready | Running))
+        requests = self.owners.by_serial.values()
+        return (request for request in requests if isinstance(request.state, decoding.Landed | Running))
 
     def move(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
         """End a request that the engine has stopped; its router resumes it from `replica` at another instance."""
@@ -211,7 +212,7 @@ class DecodeInstance:
         self._end_former(engine_request.key.request_id, ownership)
         request = self._open(engine_request, ownership, timeout_s, predicted_length, False, traceparent)
         request.log.begin_with(*first_token)
-        self._take(request, decoding.BareEvent.ROOM_ASKED)
+        self._take(request, decoding.BareEvent.ROOM_REQUESTED)
         try:
             self._engine.adopt(engine_request.key)
         except EngineError as error:
@@ -235,7 +236,7 @@ class DecodeInstance:
         if request.ownership.owner == owner and 0 < reservation < request.reservation:
             # The room was given back and reserved again before this abort arrived.
             return
-        self._take(request, decoding.AbortAsked(by_router))
+        self._take(request, decoding.EndRequested(by_router))
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
         landed: list[DecodeRequest] = []
@@ -256,12 +257,12 @@ class DecodeInstance:
                         if event.first_token_id is not None and request.engine_request.params.logprobs is None:
                             # The first token's log-probabilities are not part of the KV transfer.
                             request.log.begin_with(event.first_token_id, None)
-                        self._take(request, decoding.KvLanded(event.kv_bytes))
+                        self._take(request, decoding.LandingDone(event.kv_bytes))
                         landed.append(request)
                         if request.resumed is not None:
                             request.resumed.landed.set_result(True)
                     case LandingFailed():
-                        self._take(request, decoding.KvNotLanded(event.reason))
+                        self._take(request, decoding.LandingFailed(event.reason))
                     case Preempted():
                         self._take(request, decoding.BareEvent.BLOCKS_LOST)
                     case RequestFailed():
@@ -270,7 +271,7 @@ class DecodeInstance:
             self._metrics.steps.count(token_counts, time.monotonic(), self._room.batch.running_count)
         self._admit()
         for request in landed:
-            if isinstance(request.state, Ready):
+            if isinstance(request.state, decoding.Landed):
                 self.owners.announce(request)
         self._give()
 
@@ -347,7 +348,7 @@ class DecodeInstance:
             held_tokens = request.resumed.held_tokens
         else:
             self._room.asked(request.request_id)
-        self._take(request, decoding.BareEvent.ROOM_ASKED)
+        self._take(request, decoding.BareEvent.ROOM_REQUESTED)
         expires_in_s = min(left_s, self._terms.reservation_ttl_s)
         granting = self._engine.reserve(request.engine_request, expires_in_s, request.source, held_tokens)
         if granting.done():
@@ -371,7 +372,7 @@ class DecodeInstance:
     def _answered(self, request: DecodeRequest, granting: "Future[Ticket] | asyncio.Future[Ticket]") -> None:
         """Handle the engine's answer to a reservation; the request may have ended meanwhile."""
         error = granting.exception()
-        if isinstance(request.state, Released):
+        if isinstance(request.state, Ended):
             if error is None:
                 self._engine.abort(request.engine_request.key)
         elif error is None:
@@ -409,7 +410,7 @@ class DecodeInstance:
                 self.owners.gain(request, step, None)
                 continue
             (report,) = actions
-            assert isinstance(report, decoding.NoteEnd)
+            assert isinstance(report, decoding.RecordEnd)
             times = report.times
             if times is not None and request.resumed is not None:
                 held_tokens = request.resumed.held_tokens
@@ -486,7 +487,7 @@ class DecodeInstance:
     def _take(self, request: DecodeRequest, event: decoding.Event) -> None:
         """Apply an event to a request; ignored after the request's end."""
         former = request.state
-        if isinstance(former, Released):
+        if isinstance(former, Ended):
             return
         now_s = time.monotonic()
         request.state, actions = decoding.step(former, event, now_s)
@@ -503,13 +504,13 @@ class DecodeInstance:
                 self.owners.feeds.expect(request.ownership.router_id)
             case InLine() if isinstance(former, Reserving):
                 batch.leave(serial)
-            case Ready() if not isinstance(former, Ready):
+            case decoding.Landed() if not isinstance(former, decoding.Landed):
                 batch.land(serial, first=request.resumed is not None)
-            case Running() if isinstance(former, Ready):
+            case Running() if isinstance(former, decoding.Landed):
                 batch.admit(serial)
-            case Ready() | Running():
+            case decoding.Landed() | Running():
                 batch.preempt(serial)
-            case Released():
+            case Ended():
                 self._remove(request)
                 # Freed seats, blocks and places in line may serve other requests.
                 loop = asyncio.get_running_loop()
@@ -543,7 +544,7 @@ class DecodeInstance:
                 self._room.refused(request.request_id)
             case decoding.BareAction.ABORT_IN_ENGINE:
                 self._engine.abort(request.engine_request.key)
-            case decoding.TellRouter(error, replaced, moved, fault):
+            case decoding.SendError(error, replaced, moved, fault):
                 self.owners.fail(request, End(error=error, replaced=replaced, moved=moved, fault=fault))
                 self.owners.keep(request, now_s)
             case decoding.KeepTokens(error):
@@ -557,10 +558,10 @@ class DecodeInstance:
                 self._metrics.landing_seconds.observe(landing_s)
             case decoding.BareAction.COUNT_PREEMPTION:
                 self._metrics.preemptions.inc()
-            case decoding.NoteEnd():
+            case decoding.RecordEnd():
                 self._report(request, action, now_s)
 
-    def _report(self, request: DecodeRequest, report: decoding.NoteEnd, now_s: float) -> None:
+    def _report(self, request: DecodeRequest, report: decoding.RecordEnd, now_s: float) -> None:
         self._metrics.requests.labels(report.outcome.value).inc()
         if report.times is not None:
             self._metrics.queue_seconds.observe(report.times.queue_s)

@@ -35,9 +35,9 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
-from kaveri.lives import copy_owner
-from kaveri.lives.copy_owner import Alone, Copied, Copy, Holder, Moving
-from kaveri.lives.decoding import DecodeOutcome, Ready, Released, Running
+from kaveri.lives import copy_owner, decoding
+from kaveri.lives.copy_owner import Alone, Copied, Holder, Moving
+from kaveri.lives.decoding import Ended, Outcome, Running
 from kaveri.policy.replication import AnyReplication, CopyRules, choose_holder, copy_bytes, has_room_to_run
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
@@ -56,7 +56,7 @@ from services.decode.instance import DecodeInstance
 from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.requests import DecodeRequest
 
-_GIVEN_UP = (DecodeOutcome.ABORTED, DecodeOutcome.DEADLINE, DecodeOutcome.ROUTER_GONE)
+_GIVEN_UP = (Outcome.ABORTED, Outcome.DEADLINE, Outcome.ROUTER_GONE)
 """Outcomes after which no router resumes a request."""
 _UNANSWERED = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.CANCELLED)
 _RELEASE_TIMEOUT_S = 2.0
@@ -74,7 +74,7 @@ _LEAST_REST_TOKENS = 4
 @dataclass(eq=False, slots=True)
 class _Owned:
     request: DecodeRequest
-    copy: Copy
+    copy: copy_owner.State
     told: Ownership
     """Session and attempt last reported to the holder."""
 
@@ -150,7 +150,7 @@ class Replicator:
                     self._take(key, copy_owner.BareEvent.MOVE_FAILED)
                 case LetGo(key, token_count):
                     # An aborted request was not moved: _look() closes its copy.
-                    if key in self._owned and not isinstance(self._owned[key].request.state, Released):
+                    if key in self._owned and not isinstance(self._owned[key].request.state, Ended):
                         self._take(key, copy_owner.MoveDone(token_count))
                     self._move_some()
 
@@ -171,8 +171,8 @@ class Replicator:
         for key in [key for key in self._owned if key not in here]:
             state = self._owned[key].request.state
             # The router resumes a failed request from its copy.
-            if state != Released(DecodeOutcome.FAILED):
-                self._take(key, copy_owner.RequestEnded(isinstance(state, Released) and state.outcome in _GIVEN_UP))
+            if state != Ended(Outcome.FAILED):
+                self._take(key, copy_owner.RequestEnded(isinstance(state, Ended) and state.outcome in _GIVEN_UP))
             del self._owned[key]
         for key, request in here.items():
             owned = self._owned.setdefault(key, _Owned(request, Alone(), request.ownership))
@@ -218,7 +218,7 @@ class Replicator:
             if self._moves(request) and self._has_room(holder, request):
                 moving_count += 1
                 self._moved.add(request.engine_request.key, holder, self._needed_blocks(request))
-                self._take(request.engine_request.key, copy_owner.BareEvent.MOVE_ASKED)
+                self._take(request.engine_request.key, copy_owner.BareEvent.MOVE_REQUESTED)
 
     def _needed_blocks(self, request: DecodeRequest) -> int:
         return self._engine.info.layout.block_count(request.context_tokens + 1)
@@ -274,9 +274,9 @@ class Replicator:
                     self._lost(owned.request.engine_request.key, str(error))
             case copy_owner.CloseCopy(holder):
                 self._tasks.create_task(self._close(owned.request, holder))
-            case copy_owner.TellRouterOfCopy(replica):
+            case copy_owner.SendLocation(replica):
                 self._instance.owners.announce_replica(owned.request, replica)
-            case copy_owner.LetGoInEngine():
+            case copy_owner.ReleaseInEngine():
                 try:
                     self._engine.release(owned.request.engine_request.key, _RELEASE_TIMEOUT_S)
                 except EngineError:
@@ -313,9 +313,9 @@ class Replicator:
             finally:
                 self._asked_count -= 1
             ticket = ticket_from_proto(response.ticket)
-            if key in self._owned and isinstance(request.state, Ready | Running):
+            if key in self._owned and isinstance(request.state, decoding.Landed | Running):
                 self._metrics.opens.labels("granted").inc()
-                self._take(key, copy_owner.CopyRoomGranted(ticket, response.incarnation))
+                self._take(key, copy_owner.RoomGranted(ticket, response.incarnation))
             else:
                 # The request has ended, so no push will inform the holder.
                 await self._close(request, holder)

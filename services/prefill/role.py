@@ -28,10 +28,9 @@ from kaveri.lives.prompt import (
     NO_TRANSPORT,
     Advance,
     AwaitingLength,
-    Close,
+    BareAction,
     CountPrediction,
-    Do,
-    EndedAtPrefill,
+    Ended,
     EndHandOver,
     EndRequested,
     EngineReport,
@@ -44,12 +43,13 @@ from kaveri.lives.prompt import (
     Known,
     LengthAnswered,
     LengthPending,
-    PrefillOutcome,
+    Outcome,
     Progress,
     Queued,
+    RecordEnd,
+    SendReport,
     Started,
     State,
-    Tell,
     Terms,
     step,
 )
@@ -156,7 +156,7 @@ class PrefillRole:
         _check_fit(self._engine.info, token_ids, generated_count, params)
         self._replace(request_id, ownership)
         if not self._queue.room:
-            self._metrics.requests.labels(PrefillOutcome.REFUSED).inc()
+            self._metrics.requests.labels(Outcome.REFUSED).inc()
             reason = f"{self._queue.max_waiting} requests are queued already"
             raise NoCapacity("prefill", retry_after_s=QUEUE_FULL_RETRY_S, reason=reason)
         key = EngineKey(request_id, next(self._serials))
@@ -228,7 +228,7 @@ class PrefillRole:
 
     def cancel(self, request: PrefillRequest) -> None:
         """End the request and free its KV blocks, here and at decode. Idempotent."""
-        self._happened(request, EndRequested(PrefillOutcome.CANCELLED))
+        self._happened(request, EndRequested(Outcome.CANCELLED))
 
     def abort(self, request_id: str, ownership: Ownership) -> None:
         """End a request, unless the id is another request's or has a newer attempt or session. A request that arrives
@@ -250,7 +250,7 @@ class PrefillRole:
             return
         waits = isinstance(life.state, AwaitingLength | Queued) and life.request not in self._queue.computing
         if waits and ownership.comparable(life.request.ownership) == life.request.ownership.owner:
-            self._happened(life.request, EndRequested(PrefillOutcome.GIVEN_BACK, _draining()))
+            self._happened(life.request, EndRequested(Outcome.GIVEN_BACK, _draining()))
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
@@ -337,7 +337,7 @@ class PrefillRole:
             if owner <= former.ownership.owner:
                 raise owner.stale(request_id, former.ownership.owner)
             error = former.ownership.owner.stale(request_id, owner)
-        self._happened(former, EndRequested(PrefillOutcome.REFUSED, error))
+        self._happened(former, EndRequested(Outcome.REFUSED, error))
 
     def _begin(self, request: PrefillRequest, now_s: float, timeout_s: float) -> None:
         info, sent = self._engine.info, request.engine_request
@@ -363,7 +363,7 @@ class PrefillRole:
         state = AwaitingLength(terms) if waits else Queued(terms, forecast)
         deadline = asyncio.get_running_loop().call_later(
             timeout_s,
-            lambda: self._happened(request, EndRequested(PrefillOutcome.DEADLINE, DeadlineExceeded())),
+            lambda: self._happened(request, EndRequested(Outcome.DEADLINE, DeadlineExceeded())),
         )
         spans = spans_below(request.traceparent)
         traced = PrefillSpans(spans, now_s) if spans is not None else None
@@ -381,7 +381,7 @@ class PrefillRole:
             return
         now_s = time.monotonic()
         life.state, actions = step(life.state, event, now_s)
-        if isinstance(life.state, EndedAtPrefill):
+        if isinstance(life.state, Ended):
             del self._lives[request.request_id]
         for action in actions:
             if life.spans is not None:
@@ -390,7 +390,7 @@ class PrefillRole:
                 case Advance():
                     self._queue.advance(request, action.computed_tokens)
                     self._metrics.tokens.inc(action.new_tokens)
-                case Tell():
+                case SendReport():
                     self._observe(action.progress)
                     request.log.put(action.progress)
                     self.feeds.add(request.ownership.router_id, request)
@@ -404,17 +404,17 @@ class PrefillRole:
                     self._hand_over.push_failed(request, action.failure)
                 case EndHandOver():
                     self._hand_over.end(request, action.handed_over)
-                case Close():
+                case RecordEnd():
                     self._close(life, action)
-                case Do.ENQUEUE:
+                case BareAction.ENQUEUE:
                     self._queue.release(request)
                     self._submit()
-                case Do.LEAVE_QUEUE:
+                case BareAction.LEAVE_QUEUE:
                     self._queue.remove(request)
-                case Do.DROP_QUESTION:
+                case BareAction.DROP_QUESTION:
                     assert life.question is not None
                     self._forecaster.drop(life.question)
-                case Do.ABORT_IN_ENGINE:
+                case BareAction.ABORT_IN_ENGINE:
                     self._engine.abort(request.engine_request.key)
 
     def _submit(self) -> None:
@@ -454,15 +454,15 @@ class PrefillRole:
                 self._metrics.transfers.tail_seconds.observe(progress.kv_tail_s)
                 self._metrics.transfers.bytes.labels(progress.kv_transport).inc(progress.kv_bytes)
 
-    def _close(self, life: _Life, close: Close) -> None:
+    def _close(self, life: _Life, close: RecordEnd) -> None:
         request = life.request
         life.deadline.cancel()
         request.log.end(close.error)
-        if close.outcome is PrefillOutcome.CANCELLED:
+        if close.outcome is Outcome.CANCELLED:
             self.feeds.discard(request.ownership.router_id, request)
         else:
             self.feeds.add(request.ownership.router_id, request)
-        if close.outcome not in (PrefillOutcome.CANCELLED, PrefillOutcome.REFUSED):
+        if close.outcome not in (Outcome.CANCELLED, Outcome.REFUSED):
             if request.engine_request.params.prompt_logprobs is not None:
                 # They would take the memory of many other requests.
                 request.log.forget_report()

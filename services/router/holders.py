@@ -61,7 +61,7 @@ class Holders:
         if entry.account.owner_change is None:
             entry.note_loss("it was lost with the request's router", entry.accepted.received.owner.decode or NO_LIFE)
         attempt = entry.attempt_at(number)
-        over = entry.begin(lives.ResumeAsked(attempt, holder))
+        over = entry.begin(lives.ResumeRequested(attempt, holder))
         if over.done():
             return
         call = self._ask(entry, number, replica)

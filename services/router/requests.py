@@ -175,7 +175,7 @@ class RequestEntry:
         count = len(self.answer.token_ids)
         return Attachment(self.request_id, ownership, token_ids, count, landed, at_prefill, placed_by)
 
-    def begin(self, event: lives.Sent | lives.Sought | lives.ResumeAsked) -> asyncio.Future[None]:
+    def begin(self, event: lives.Sent | lives.Sought | lives.ResumeRequested) -> asyncio.Future[None]:
         """Start an attempt. The future is done when the attempt is lost or the request has ended."""
         over = self._attempt_over = asyncio.get_running_loop().create_future()
         self.begun_s = time.monotonic()
@@ -184,7 +184,7 @@ class RequestEntry:
                 aim = f"to {attempt.prefill.instance_id}"
             case lives.Sought():
                 aim = "sought where its last session left it"
-            case lives.ResumeAsked(_, holder):
+            case lives.ResumeRequested(_, holder):
                 aim = f"resumed at {holder.instance_id}"
         self.account.timing.attempts += 1
         self.account.steps.append((self.begun_s, f"attempt {event.attempt.number} {aim}"))
@@ -250,7 +250,7 @@ class RequestEntry:
             else:
                 self._carry_out(action, now_s)
         if self.answer.stopped and not isinstance(self.state, _COMPLETE):
-            self.handle(lives.Stopped(FinishReason.STOP), now_s)
+            self.handle(lives.EndRequested(FinishReason.STOP), now_s)
         if isinstance(self.state, lives.Lost):
             if self.suspect_until != self._hint.suspect_until:
                 # A later session without the suspicion would break more engines.
@@ -276,7 +276,7 @@ class RequestEntry:
         """Turn a token event before the prompt's logprobs into the loss of its attempt. A decode instance that
         generates the first token has not computed the prompt, and old versions do not know prompt_logprobs."""
         match event:
-            case lives.Tokens(first_index=0) if event.token_ids:
+            case lives.TokensReceived(first_index=0) if event.token_ids:
                 return lives.GivenUp(event.attempt, event.source, _no_report(event.source))
             case lives.FirstTokenReported() if isinstance(self.state, lives.Prefilling | lives.Placed):
                 return lives.PrefillEnded(_no_report(self.state.attempt.prefill))
@@ -315,7 +315,7 @@ class RequestEntry:
 
     def stop(self, outcome: FinishReason | KaveriError) -> None:
         """End the request: with an error, or as CANCELLED with the tokens so far. No-op if it has ended."""
-        self.handle(lives.Stopped(outcome), time.monotonic())
+        self.handle(lives.EndRequested(outcome), time.monotonic())
 
     def supersede(self) -> None:
         """End this session; its instances continue for a later one, as the client has re-attached."""

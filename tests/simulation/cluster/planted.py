@@ -67,7 +67,7 @@ def attempt_check_removed() -> Iterator[None]:
     """The router takes the tokens of former attempts, wherever they were placed."""
 
     def change(state: Any, event: Any) -> Any:
-        if isinstance(event, lives.Tokens) and isinstance(state, _OWNED):
+        if isinstance(event, lives.TokensReceived) and isinstance(state, _OWNED):
             event = _from_its_decode(state, event._replace(attempt=state.attempt.number))
         return _moved(state, event), event
 
@@ -80,7 +80,7 @@ def index_ignored() -> Iterator[None]:
     """The router appends tokens in the order in which they come, wherever they belong."""
 
     def change(state: Any, event: Any) -> Any:
-        if isinstance(event, lives.Tokens) and isinstance(state, _OWNED):
+        if isinstance(event, lives.TokensReceived) and isinstance(state, _OWNED):
             event = event._replace(first_index=state.next_index)
         return state, event
 
@@ -339,7 +339,7 @@ def abort_of_a_running_request_unanswered() -> Iterator[None]:
 
     def make(original: Any) -> Any:
         def ended(state: Any, outcome: Any, *args: Any, **named: Any) -> Any:
-            if outcome is decoding.DecodeOutcome.ABORTED:
+            if outcome is decoding.Outcome.ABORTED:
                 named["tell"] = None
             return original(state, outcome, *args, **named)
 
@@ -355,7 +355,7 @@ def replaced_owner_not_told() -> Iterator[None]:
 
     def make(original: Any) -> Any:
         def ended(state: Any, outcome: Any, *args: Any, **named: Any) -> Any:
-            if outcome is decoding.DecodeOutcome.REPLACED:
+            if outcome is decoding.Outcome.REPLACED:
                 named["tell"] = None
             return original(state, outcome, *args, **named)
 
@@ -395,7 +395,7 @@ def two_instances_in_one_attempt() -> Iterator[None]:
     """The router takes the tokens of two decode instances that both have the KV of one attempt."""
 
     def change(state: Any, event: Any) -> Any:
-        if isinstance(event, lives.Tokens):
+        if isinstance(event, lives.TokensReceived):
             event = _from_its_decode(state, event)
         return _moved(state, event), event
 
