@@ -97,8 +97,8 @@ class RoomGranted:
 class CopyLost:
     """Event for a request's KV copy: the holder refused memory, or the engine's push to it has ended."""
 
-    pause_s: float
-    """Pause after a first failure."""
+    jitter: float
+    """Random number in [0, 1), for the pause before the next search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +182,10 @@ def step(copy: State, event: Event, now_s: float) -> Step:
             return Opening(holder, copy.failures, copy.former), (AskHolder(holder),)
         case RoomGranted(ticket, incarnation), Opening():
             return _granted(copy, ticket, copy.holder._replace(incarnation=incarnation))
-        case CopyLost(pause_s), Opening():
-            return _alone(copy.failures, pause_s, copy.former, now_s), ()
-        case CopyLost(pause_s), Copied() | Moving():
-            return _alone(copy.failures, pause_s, copy.holder, now_s), ()
+        case CopyLost(jitter), Opening():
+            return Alone(now_s + pause_s(copy.failures, jitter), copy.failures + 1, copy.former), ()
+        case CopyLost(jitter), Copied() | Moving():
+            return Alone(now_s + pause_s(copy.failures, jitter), copy.failures + 1, copy.holder), ()
         case CopyGrew(token_count), Copied() | Moving() if token_count > copy.token_count:
             grown = replace(copy, failures=0, token_count=token_count)
             return grown, (SendLocation(_replica(copy.holder, token_count)),)
@@ -207,6 +207,13 @@ def step(copy: State, event: Event, now_s: float) -> Step:
             return copy, ()
 
 
+def pause_s(failures: int, jitter: float) -> float:
+    """Return the pause before the next search for a holder. failures: consecutive earlier ones. jitter: random, in
+    [0, 1)."""
+    first_s = FIRST_PAUSE_S * (0.5 + jitter / 2)
+    return min(LONGEST_PAUSE_S, first_s * 2.0 ** min(failures, _DOUBLINGS))
+
+
 def _replica(holder: Holder, token_count: int) -> ReplicaLocation:
     return ReplicaLocation(holder.instance_id, holder.incarnation, token_count)
 
@@ -217,8 +224,3 @@ def _granted(copy: Opening, ticket: Ticket, holder: Holder) -> Step:
     if copy.former is not None and copy.former[:2] != holder[:2]:
         actions = (CloseCopy(copy.former), *actions)
     return Copied(holder, copy.failures), actions
-
-
-def _alone(failures: int, pause_s: float, former: Holder | None, now_s: float) -> Alone:
-    pause_s = min(LONGEST_PAUSE_S, pause_s * 2 ** min(failures, _DOUBLINGS))
-    return Alone(now_s + pause_s, failures + 1, former)

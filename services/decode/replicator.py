@@ -359,7 +359,7 @@ class Replicator:
         if isinstance(error, StaleAttempt | RequestAlreadyExists) and request.ownership == offered:
             # The holder has seen a newer owner: this instance was frozen or partitioned, and has lost the request.
             self._instance.lose(request, error)
-        self._take(request.engine_request.key, copy_owner.CopyLost(self._pause_s()))
+        self._take(request.engine_request.key, copy_owner.CopyLost(self._rng.random()))
 
     def _grown(self, key: EngineKey, token_count: int) -> None:
         owned = self._owned.get(key)
@@ -376,7 +376,7 @@ class Replicator:
         self._rest(holder, HOLDER_REST_S)
         log = _log(request, holder.instance_id)
         log.info("replica_lost", tokens=owned.copy.token_count, reason=reason)
-        self._take(key, copy_owner.CopyLost(self._pause_s()))
+        self._take(key, copy_owner.CopyLost(self._rng.random()))
 
     async def _update(self, owned: _Owned, holder: Holder) -> None:
         """Send the request's new attempt or session to the holder, so that older ones cannot close the copy."""
@@ -412,9 +412,6 @@ class Replicator:
 
     def _rest(self, holder: Holder, rest_s: float) -> None:
         self._resting_until_s[holder.instance_id] = time.monotonic() + rest_s
-
-    def _pause_s(self) -> float:
-        return copy_owner.FIRST_PAUSE_S * (0.5 + self._rng.random() / 2)
 
     def _count(self) -> None:
         lags: list[int] = []

@@ -39,7 +39,7 @@ from kaveri.lives.copy_owner import (
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 TICKET = Ticket(bytes(16), bytes(16), 1, (KvEndpoint("tcp", "h:1"),), (0,), 4, 60.0, LAYOUT, is_open=True)
 ONE, OTHER = Holder("d1", 1, "h:1"), Holder("d2", 1, "h:2")
-LOST = CopyLost(FIRST_PAUSE_S)
+LOST = CopyLost(jitter=1.0)
 
 
 def after(*events: Event) -> tuple[State, list[Action]]:
