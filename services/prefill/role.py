@@ -39,7 +39,6 @@ from kaveri.lives.prompt import (
     FindPlace,
     FirstTokenDrawn,
     HandedOver,
-    HandOverFailed,
     Known,
     LengthAnswered,
     LengthPending,
@@ -261,7 +260,8 @@ class PrefillRole:
                     self._happened(life.request, event)
             elif isinstance(event, EngineStopped):
                 for life in list(self._lives.values()):
-                    self._happened(life.request, HandOverFailed(error_of_stop(event, life.request.engine_request.key)))
+                    error = error_of_stop(event, life.request.engine_request.key)
+                    self._happened(life.request, EndRequested(Outcome.FAILED, error))
         self._submit()
 
     def load(self) -> InstanceLoad:
@@ -293,7 +293,7 @@ class PrefillRole:
 
     def fail_all(self, reason: str) -> None:
         for life in list(self._lives.values()):
-            self._happened(life.request, HandOverFailed(Unavailable(reason)))
+            self._happened(life.request, EndRequested(Outcome.FAILED, Unavailable(reason)))
 
     def _find(self, request_id: str) -> PrefillRequest | None:
         life = self._lives.get(request_id)
@@ -431,7 +431,7 @@ class PrefillRole:
             except EngineError:
                 return  # it stopped; EngineStopped follows and ends every request
             except InvalidArgument as error:
-                self._happened(request, HandOverFailed(error))
+                self._happened(request, EndRequested(Outcome.FAILED, error))
             else:
                 self._queue.submitted(request)
 
