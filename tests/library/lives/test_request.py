@@ -460,9 +460,8 @@ class AnyOrder(RuleBasedStateMachine):
     def resume_asked(self, holder: lives.InstanceLife) -> None:
         self.number += 1
         self.named = [holder]
-        self.take(
-            lives.ResumeRequested(lives.Attempt(self.number, lives.NO_LIFE, len(self.answer), MOST_TOKENS), holder)
-        )
+        attempt = lives.Attempt(self.number, lives.NO_LIFE, len(self.answer), MOST_TOKENS)
+        self.take(lives.ResumeRequested(attempt, holder))
 
     @precondition(lambda self: self.awaits_holder)
     @rule()
