@@ -14,6 +14,7 @@ from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
 from kaveri.engine.stepwise.sequence import SequencePhase
 from kaveri.errors import KaveriError, NoCapacity
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.lives import copy_owner
 from kaveri.policy.replication import CopyRules, ReplicationMode, choose_holder, copy_bytes
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
@@ -23,8 +24,6 @@ from kaveri.simulator.instance import InstanceRouter, SimulatedAttempt, Simulate
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.timeline import Timeline
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DOUBLINGS = 0.1, 5.0, 6
 
 
 @dataclass(slots=True, eq=False)
@@ -157,8 +156,7 @@ class _HolderChoice:
 
     def pause_s(self, failures: int) -> float:
         """Draw the pause, in seconds, after consecutive failures to copy a request: exponential, with jitter."""
-        pause_s: float = _FIRST_PAUSE_S * (0.5 + self._rng.random() / 2) * 2 ** min(failures, _DOUBLINGS)
-        return min(_LONGEST_PAUSE_S, pause_s)
+        return copy_owner.pause_s(failures, self._rng.random())
 
     def forget_old(self, now_s: float) -> None:
         """Forget expired refusals, and memory requests that reported loads include by now."""

@@ -26,12 +26,12 @@ from kaveri.kv.replicas.store import (
     ReplicaStore,
 )
 from kaveri.kv.transfer.ticket import Ticket
+from kaveri.lives import copy_holder
+from kaveri.lives.copy_holder import Complete, Growing, Resuming, usable_tokens
 from kaveri.policy.replication import HeldCopy, copy_bytes, drop_first
 from kaveri.policy.waits import COPY_MADE_ROOM_RETRY_S, COPY_STARVED_S
 from kaveri.telemetry.logs import get_logger
 from kaveri.wire.attempts import wrong_secret
-from services.decode import holding
-from services.decode.holding import BeingResumed, Complete, Growing, Holding, usable_tokens
 from services.decode.instance import DecodeInstance
 from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.requests import DecodeRequest
@@ -66,12 +66,12 @@ class HeldReplica:
     """Set once the copy can no longer be resumed from: it was used, or dropped."""
     outcome: asyncio.Future[Resumed] | None = None
     """Result of the current or the last resumption."""
-    state: Holding = field(default_factory=Growing)
+    state: copy_holder.State = field(default_factory=Growing)
 
     @property
     def newest(self) -> Owner:
         owner = self.offer.ownership.owner
-        return max(owner, self.state.ownership.owner) if isinstance(self.state, BeingResumed) else owner
+        return max(owner, self.state.ownership.owner) if isinstance(self.state, Resuming) else owner
 
 
 class ReplicaHolder:
@@ -140,7 +140,7 @@ class ReplicaHolder:
                 raise Unavailable("the owner has asked for a later copy", retry_after_s=_RETRY_AFTER_S)
         self._instance.owners.note_owner(request_id, offer.ownership)
         if former is not None:
-            self._take(former, holding.Unwanted("replaced"))
+            self._take(former, copy_holder.EndRequested("replaced"))
         key = ReplicaKey(request_id, owner.session, owner.attempt)
         ticket = self._open(key, offer)
         self._held[request_id] = HeldReplica(key, offer, time.monotonic(), offer.token_count)
@@ -196,14 +196,14 @@ class ReplicaHolder:
             return
         owner = ownership.comparable(held.offer.ownership)
         if owner is not None and owner >= held.newest:
-            self._take(held, holding.Unwanted("given_up" if isinstance(held.state, Complete) else "closed"))
+            self._take(held, copy_holder.EndRequested("given_up" if isinstance(held.state, Complete) else "closed"))
 
     def drain(self) -> None:
         """Refuse new copies, and further KV for present ones, so that decode instances choose other holders. Requests
         can be resumed from the copies until wait_idle() has returned."""
         self._drained = self._drained or asyncio.Event()
         for held in list(self._held.values()):
-            self._take(held, holding.HolderDrains(self._store.watermark(held.key)))
+            self._take(held, copy_holder.DrainBegun(self._store.watermark(held.key)))
         if not self._held:
             self._drained.set()
 
@@ -260,7 +260,7 @@ class ReplicaHolder:
     def _drop_complete(self) -> bool:
         complete = next((held for held in self._held.values() if isinstance(held.state, Complete)), None)
         if complete is not None:
-            self._take(complete, holding.Unwanted("given_up"))
+            self._take(complete, copy_holder.EndRequested("given_up"))
         return complete is not None
 
     def _make_room(self, offer: ReplicaOffer) -> bool:
@@ -270,13 +270,13 @@ class ReplicaHolder:
         free_bytes = usage.total_bytes - usage.used_bytes
         dropped = drop_first(copies, offer.token_count, free_bytes, copy_bytes(layout, offer.token_count))
         for held in dropped or ():
-            self._take(held, holding.Unwanted("full"))
+            self._take(held, copy_holder.EndRequested("full"))
         return bool(dropped)
 
     def _resuming(self, resumption: Resumption) -> asyncio.Future[Resumed]:
         request_id, ownership = resumption.request_id, resumption.ownership
         held = self._held.get(request_id)
-        if held is not None and held.outcome is not None and held.state == BeingResumed(ownership):
+        if held is not None and held.outcome is not None and held.state == Resuming(ownership):
             return held.outcome
         outcome: asyncio.Future[Resumed] = asyncio.get_running_loop().create_future()
         running = self._instance.owners.resumed(request_id, ownership)
@@ -285,7 +285,7 @@ class ReplicaHolder:
             return outcome
         held = self._resumable(resumption)
         held.outcome = outcome
-        self._take(held, holding.ResumeBegun(ownership))
+        self._take(held, copy_holder.ResumeBegun(ownership))
         self._tasks.create_task(self._conclude(outcome, held, resumption))
         return outcome
 
@@ -328,9 +328,9 @@ class ReplicaHolder:
             request, ticket = await self._instance.reserve_resumed(resumption, held_tokens)
             await self._land(held, request, ticket)
         except BaseException:
-            self._take(held, holding.ResumeFailed(resumption.ownership))
+            self._take(held, copy_holder.ResumeFailed(resumption.ownership))
             raise
-        self._take(held, holding.ResumeLanded(resumption.ownership))
+        self._take(held, copy_holder.ResumeDone(resumption.ownership))
         recomputed_tokens = len(resumption.token_ids) - held_tokens
         self._metrics.count_resumed(held_tokens, recomputed_tokens)
         self.resumed_count += 1
@@ -376,28 +376,28 @@ class ReplicaHolder:
                 held.watermark = event.token_count
                 held.token_count = max(held.token_count, event.token_count)
             case ReplicaOrphaned():
-                self._take(held, holding.OwnerLost(event.reason))
+                self._take(held, copy_holder.OwnerLost(event.reason))
             case ReplicaGivenUp():
-                self._take(held, holding.BareEvent.OWNER_GAVE_UP)
+                self._take(held, copy_holder.BareEvent.OWNER_GAVE_UP)
             case ReplicaDropped():
-                self._take(held, holding.Unwanted("given_up"))
+                self._take(held, copy_holder.EndRequested("given_up"))
 
     def _drop_expired(self, now_s: float) -> None:
         unused_s = max(_UNUSED_S, self._orphan_grace_s)
         for held in list(self._held.values()):
             usage, is_old = self._store.usage(), held.opened_s + unused_s <= now_s
-            looked = holding.Looked(
+            check = copy_holder.Checked(
                 is_unused=not held.watermark and is_old,
                 is_expired=held.opened_s + held.offer.timeout_s <= now_s,
                 is_memory_scarce=usage.total_bytes - usage.used_bytes < _SCARCE * usage.total_bytes,
             )
-            self._take(held, looked, now_s)
+            self._take(held, check, now_s)
             if isinstance(held.state, Growing):
                 # The view may lose an owner whose connection is still open (no packet closed it), and lack a young one.
                 if is_old and not self._is_there(held.offer.owner_id, held.offer.owner_incarnation):
-                    self._take(held, holding.OwnerLost("its owner has left the cluster"), now_s)
+                    self._take(held, copy_holder.OwnerLost("its owner has left the cluster"), now_s)
                 elif self._is_starved(held, now_s):
-                    self._take(held, holding.BareEvent.BLOCK_MISSED, now_s)
+                    self._take(held, copy_holder.BareEvent.BLOCK_MISSED, now_s)
 
     def _is_starved(self, held: HeldReplica, now_s: float) -> bool:
         if not self._store.is_starved(held.key):
@@ -411,16 +411,16 @@ class ReplicaHolder:
     def _grace_s(self) -> float:
         return self._orphan_grace_s if self._drained is None else min(_LEAVING_S, self._orphan_grace_s)
 
-    def _take(self, held: HeldReplica, event: holding.HoldingEvent, now_s: float | None = None) -> None:
+    def _take(self, held: HeldReplica, event: copy_holder.Event, now_s: float | None = None) -> None:
         now_s = time.monotonic() if now_s is None else now_s
-        held.state, actions = holding.step(held.state, event, now_s, self._grace_s)
+        held.state, actions = copy_holder.step(held.state, event, now_s, self._grace_s)
         for action in actions:
             match action:
-                case holding.Seal():
+                case copy_holder.Seal():
                     self._store.seal(held.key)
-                case holding.NoteOrphan(reason):
+                case copy_holder.RecordOrphan(reason):
                     get_logger().bind(**_name_of(held)).info("replica_orphaned", reason=reason)
-                case holding.Drop(cause):
+                case copy_holder.Drop(cause):
                     self._drop(held, cause)
 
     def _drop(self, held: HeldReplica, cause: str) -> None:

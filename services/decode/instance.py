@@ -39,6 +39,8 @@ from kaveri.errors import (
 from kaveri.feeds.feed import RouterFeeds
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
+from kaveri.lives import decoding
+from kaveri.lives.decoding import Ended, InLine, Reserving, Rival, Running
 from kaveri.policy.admission import AnyAdmission, DecodeBatch, expected_answer, member_of
 from kaveri.policy.decode_room import DecodeRoom, FreeRoom, Place
 from kaveri.policy.growth import BatchMember
@@ -46,9 +48,7 @@ from kaveri.policy.placement import HeavyThresholds
 from kaveri.policy.waits import LINE_LOOK_S
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import spans_below, trace_fields
-from services.decode import lifecycle
 from services.decode.answer_readers import AnswerTokenizer
-from services.decode.lifecycle import InLine, Ready, Released, Reserving, Rival, Running
 from services.decode.metrics import DecodeMetrics
 from services.decode.owners import RequestOwners
 from services.decode.requests import AnswerLog, DecodeRequest, End, ResumedHere
@@ -65,7 +65,7 @@ class _Terms:
 
 
 class DecodeInstance:
-    """Decode side of an instance: carries out what services.decode.lifecycle (states of requests) and
+    """Decode side of an instance: carries out what kaveri.lives.decoding (states of requests) and
     kaveri.policy.decode_room (admission to the batch) decide. Implements PhaseService. Not thread-safe."""
 
     def __init__(
@@ -184,17 +184,18 @@ class DecodeInstance:
 
     def landed(self) -> Iterator[DecodeRequest]:
         """Iterate over requests whose KV has arrived, preempted ones included."""
-        return (request for request in self.owners.by_serial.values() if isinstance(request.state, Ready | Running))
+        requests = self.owners.by_serial.values()
+        return (request for request in requests if isinstance(request.state, decoding.Landed | Running))
 
     def move(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
         """End a request that the engine has stopped; its router resumes it from `replica` at another instance."""
         request.log.note_replica(replica)
-        self._take(request, lifecycle.Moved(replica.holder_id))
+        self._take(request, decoding.Moved(replica.holder_id))
 
     def lose(self, request: DecodeRequest, error: KaveriError) -> None:
         """End a request of which another instance runs a newer attempt or session. Its router receives `error`."""
         self.owners.note_loss(request, error)
-        self._take(request, lifecycle.RivalCame(Rival.NEWER_OWNER, error))
+        self._take(request, decoding.RivalCame(Rival.NEWER_OWNER, error))
 
     def adopt(
         self,
@@ -211,13 +212,13 @@ class DecodeInstance:
         self._end_former(engine_request.key.request_id, ownership)
         request = self._open(engine_request, ownership, timeout_s, predicted_length, False, traceparent)
         request.log.begin_with(*first_token)
-        self._take(request, lifecycle.BareEvent.ROOM_ASKED)
+        self._take(request, decoding.BareEvent.ROOM_REQUESTED)
         try:
             self._engine.adopt(engine_request.key)
         except EngineError as error:
-            self._take(request, lifecycle.RoomRefused(error))
+            self._take(request, decoding.RoomRefused(error))
             raise Unavailable(str(error)) from error
-        self._take(request, lifecycle.BareEvent.ADOPTED)
+        self._take(request, decoding.BareEvent.ADOPTED)
         self._admit()
         if request.spans is not None:
             request.spans.adopted(time.monotonic())
@@ -235,7 +236,7 @@ class DecodeInstance:
         if request.ownership.owner == owner and 0 < reservation < request.reservation:
             # The room was given back and reserved again before this abort arrived.
             return
-        self._take(request, lifecycle.AbortAsked(by_router))
+        self._take(request, decoding.EndRequested(by_router))
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
         landed: list[DecodeRequest] = []
@@ -246,7 +247,7 @@ class DecodeInstance:
                 token_counts.append(len(event.steps))
             elif isinstance(event, EngineStopped):
                 for each in list(self.owners.by_serial.values()):
-                    self._take(each, lifecycle.Broken(error_of_stop(event, each.engine_request.key)))
+                    self._take(each, decoding.Broken(error_of_stop(event, each.engine_request.key)))
             # Aborted requests may still have events.
             elif (
                 isinstance(event, RequestEvent) and (request := self.owners.by_serial.get(event.key.serial)) is not None
@@ -256,21 +257,21 @@ class DecodeInstance:
                         if event.first_token_id is not None and request.engine_request.params.logprobs is None:
                             # The first token's log-probabilities are not part of the KV transfer.
                             request.log.begin_with(event.first_token_id, None)
-                        self._take(request, lifecycle.KvLanded(event.kv_bytes))
+                        self._take(request, decoding.LandingDone(event.kv_bytes))
                         landed.append(request)
                         if request.resumed is not None:
                             request.resumed.landed.set_result(True)
                     case LandingFailed():
-                        self._take(request, lifecycle.KvNotLanded(event.reason))
+                        self._take(request, decoding.LandingFailed(event.reason))
                     case Preempted():
-                        self._take(request, lifecycle.BareEvent.BLOCKS_LOST)
+                        self._take(request, decoding.BareEvent.BLOCKS_LOST)
                     case RequestFailed():
-                        self._take(request, lifecycle.Broken(error_of_failure(event)))
+                        self._take(request, decoding.Broken(error_of_failure(event)))
         if token_counts:
             self._metrics.steps.count(token_counts, time.monotonic(), self._room.batch.running_count)
         self._admit()
         for request in landed:
-            if isinstance(request.state, Ready):
+            if isinstance(request.state, decoding.Landed):
                 self.owners.announce(request)
         self._give()
 
@@ -296,7 +297,7 @@ class DecodeInstance:
         self._draining = True
         for request in list(self.owners.by_serial.values()):
             if isinstance(request.state, InLine):
-                self._take(request, lifecycle.RoomRefused(_draining()))
+                self._take(request, decoding.RoomRefused(_draining()))
 
     def undrain(self) -> None:
         self._draining = False
@@ -310,7 +311,7 @@ class DecodeInstance:
 
     def fail_all(self, reason: str) -> None:
         for request in list(self.owners.by_serial.values()):
-            self._take(request, lifecycle.Broken(Unavailable(reason)))
+            self._take(request, decoding.Broken(Unavailable(reason)))
         self.owners.feeds.close_all()
 
     def _free_room(self) -> FreeRoom:
@@ -340,14 +341,14 @@ class DecodeInstance:
     def _ask(self, request: DecodeRequest) -> None:
         left_s = request.expires_s - time.monotonic()
         if left_s <= 0:
-            self._take(request, lifecycle.BareEvent.TIME_OVER)
+            self._take(request, decoding.BareEvent.TIME_OVER)
             return
         held_tokens = None
         if request.resumed is not None:
             held_tokens = request.resumed.held_tokens
         else:
             self._room.asked(request.request_id)
-        self._take(request, lifecycle.BareEvent.ROOM_ASKED)
+        self._take(request, decoding.BareEvent.ROOM_REQUESTED)
         expires_in_s = min(left_s, self._terms.reservation_ttl_s)
         granting = self._engine.reserve(request.engine_request, expires_in_s, request.source, held_tokens)
         if granting.done():
@@ -357,7 +358,7 @@ class DecodeInstance:
 
     def _turn_away(self, request: DecodeRequest) -> None:
         refusal = self._room.refusal(self._free_room(), time.monotonic())
-        self._take(request, lifecycle.RoomRefused(refusal))
+        self._take(request, decoding.RoomRefused(refusal))
 
     async def _granted(self, request: DecodeRequest) -> Ticket:
         """Wait for the ticket of a request's reservation. Cancellation ends the request."""
@@ -365,23 +366,23 @@ class DecodeInstance:
         try:
             return await request.answer
         except asyncio.CancelledError:
-            self._take(request, lifecycle.BareEvent.CALL_ENDED)
+            self._take(request, decoding.BareEvent.CALL_ENDED)
             raise
 
     def _answered(self, request: DecodeRequest, granting: "Future[Ticket] | asyncio.Future[Ticket]") -> None:
         """Handle the engine's answer to a reservation; the request may have ended meanwhile."""
         error = granting.exception()
-        if isinstance(request.state, Released):
+        if isinstance(request.state, Ended):
             if error is None:
                 self._engine.abort(request.engine_request.key)
         elif error is None:
-            self._take(request, lifecycle.RoomGranted(granting.result()))
+            self._take(request, decoding.RoomGranted(granting.result()))
         else:
             known = error if isinstance(error, KaveriError) else EngineError(repr(error))
             if self._draining and isinstance(known, NoCapacity):
                 # drain() emptied the line while this request was outside; joining again would make it wait forever.
                 known = _draining()
-            self._take(request, lifecycle.RoomRefused(known))
+            self._take(request, decoding.RoomRefused(known))
 
     def _admit(self) -> None:
         if not self._room.batch.ready_count:
@@ -393,7 +394,7 @@ class DecodeInstance:
                 self._engine.admit(request.engine_request.key)
             except EngineError:
                 return  # it stopped; EngineStopped follows and ends every request
-            self._take(request, lifecycle.BareEvent.SEAT_TAKEN)
+            self._take(request, decoding.BareEvent.SEAT_TAKEN)
 
     def _step(self, steps: Sequence[TokenStep]) -> None:
         now_s = time.monotonic()
@@ -404,12 +405,12 @@ class DecodeInstance:
             if request is None:
                 continue
             drawn.add(step.key.serial)
-            request.state, actions = lifecycle.step(request.state, lifecycle.Drew(step.finish is not None), now_s)
+            request.state, actions = decoding.step(request.state, decoding.Drew(step.finish is not None), now_s)
             if not actions:
                 self.owners.gain(request, step, None)
                 continue
             (report,) = actions
-            assert isinstance(report, lifecycle.NoteEnd)
+            assert isinstance(report, decoding.RecordEnd)
             times = report.times
             if times is not None and request.resumed is not None:
                 held_tokens = request.resumed.held_tokens
@@ -437,10 +438,10 @@ class DecodeInstance:
             return None
         place = self._room.leave_line(request_id)
         if owner is None:
-            self._take(former, lifecycle.RivalCame(Rival.OTHER_REQUEST, RequestAlreadyExists(request_id)))
+            self._take(former, decoding.RivalCame(Rival.OTHER_REQUEST, RequestAlreadyExists(request_id)))
             return None
         rival = Rival.NEWER_OWNER if former.ownership.owner < owner else Rival.SAME_OWNER
-        self._take(former, lifecycle.RivalCame(rival, former.ownership.owner.stale(request_id, owner)))
+        self._take(former, decoding.RivalCame(rival, former.ownership.owner.stale(request_id, owner)))
         return place
 
     def _open(
@@ -467,7 +468,7 @@ class DecodeInstance:
             heavy=self._terms.thresholds.is_heavy(predicted, engine_request.prompt_tokens),
         )
         loop = asyncio.get_running_loop()
-        request.deadline = loop.call_later(timeout_s, self._take, request, lifecycle.BareEvent.TIME_OVER)
+        request.deadline = loop.call_later(timeout_s, self._take, request, decoding.BareEvent.TIME_OVER)
         if (spans := spans_below(traceparent)) is not None:
             request.spans = DecodeSpans(spans, now_s)
         self.owners.add(request)
@@ -481,20 +482,20 @@ class DecodeInstance:
 
     def _router_gone(self, router_id: str) -> None:
         for request in self.owners.of_router(router_id):
-            self._take(request, lifecycle.BareEvent.ROUTER_LOST)
+            self._take(request, decoding.BareEvent.ROUTER_LOST)
 
-    def _take(self, request: DecodeRequest, event: lifecycle.Event) -> None:
+    def _take(self, request: DecodeRequest, event: decoding.Event) -> None:
         """Apply an event to a request; ignored after the request's end."""
         former = request.state
-        if isinstance(former, Released):
+        if isinstance(former, Ended):
             return
         now_s = time.monotonic()
-        request.state, actions = lifecycle.step(former, event, now_s)
+        request.state, actions = decoding.step(former, event, now_s)
         self._follow(request, former, now_s)
         for action in actions:
             self._act(request, action, now_s)
 
-    def _follow(self, request: DecodeRequest, former: lifecycle.State, now_s: float) -> None:
+    def _follow(self, request: DecodeRequest, former: decoding.State, now_s: float) -> None:
         """Update request table and running batch after a request's state has changed."""
         batch, serial = self._room.batch, request.engine_request.key.serial
         match request.state:
@@ -503,13 +504,13 @@ class DecodeInstance:
                 self.owners.feeds.expect(request.ownership.router_id)
             case InLine() if isinstance(former, Reserving):
                 batch.leave(serial)
-            case Ready() if not isinstance(former, Ready):
+            case decoding.Landed() if not isinstance(former, decoding.Landed):
                 batch.land(serial, first=request.resumed is not None)
-            case Running() if isinstance(former, Ready):
+            case Running() if isinstance(former, decoding.Landed):
                 batch.admit(serial)
-            case Ready() | Running():
+            case decoding.Landed() | Running():
                 batch.preempt(serial)
-            case Released():
+            case Ended():
                 self._remove(request)
                 # Freed seats, blocks and places in line may serve other requests.
                 loop = asyncio.get_running_loop()
@@ -526,41 +527,41 @@ class DecodeInstance:
         if not self.owners.by_serial:
             self._idle.set()
 
-    def _act(self, request: DecodeRequest, action: lifecycle.Action, now_s: float) -> None:
+    def _act(self, request: DecodeRequest, action: decoding.Action, now_s: float) -> None:
         if request.spans is not None:
             request.spans.note(action, now_s)
         match action:
-            case lifecycle.AnswerReserve(result):
+            case decoding.AnswerReserve(result):
                 if request.answer is None or request.answer.done():
                     return
                 if isinstance(result, Ticket):
                     request.answer.set_result(result)
                 else:
                     request.answer.set_exception(result or RequestCancelled(request.request_id))
-            case lifecycle.BareAction.LEAVE_LINE:
+            case decoding.BareAction.LEAVE_LINE:
                 self._room.leave_line(request.request_id)
-            case lifecycle.BareAction.KEEP_PLACE:
+            case decoding.BareAction.KEEP_PLACE:
                 self._room.refused(request.request_id)
-            case lifecycle.BareAction.ABORT_IN_ENGINE:
+            case decoding.BareAction.ABORT_IN_ENGINE:
                 self._engine.abort(request.engine_request.key)
-            case lifecycle.TellRouter(error, replaced, moved, fault):
+            case decoding.SendError(error, replaced, moved, fault):
                 self.owners.fail(request, End(error=error, replaced=replaced, moved=moved, fault=fault))
                 self.owners.keep(request, now_s)
-            case lifecycle.KeepTokens(error):
+            case decoding.KeepTokens(error):
                 self.owners.drop(request)
                 request.log.end = End(error=error)
                 self.owners.keep(request, now_s)
-            case lifecycle.BareAction.DROP_TOKENS:
+            case decoding.BareAction.DROP_TOKENS:
                 self.owners.drop(request)
-            case lifecycle.CountLanding(kv_bytes, landing_s):
+            case decoding.CountLanding(kv_bytes, landing_s):
                 self._metrics.received_bytes.inc(kv_bytes)
                 self._metrics.landing_seconds.observe(landing_s)
-            case lifecycle.BareAction.COUNT_PREEMPTION:
+            case decoding.BareAction.COUNT_PREEMPTION:
                 self._metrics.preemptions.inc()
-            case lifecycle.NoteEnd():
+            case decoding.RecordEnd():
                 self._report(request, action, now_s)
 
-    def _report(self, request: DecodeRequest, report: lifecycle.NoteEnd, now_s: float) -> None:
+    def _report(self, request: DecodeRequest, report: decoding.RecordEnd, now_s: float) -> None:
         self._metrics.requests.labels(report.outcome.value).inc()
         if report.times is not None:
             self._metrics.queue_seconds.observe(report.times.queue_s)

@@ -12,11 +12,11 @@ from kaveri.engine.contract import TokenStep
 from kaveri.errors import InvalidArgument, KaveriError, RequestAlreadyExists, RequestNotFound
 from kaveri.feeds.expiring import MAX_ANSWER_BYTES, ExpiringMap, answer_bytes
 from kaveri.feeds.feed import RouterFeeds
+from kaveri.lives.decoding import Ended, InLine, Landed, RequestTimes, Reserved, Reserving
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import STRAGGLER_S
 from kaveri.wire.attempts import wrong_secret
 from services.decode.answer_readers import AnswerReaders, AnswerTokenizer
-from services.decode.lifecycle import InLine, Ready, Released, RequestTimes, Reserved, Reserving
 from services.decode.metrics import DecodeMetrics
 from services.decode.requests import DecodeRequest, End, GainedTokens
 
@@ -100,7 +100,7 @@ class RequestOwners:
     def announce_replica(self, request: DecodeRequest, replica: ReplicaLocation) -> None:
         """Send the request's router the new location of its KV copy, at the latest with the next tokens."""
         request.log.note_replica(replica)
-        if isinstance(request.state, Ready):
+        if isinstance(request.state, Landed):
             # A running request's next token carries the location.
             self.announce(request)
 
@@ -137,7 +137,7 @@ class RequestOwners:
         if request is None:
             raise RequestNotFound(request_id)
         if not ownership.is_same_request(request.ownership):
-            if isinstance(request.state, Released):
+            if isinstance(request.state, Ended):
                 # An earlier request had the same id.
                 raise RequestNotFound(request_id)
             raise wrong_secret()
@@ -152,7 +152,7 @@ class RequestOwners:
         # A first token that the log lacks comes from prefill.
         request.log.send_from(max(next_index, request.log.first_index))
         self._send(request)
-        if isinstance(request.state, Released):
+        if isinstance(request.state, Ended):
             self.keep(request, now_s)
         get_logger().info(
             "request_attached",
@@ -221,7 +221,7 @@ class RequestOwners:
         if ownership.router_id != request.ownership.router_id:
             reason = f"session {ownership.owner.session} of the request was attached through another router"
             self._notify(request, End(error=reason, replaced=True))
-        if isinstance(request.state, Released):
+        if isinstance(request.state, Ended):
             request.ownership = ownership
         else:
             self._leave_router(request)

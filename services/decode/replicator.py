@@ -35,6 +35,9 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
+from kaveri.lives import copy_owner, decoding
+from kaveri.lives.copy_owner import Alone, Copied, Holder, Moving
+from kaveri.lives.decoding import Ended, Outcome, Running
 from kaveri.policy.replication import AnyReplication, CopyRules, choose_holder, copy_bytes, has_room_to_run
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
@@ -49,14 +52,11 @@ from kaveri.wire.attempts import ownership_to_proto
 from kaveri.wire.messages import ticket_from_proto
 from kaveri.wire.replicas import offer_to_proto
 from kaveri.wire.status import error_of
-from services.decode import copying
-from services.decode.copying import Alone, Copied, Copy, Holder, Moving
 from services.decode.instance import DecodeInstance
-from services.decode.lifecycle import DecodeOutcome, Ready, Released, Running
 from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.requests import DecodeRequest
 
-_GIVEN_UP = (DecodeOutcome.ABORTED, DecodeOutcome.DEADLINE, DecodeOutcome.ROUTER_GONE)
+_GIVEN_UP = (Outcome.ABORTED, Outcome.DEADLINE, Outcome.ROUTER_GONE)
 """Outcomes after which no router resumes a request."""
 _UNANSWERED = (StatusCode.UNAVAILABLE, StatusCode.DEADLINE_EXCEEDED, StatusCode.CANCELLED)
 _RELEASE_TIMEOUT_S = 2.0
@@ -74,7 +74,7 @@ _LEAST_REST_TOKENS = 4
 @dataclass(eq=False, slots=True)
 class _Owned:
     request: DecodeRequest
-    copy: Copy
+    copy: copy_owner.State
     told: Ownership
     """Session and attempt last reported to the holder."""
 
@@ -147,11 +147,11 @@ class Replicator:
                     self._lost(key, reason)
                 case ReleaseFailed(key, reason):
                     get_logger().info("release_failed", request_id=key.request_id, reason=reason)
-                    self._take(key, copying.BareEvent.MOVE_FAILED)
+                    self._take(key, copy_owner.BareEvent.MOVE_FAILED)
                 case LetGo(key, token_count):
                     # An aborted request was not moved: _look() closes its copy.
-                    if key in self._owned and not isinstance(self._owned[key].request.state, Released):
-                        self._take(key, copying.MoveDone(token_count))
+                    if key in self._owned and not isinstance(self._owned[key].request.state, Ended):
+                        self._take(key, copy_owner.MoveDone(token_count))
                     self._move_some()
 
     def drain(self) -> None:
@@ -171,8 +171,8 @@ class Replicator:
         for key in [key for key in self._owned if key not in here]:
             state = self._owned[key].request.state
             # The router resumes a failed request from its copy.
-            if state != Released(DecodeOutcome.FAILED):
-                self._take(key, copying.RequestEnded(isinstance(state, Released) and state.outcome in _GIVEN_UP))
+            if state != Ended(Outcome.FAILED):
+                self._take(key, copy_owner.RequestEnded(isinstance(state, Ended) and state.outcome in _GIVEN_UP))
             del self._owned[key]
         for key, request in here.items():
             owned = self._owned.setdefault(key, _Owned(request, Alone(), request.ownership))
@@ -218,7 +218,7 @@ class Replicator:
             if self._moves(request) and self._has_room(holder, request):
                 moving_count += 1
                 self._moved.add(request.engine_request.key, holder, self._needed_blocks(request))
-                self._take(request.engine_request.key, copying.BareEvent.MOVE_ASKED)
+                self._take(request.engine_request.key, copy_owner.BareEvent.MOVE_REQUESTED)
 
     def _needed_blocks(self, request: DecodeRequest) -> int:
         return self._engine.info.layout.block_count(request.context_tokens + 1)
@@ -252,42 +252,42 @@ class Replicator:
         self._unconfirmed.add(key, found, needed_bytes)
         record = found.record
         holder = Holder(record.instance_id, record.incarnation, record.address, next(self._numbers))
-        self._take(key, copying.HolderChosen(holder))
+        self._take(key, copy_owner.HolderChosen(holder))
 
-    def _take(self, key: EngineKey, event: copying.Event) -> None:
+    def _take(self, key: EngineKey, event: copy_owner.Event) -> None:
         owned = self._owned.get(key)
         if owned is None:
             return
-        owned.copy, actions = copying.step(owned.copy, event, time.monotonic())
+        owned.copy, actions = copy_owner.step(owned.copy, event, time.monotonic())
         for action in actions:
             self._act(owned, action)
 
-    def _act(self, owned: _Owned, action: copying.Action) -> None:
+    def _act(self, owned: _Owned, action: copy_owner.Action) -> None:
         match action:
-            case copying.AskHolder(holder):
+            case copy_owner.AskHolder(holder):
                 self._asked_count += 1
                 self._tasks.create_task(self._ask(owned, holder))
-            case copying.BeginCopy(ticket):
+            case copy_owner.BeginCopy(ticket):
                 try:
                     self._engine.replicate(owned.request.engine_request.key, ticket)
                 except KaveriError as error:
                     self._lost(owned.request.engine_request.key, str(error))
-            case copying.CloseCopy(holder):
+            case copy_owner.CloseCopy(holder):
                 self._tasks.create_task(self._close(owned.request, holder))
-            case copying.TellRouterOfCopy(replica):
+            case copy_owner.SendLocation(replica):
                 self._instance.owners.announce_replica(owned.request, replica)
-            case copying.LetGoInEngine():
+            case copy_owner.ReleaseInEngine():
                 try:
                     self._engine.release(owned.request.engine_request.key, _RELEASE_TIMEOUT_S)
                 except EngineError:
                     return  # it stopped; EngineStopped follows and ends every request
-            case copying.EndAsMoved(replica):
+            case copy_owner.EndAsMoved(replica):
                 self._metrics.moves.inc()
                 self._moved_count += 1
                 log = _log(owned.request, replica.holder_id)
                 log.info("request_let_go", tokens=replica.token_count)
                 self._instance.move(owned.request, replica)
-            case copying.AwaitResumed(holder):
+            case copy_owner.AwaitResumed(holder):
                 self._let_go_count += 1
                 self._tasks.create_task(self._await_resumed(owned, holder))
 
@@ -313,9 +313,9 @@ class Replicator:
             finally:
                 self._asked_count -= 1
             ticket = ticket_from_proto(response.ticket)
-            if key in self._owned and isinstance(request.state, Ready | Running):
+            if key in self._owned and isinstance(request.state, decoding.Landed | Running):
                 self._metrics.opens.labels("granted").inc()
-                self._take(key, copying.CopyRoomGranted(ticket, response.incarnation))
+                self._take(key, copy_owner.RoomGranted(ticket, response.incarnation))
             else:
                 # The request has ended, so no push will inform the holder.
                 await self._close(request, holder)
@@ -359,13 +359,13 @@ class Replicator:
         if isinstance(error, StaleAttempt | RequestAlreadyExists) and request.ownership == offered:
             # The holder has seen a newer owner: this instance was frozen or partitioned, and has lost the request.
             self._instance.lose(request, error)
-        self._take(request.engine_request.key, copying.CopyLost(self._pause_s()))
+        self._take(request.engine_request.key, copy_owner.CopyLost(self._rng.random()))
 
     def _grown(self, key: EngineKey, token_count: int) -> None:
         owned = self._owned.get(key)
         if owned is not None and isinstance(owned.copy, Copied):
             self._metrics.copied_tokens.inc(max(0, token_count - owned.copy.token_count))
-        self._take(key, copying.CopyGrew(token_count))
+        self._take(key, copy_owner.CopyGrew(token_count))
 
     def _lost(self, key: EngineKey, reason: str) -> None:
         owned = self._owned.get(key)
@@ -376,7 +376,7 @@ class Replicator:
         self._rest(holder, HOLDER_REST_S)
         log = _log(request, holder.instance_id)
         log.info("replica_lost", tokens=owned.copy.token_count, reason=reason)
-        self._take(key, copying.CopyLost(self._pause_s()))
+        self._take(key, copy_owner.CopyLost(self._rng.random()))
 
     async def _update(self, owned: _Owned, holder: Holder) -> None:
         """Send the request's new attempt or session to the holder, so that older ones cannot close the copy."""
@@ -412,9 +412,6 @@ class Replicator:
 
     def _rest(self, holder: Holder, rest_s: float) -> None:
         self._resting_until_s[holder.instance_id] = time.monotonic() + rest_s
-
-    def _pause_s(self) -> float:
-        return copying.FIRST_PAUSE_S * (0.5 + self._rng.random() / 2)
 
     def _count(self) -> None:
         lags: list[int] = []

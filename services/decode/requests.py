@@ -12,8 +12,8 @@ from kaveri.engine.contract import EngineRequest, TokenStep
 from kaveri.errors import EngineBroke, EngineError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
+from kaveri.lives.decoding import RequestTimes, Running, State
 from kaveri.policy.growth import BatchMember
-from services.decode.lifecycle import RequestTimes, Running, State
 from services.decode.spans import DecodeSpans
 
 

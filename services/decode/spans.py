@@ -1,22 +1,15 @@
 """Tracing spans of a request on a decode instance, derived from the actions of its state machine."""
 
 from kaveri.kv.transfer.ticket import Ticket
+from kaveri.lives import decoding
 from kaveri.telemetry.tracing import Spans
-from services.decode.lifecycle import (
-    Action,
-    AnswerReserve,
-    BareAction,
-    CountLanding,
-    DecodeOutcome,
-    NoteEnd,
-)
 
 _FAILURES = (
-    DecodeOutcome.DEADLINE,
-    DecodeOutcome.REFUSED,
-    DecodeOutcome.NOT_LANDED,
-    DecodeOutcome.ROUTER_GONE,
-    DecodeOutcome.FAILED,
+    decoding.Outcome.DEADLINE,
+    decoding.Outcome.REFUSED,
+    decoding.Outcome.NOT_LANDED,
+    decoding.Outcome.ROUTER_GONE,
+    decoding.Outcome.FAILED,
 )
 """Outcomes that fail a span. After other outcomes the answer is complete or continues elsewhere."""
 
@@ -35,22 +28,22 @@ class DecodeSpans:
         """Start the `decode` span: the engine prefilled the request itself, so there is no wait for KV."""
         self._phase, self._since_s = "decode", now_s
 
-    def note(self, action: Action, now_s: float) -> None:
+    def note(self, action: decoding.Action, now_s: float) -> None:
         """Write the spans that end with an action of the request's state machine. now_s: time.monotonic()."""
         write = self.spans.write
         match action:
-            case AnswerReserve(Ticket()):
+            case decoding.AnswerReserve(Ticket()):
                 write("decode.room", self._since_s, now_s)
                 self._phase, self._since_s = "kv.landing", now_s
-            case CountLanding(kv_bytes, landing_s):
+            case decoding.CountLanding(kv_bytes, landing_s):
                 write("kv.landing", now_s - landing_s, now_s, bytes=kv_bytes)
                 self._phase, self._since_s = "decode", now_s
-            case BareAction.COUNT_PREEMPTION:
+            case decoding.BareAction.COUNT_PREEMPTION:
                 write("decode.preempted", now_s, now_s)
-            case NoteEnd(times=None) as end:
+            case decoding.RecordEnd(times=None) as end:
                 error = (end.reason or end.outcome.value) if end.outcome in _FAILURES else None
                 write(self._phase, self._since_s, now_s, error, outcome=end.outcome.value)
-            case NoteEnd(times=times) as end:
+            case decoding.RecordEnd(times=times) as end:
                 assert times is not None
                 began_s = now_s - times.decode_s
                 write("decode.admission", began_s - times.queue_s, began_s)

@@ -23,6 +23,7 @@ from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
 from kaveri.kv.replicas.store import ReplicaStore
+from kaveri.lives.prompt import Adopted, RoomReserved
 from kaveri.policy.prompt_queue import PromptQueue, prompt_fits
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
@@ -39,7 +40,7 @@ from services.prefill.decode_placer import DecodePlacer
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.predictors import Predictors
-from services.prefill.requests import Adopted, PrefillRequest, RoomReserved
+from services.prefill.requests import PrefillRequest
 from services.prefill.role import PrefillRole
 
 if TYPE_CHECKING:

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from kaveri.cluster.store import ClusterStore
 from kaveri.engine.contract import EngineKey, KvPushFailed, PrefillEngine
 from kaveri.errors import EngineError, InvalidArgument, KaveriError, LayoutMismatch, Unavailable
+from kaveri.lives.prompt import Adopted, HandOverFailed, HandOverReport, RoomReserved
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, AnyDecodePlacement, DecodePlacementPolicy, HeavyThresholds
 from kaveri.policy.room_search import RoomSearch
 from kaveri.telemetry.logs import get_logger
 from services.prefill.metrics import PrefillMetrics
-from services.prefill.requests import Adopted, HandOverFailed, HandOverReport, PrefillRequest, RoomReserved
+from services.prefill.requests import PrefillRequest
 from services.prefill.room_finder import Placement, RoomFinder
 
 _AFTER_FIRST_TOKEN_S = 0.002

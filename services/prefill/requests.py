@@ -7,74 +7,9 @@ from typing import Protocol
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.owner import Owner, Ownership
-from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.engine.contract import EngineRequest, KvPushFailed
 from kaveri.errors import KaveriError
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """Report on a request at prefill, for its router: the engine has begun its first chunk."""
-
-    queue_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class RoomReserved:
-    """Report on a request at prefill, for its router: a decode instance has reserved room; the push begins."""
-
-    decode_instance_id: str
-    decode_incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class FirstTokenDrawn:
-    """Report on a request at prefill, for its router: its first token is sampled. With `finish`, the last report."""
-
-    token_id: int
-    logprobs: Logprobs | None
-    finish: FinishReason | None
-    prefill_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class HandedOver:
-    """Report on a request at prefill, for its router: decode has taken it over; the last report."""
-
-    kv_bytes: int
-    kv_transfer_s: float
-    kv_tail_s: float
-    kv_transport: str
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScored:
-    """Report on a request at prefill, for its router: log-probabilities of prompt tokens from `first` on."""
-
-    first: int
-    entries: tuple[Logprobs, ...]
-
-
-Progress = Started | RoomReserved | PromptScored | FirstTokenDrawn | HandedOver
-
-
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    """Report of a hand-over to decode: the engine that computed the prompt decodes it too, without a push."""
-
-    placed: RoomReserved
-
-
-@dataclass(frozen=True, slots=True)
-class HandOverFailed:
-    """Report of a hand-over to decode: it failed, which ends the request at prefill."""
-
-    error: KaveriError
-
-
-HandOverReport = RoomReserved | Adopted | HandOverFailed
-"""Reports of a hand-over. RoomReserved: room is reserved and the push has begun."""
-
+from kaveri.lives.prompt import FirstTokenDrawn, HandOverReport, Progress, PromptScored
 
 _Kind = type[Progress] | int
 """Key of a report; for parts of the prompt's log-probabilities, the first position."""

@@ -24,6 +24,34 @@ from kaveri.errors import (
 )
 from kaveri.feeds.expiring import MAX_ANSWER_BYTES, ExpiringMap, answer_bytes
 from kaveri.feeds.feed import RouterFeeds
+from kaveri.lives.prompt import (
+    NO_TRANSPORT,
+    Advance,
+    AwaitingLength,
+    BareAction,
+    CountPrediction,
+    Ended,
+    EndHandOver,
+    EndRequested,
+    EngineReport,
+    Event,
+    FindAnotherPlace,
+    FindPlace,
+    FirstTokenDrawn,
+    HandedOver,
+    Known,
+    LengthAnswered,
+    LengthPending,
+    Outcome,
+    Progress,
+    Queued,
+    RecordEnd,
+    SendReport,
+    Started,
+    State,
+    Terms,
+    step,
+)
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.policy.room_search import draws_more, place_search
 from kaveri.policy.waits import PROMPT_BLOCKS_RETRY_S, QUEUE_FULL_RETRY_S
@@ -32,41 +60,8 @@ from kaveri.telemetry.tracing import spans_below, trace_fields
 from kaveri.timeouts import STRAGGLER_S
 from kaveri.wire.attempts import wrong_secret
 from services.prefill.forecaster import LengthForecaster, Question
-from services.prefill.lifecycle import (
-    NO_TRANSPORT,
-    Advance,
-    AwaitingLength,
-    Close,
-    CountPrediction,
-    Do,
-    EndedAtPrefill,
-    EndHandOver,
-    EndRequested,
-    EngineReport,
-    Event,
-    FindAnotherPlace,
-    FindPlace,
-    Known,
-    LengthAnswered,
-    LengthPending,
-    PrefillOutcome,
-    Queued,
-    State,
-    Tell,
-    Terms,
-    step,
-)
 from services.prefill.metrics import PrefillMetrics
-from services.prefill.requests import (
-    FirstTokenDrawn,
-    HandedOver,
-    HandOver,
-    HandOverFailed,
-    PrefillRequest,
-    Progress,
-    PromptNews,
-    Started,
-)
+from services.prefill.requests import HandOver, PrefillRequest, PromptNews
 from services.prefill.spans import PrefillSpans
 
 LONGEST_REQUEST_S = 86_400.0
@@ -160,7 +155,7 @@ class PrefillRole:
         _check_fit(self._engine.info, token_ids, generated_count, params)
         self._replace(request_id, ownership)
         if not self._queue.room:
-            self._metrics.requests.labels(PrefillOutcome.REFUSED).inc()
+            self._metrics.requests.labels(Outcome.REFUSED).inc()
             reason = f"{self._queue.max_waiting} requests are queued already"
             raise NoCapacity("prefill", retry_after_s=QUEUE_FULL_RETRY_S, reason=reason)
         key = EngineKey(request_id, next(self._serials))
@@ -232,7 +227,7 @@ class PrefillRole:
 
     def cancel(self, request: PrefillRequest) -> None:
         """End the request and free its KV blocks, here and at decode. Idempotent."""
-        self._happened(request, EndRequested(PrefillOutcome.CANCELLED))
+        self._happened(request, EndRequested(Outcome.CANCELLED))
 
     def abort(self, request_id: str, ownership: Ownership) -> None:
         """End a request, unless the id is another request's or has a newer attempt or session. A request that arrives
@@ -254,7 +249,7 @@ class PrefillRole:
             return
         waits = isinstance(life.state, AwaitingLength | Queued) and life.request not in self._queue.computing
         if waits and ownership.comparable(life.request.ownership) == life.request.ownership.owner:
-            self._happened(life.request, EndRequested(PrefillOutcome.GIVEN_BACK, _draining()))
+            self._happened(life.request, EndRequested(Outcome.GIVEN_BACK, _draining()))
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
@@ -265,7 +260,8 @@ class PrefillRole:
                     self._happened(life.request, event)
             elif isinstance(event, EngineStopped):
                 for life in list(self._lives.values()):
-                    self._happened(life.request, HandOverFailed(error_of_stop(event, life.request.engine_request.key)))
+                    error = error_of_stop(event, life.request.engine_request.key)
+                    self._happened(life.request, EndRequested(Outcome.FAILED, error))
         self._submit()
 
     def load(self) -> InstanceLoad:
@@ -297,7 +293,7 @@ class PrefillRole:
 
     def fail_all(self, reason: str) -> None:
         for life in list(self._lives.values()):
-            self._happened(life.request, HandOverFailed(Unavailable(reason)))
+            self._happened(life.request, EndRequested(Outcome.FAILED, Unavailable(reason)))
 
     def _find(self, request_id: str) -> PrefillRequest | None:
         life = self._lives.get(request_id)
@@ -341,7 +337,7 @@ class PrefillRole:
             if owner <= former.ownership.owner:
                 raise owner.stale(request_id, former.ownership.owner)
             error = former.ownership.owner.stale(request_id, owner)
-        self._happened(former, EndRequested(PrefillOutcome.REFUSED, error))
+        self._happened(former, EndRequested(Outcome.REFUSED, error))
 
     def _begin(self, request: PrefillRequest, now_s: float, timeout_s: float) -> None:
         info, sent = self._engine.info, request.engine_request
@@ -367,7 +363,7 @@ class PrefillRole:
         state = AwaitingLength(terms) if waits else Queued(terms, forecast)
         deadline = asyncio.get_running_loop().call_later(
             timeout_s,
-            lambda: self._happened(request, EndRequested(PrefillOutcome.DEADLINE, DeadlineExceeded())),
+            lambda: self._happened(request, EndRequested(Outcome.DEADLINE, DeadlineExceeded())),
         )
         spans = spans_below(request.traceparent)
         traced = PrefillSpans(spans, now_s) if spans is not None else None
@@ -385,7 +381,7 @@ class PrefillRole:
             return
         now_s = time.monotonic()
         life.state, actions = step(life.state, event, now_s)
-        if isinstance(life.state, EndedAtPrefill):
+        if isinstance(life.state, Ended):
             del self._lives[request.request_id]
         for action in actions:
             if life.spans is not None:
@@ -394,7 +390,7 @@ class PrefillRole:
                 case Advance():
                     self._queue.advance(request, action.computed_tokens)
                     self._metrics.tokens.inc(action.new_tokens)
-                case Tell():
+                case SendReport():
                     self._observe(action.progress)
                     request.log.put(action.progress)
                     self.feeds.add(request.ownership.router_id, request)
@@ -408,17 +404,17 @@ class PrefillRole:
                     self._hand_over.push_failed(request, action.failure)
                 case EndHandOver():
                     self._hand_over.end(request, action.handed_over)
-                case Close():
+                case RecordEnd():
                     self._close(life, action)
-                case Do.ENQUEUE:
+                case BareAction.ENQUEUE:
                     self._queue.release(request)
                     self._submit()
-                case Do.LEAVE_QUEUE:
+                case BareAction.LEAVE_QUEUE:
                     self._queue.remove(request)
-                case Do.DROP_QUESTION:
+                case BareAction.DROP_QUESTION:
                     assert life.question is not None
                     self._forecaster.drop(life.question)
-                case Do.ABORT_IN_ENGINE:
+                case BareAction.ABORT_IN_ENGINE:
                     self._engine.abort(request.engine_request.key)
 
     def _submit(self) -> None:
@@ -435,7 +431,7 @@ class PrefillRole:
             except EngineError:
                 return  # it stopped; EngineStopped follows and ends every request
             except InvalidArgument as error:
-                self._happened(request, HandOverFailed(error))
+                self._happened(request, EndRequested(Outcome.FAILED, error))
             else:
                 self._queue.submitted(request)
 
@@ -458,15 +454,15 @@ class PrefillRole:
                 self._metrics.transfers.tail_seconds.observe(progress.kv_tail_s)
                 self._metrics.transfers.bytes.labels(progress.kv_transport).inc(progress.kv_bytes)
 
-    def _close(self, life: _Life, close: Close) -> None:
+    def _close(self, life: _Life, close: RecordEnd) -> None:
         request = life.request
         life.deadline.cancel()
         request.log.end(close.error)
-        if close.outcome is PrefillOutcome.CANCELLED:
+        if close.outcome is Outcome.CANCELLED:
             self.feeds.discard(request.ownership.router_id, request)
         else:
             self.feeds.add(request.ownership.router_id, request)
-        if close.outcome not in (PrefillOutcome.CANCELLED, PrefillOutcome.REFUSED):
+        if close.outcome not in (Outcome.CANCELLED, Outcome.REFUSED):
             if request.engine_request.params.prompt_logprobs is not None:
                 # They would take the memory of many other requests.
                 request.log.forget_report()

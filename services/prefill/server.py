@@ -7,6 +7,7 @@ from grpc import aio
 
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.errors import InvalidArgument, KaveriError
+from kaveri.lives.prompt import FirstTokenDrawn, HandedOver, Progress, PromptScored, RoomReserved, Started
 from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceServicer
 from kaveri.wire.attempts import check_ownership
@@ -17,15 +18,7 @@ from kaveri.wire.messages import (
     prompt_logprobs_to_proto,
 )
 from kaveri.wire.status import abort, error_to_bytes
-from services.prefill.requests import (
-    FirstTokenDrawn,
-    HandedOver,
-    Progress,
-    PromptNews,
-    PromptScored,
-    RoomReserved,
-    Started,
-)
+from services.prefill.requests import PromptNews
 from services.prefill.role import PrefillRole
 
 _REPORTED_TOGETHER = 512

@@ -1,8 +1,7 @@
 """Tracing spans of a request at prefill, derived from the actions of its state machine."""
 
+from kaveri.lives import prompt
 from kaveri.telemetry.tracing import Spans
-from services.prefill.lifecycle import NO_TRANSPORT, Action, Advance, Close, FindAnotherPlace, FindPlace, Tell
-from services.prefill.requests import FirstTokenDrawn, HandedOver, RoomReserved, Started
 
 
 class PrefillSpans:
@@ -15,24 +14,26 @@ class PrefillSpans:
         self._chunk_began_s = arrived_s
         self._search_began_s = arrived_s
 
-    def note(self, action: Action, now_s: float) -> None:
+    def note(self, action: prompt.Action, now_s: float) -> None:
         """Write the spans that end with an action of the request's state machine. now_s: time.monotonic()."""
         write = self.spans.write
         match action:
-            case Tell(Started(queue_s)):
+            case prompt.SendReport(prompt.Started(queue_s)):
                 write("prefill.queue", now_s - queue_s, now_s)
                 self._chunk_began_s = now_s
-            case Advance(computed_tokens, new_tokens):
+            case prompt.Advance(computed_tokens, new_tokens):
                 write("prefill.chunk", self._chunk_began_s, now_s, tokens=new_tokens, computed_tokens=computed_tokens)
                 self._chunk_began_s = now_s
-            case Tell(FirstTokenDrawn() as drawn):
+            case prompt.SendReport(prompt.FirstTokenDrawn() as drawn):
                 write("prefill", now_s - drawn.prefill_s, now_s)
-            case FindPlace() | FindAnotherPlace():
+            case prompt.FindPlace() | prompt.FindAnotherPlace():
                 self._search_began_s = now_s
-            case Tell(RoomReserved(decode_instance_id)):
+            case prompt.SendReport(prompt.RoomReserved(decode_instance_id)):
                 write("prefill.place", self._search_began_s, now_s, decode_instance_id=decode_instance_id)
-            case Tell(HandedOver(kv_transport=transport) as moved) if transport != NO_TRANSPORT:
+            case prompt.SendReport(prompt.HandedOver(kv_transport=transport) as moved) if (
+                transport != prompt.NO_TRANSPORT
+            ):
                 began_s = now_s - moved.kv_transfer_s
                 write("kv.push", began_s, now_s, bytes=moved.kv_bytes, transport=transport)
-            case Close(outcome, error, seconds):
+            case prompt.RecordEnd(outcome, error, seconds):
                 write("prefill.request", now_s - seconds, now_s, error, outcome=outcome.value)

@@ -7,8 +7,8 @@ from google.protobuf.message import DecodeError
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import Phase
 from kaveri.errors import InvalidArgument
+from kaveri.lives.request_values import InstanceLife
 from kaveri.v1 import inference_pb2
-from services.router.lifecycle_values import InstanceLife
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from grpc import aio
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.replica import ReplicaLocation, Resumption
 from kaveri.errors import DeadlineExceeded, NoCapacity, RequestCancelled, RequestNotFound, Unavailable
+from kaveri.lives import request_values as lives
+from kaveri.lives.request_values import NO_LIFE, holder_of
 from kaveri.policy.replication import is_worth_a_resume
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
@@ -16,9 +18,7 @@ from kaveri.timeouts import CALL_TIMEOUT_S
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.wire.replicas import resumed_from_proto, resumption_to_proto
 from kaveri.wire.status import error_of, is_answer
-from services.router import lifecycle_values as lives
 from services.router import metrics
-from services.router.lifecycle_values import NO_LIFE, holder_of
 from services.router.requests import RequestEntry
 
 _REFUSALS = ((RequestNotFound, "not_found"), (NoCapacity, "no_room"), (Unavailable, "unavailable"))
@@ -61,7 +61,7 @@ class Holders:
         if entry.account.owner_change is None:
             entry.note_loss("it was lost with the request's router", entry.accepted.received.owner.decode or NO_LIFE)
         attempt = entry.attempt_at(number)
-        over = entry.begin(lives.ResumeAsked(attempt, holder))
+        over = entry.begin(lives.ResumeRequested(attempt, holder))
         if over.done():
             return
         call = self._ask(entry, number, replica)

@@ -14,6 +14,8 @@ from grpc import aio
 from kaveri.domain.owner import Owner
 from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase, ViewedInstance
 from kaveri.errors import KaveriError, NoCapacity, RequestCancelled, Unavailable
+from kaveri.lives import request_values as lives
+from kaveri.lives.request_values import InstanceLife
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.rpc.channels import Channels
 from kaveri.timeouts import CALL_TIMEOUT_S
@@ -23,8 +25,6 @@ from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from kaveri.wire.attempts import ownership_to_proto
 from kaveri.wire.messages import FINISH_FROM_PROTO, params_to_proto
 from kaveri.wire.status import error_from_bytes, error_of, is_answer, is_unsent
-from services.router import lifecycle_values as lives
-from services.router.lifecycle_values import InstanceLife
 from services.router.requests import RequestEntry
 from services.router.subscriptions import PromptTie
 from services.router.token_feeds import TokenFeeds

@@ -10,13 +10,13 @@ from kaveri.cluster.store import ClusterStore
 from kaveri.domain.attachment import Attached
 from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase, phases_now
 from kaveri.errors import NoCapacity, RequestNotFound, Unavailable
+from kaveri.lives import request_values as lives
+from kaveri.lives.request_values import NO_LIFE, InstanceLife, holder_of
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import ATTACH_SOON_S, CALL_TIMEOUT_S
-from services.router import lifecycle_values as lives
 from services.router.accepted_request import OwnerHint
 from services.router.holders import Holders
-from services.router.lifecycle_values import NO_LIFE, InstanceLife, holder_of
 from services.router.request_table import RequestTable
 from services.router.requests import RequestEntry
 from services.router.subscriptions import PromptTie

@@ -8,6 +8,7 @@ from grpc import aio
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError
 from kaveri.hosting.read_limit import read_limit
+from kaveri.lives.request_values import Ended, InstanceLife
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import trace_fields
 from kaveri.text.answer import AnswerPart
@@ -15,7 +16,6 @@ from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.messages import FINISH_TO_PROTO, drawing_to_proto, name_tokens
 from services.router import metrics
 from services.router.accepted_request import hint_to_proto
-from services.router.lifecycle_values import Ended, InstanceLife
 from services.router.requests import Interrupted, RequestEntry, SentAway
 
 ServicerContext = aio.ServicerContext[Any, Any]

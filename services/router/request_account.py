@@ -4,11 +4,11 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from kaveri.lives.request_values import InstanceLife
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import OpenSpan
 from kaveri.v1 import inference_pb2
 from services.router import metrics
-from services.router.lifecycle_values import InstanceLife
 
 _MOST_STEPS = 64
 _MOST_CAUSE_CHARACTERS = 300

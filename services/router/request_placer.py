@@ -24,6 +24,8 @@ from kaveri.errors import (
     Unavailable,
 )
 from kaveri.feeds.expiring import ExpiringMap
+from kaveri.lives import request_values as lives
+from kaveri.lives.request_values import NO_LIFE, InstanceLife, holder_of
 from kaveri.policy.placement import choose_prefill, missing_phases
 from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
 from kaveri.policy.waits import PREFILL_LOOK_S as _LONGEST_WAIT_S
@@ -31,11 +33,9 @@ from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import ATTEMPT_REMEMBERED_S
 from kaveri.wire.attempts import MAX_ATTEMPT
-from services.router import lifecycle_values as lives
 from services.router import metrics
 from services.router.config import RouterConfig
 from services.router.holders import Holders
-from services.router.lifecycle_values import NO_LIFE, InstanceLife, holder_of
 from services.router.prefill_attempts import PrefillAttempts
 from services.router.recovery import Found, Missing, TakeOver
 from services.router.requests import RequestEntry

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestAlreadyExists, RequestNotFound
 from kaveri.feeds.expiring import ExpiringMap
+from kaveri.lives.request_values import Ended
 from kaveri.v1 import cluster_pb2
 from kaveri.wire.attempts import is_made_from, wrong_secret
-from services.router.lifecycle_values import Ended
 from services.router.request_account import OwnerChange
 from services.router.requests import Interrupted, RequestEntry, SentAway
 

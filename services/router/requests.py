@@ -1,7 +1,7 @@
 """One request in flight: its state, its answer, and the actions of its state machine.
 
-Only lifecycle.step changes the state. The entry carries out the actions that step returns: it appends to the answer,
-keeps the timers, wakes the client's RPC, and passes actions on instances to the placer."""
+Only `step` of kaveri.lives.request changes the state. The entry carries out the actions that step returns: it appends
+to the answer, keeps the timers, wakes the client's RPC, and passes actions on instances to the placer."""
 
 import asyncio
 import time
@@ -12,10 +12,10 @@ from kaveri.domain.attachment import Attachment
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import DeadlineExceeded, KaveriError, RequestAlreadyExists, Unavailable
+from kaveri.lives import request_values as lives
+from kaveri.lives.request import step
 from kaveri.text.answer import Answer
-from services.router import lifecycle_values as lives
 from services.router.accepted_request import AcceptedRequest, OwnerHint
-from services.router.lifecycle import step
 from services.router.request_account import RequestAccount
 
 _COMPLETE = (lives.Finishing, lives.Ended)
@@ -175,7 +175,7 @@ class RequestEntry:
         count = len(self.answer.token_ids)
         return Attachment(self.request_id, ownership, token_ids, count, landed, at_prefill, placed_by)
 
-    def begin(self, event: lives.Sent | lives.Sought | lives.ResumeAsked) -> asyncio.Future[None]:
+    def begin(self, event: lives.Sent | lives.Sought | lives.ResumeRequested) -> asyncio.Future[None]:
         """Start an attempt. The future is done when the attempt is lost or the request has ended."""
         over = self._attempt_over = asyncio.get_running_loop().create_future()
         self.begun_s = time.monotonic()
@@ -184,7 +184,7 @@ class RequestEntry:
                 aim = f"to {attempt.prefill.instance_id}"
             case lives.Sought():
                 aim = "sought where its last session left it"
-            case lives.ResumeAsked(_, holder):
+            case lives.ResumeRequested(_, holder):
                 aim = f"resumed at {holder.instance_id}"
         self.account.timing.attempts += 1
         self.account.steps.append((self.begun_s, f"attempt {event.attempt.number} {aim}"))
@@ -250,7 +250,7 @@ class RequestEntry:
             else:
                 self._carry_out(action, now_s)
         if self.answer.stopped and not isinstance(self.state, _COMPLETE):
-            self.handle(lives.Stopped(FinishReason.STOP), now_s)
+            self.handle(lives.EndRequested(FinishReason.STOP), now_s)
         if isinstance(self.state, lives.Lost):
             if self.suspect_until != self._hint.suspect_until:
                 # A later session without the suspicion would break more engines.
@@ -276,7 +276,7 @@ class RequestEntry:
         """Turn a token event before the prompt's logprobs into the loss of its attempt. A decode instance that
         generates the first token has not computed the prompt, and old versions do not know prompt_logprobs."""
         match event:
-            case lives.Tokens(first_index=0) if event.token_ids:
+            case lives.TokensReceived(first_index=0) if event.token_ids:
                 return lives.GivenUp(event.attempt, event.source, _no_report(event.source))
             case lives.FirstTokenReported() if isinstance(self.state, lives.Prefilling | lives.Placed):
                 return lives.PrefillEnded(_no_report(self.state.attempt.prefill))
@@ -315,7 +315,7 @@ class RequestEntry:
 
     def stop(self, outcome: FinishReason | KaveriError) -> None:
         """End the request: with an error, or as CANCELLED with the tokens so far. No-op if it has ended."""
-        self.handle(lives.Stopped(outcome), time.monotonic())
+        self.handle(lives.EndRequested(outcome), time.monotonic())
 
     def supersede(self) -> None:
         """End this session; its instances continue for a later one, as the client has re-attached."""

@@ -15,6 +15,7 @@ from kaveri.cluster.store import ClusterStore
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import InternalError, KaveriError, ModelNotFound, NoCapacity, SlowReader, Unavailable
 from kaveri.feeds.expiring import ExpiringMap
+from kaveri.lives.request_values import Ended
 from kaveri.policy.byte_budget import ByteBudget
 from kaveri.policy.placement import max_model_len, missing_phases
 from kaveri.policy.rate_limit import RateLimit
@@ -30,7 +31,6 @@ from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, 
 from services.router.claims import RequestClaims
 from services.router.config import RouterConfig
 from services.router.intake import Intake
-from services.router.lifecycle_values import Ended
 from services.router.peers import cancel_elsewhere, router_addresses
 from services.router.relay import ServicerContext, write_answer, write_cancelled
 from services.router.request_account import RequestAccount

@@ -9,9 +9,9 @@ from grpc import aio
 
 from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError, Unavailable
+from kaveri.lives.request_values import Attempt, GivenUp, InstanceLife
 from kaveri.timeouts import CONNECT_GRACE_S
 from kaveri.v1 import feed_pb2, prefill_pb2
-from services.router.lifecycle_values import Attempt, GivenUp, InstanceLife
 from services.router.requests import RequestEntry
 
 

@@ -24,6 +24,7 @@ from kaveri.errors import (
     Unavailable,
 )
 from kaveri.feeds.expiring import ExpiringMap
+from kaveri.lives import request_values as lives
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import CALL_TIMEOUT_S, REOPEN_GRACE_S, TICK_S
@@ -33,7 +34,6 @@ from kaveri.wire.attempts import attached_from_proto, attachment_to_proto, owner
 from kaveri.wire.messages import FINISH_FROM_PROTO, fault_from_proto
 from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
-from services.router import lifecycle_values as lives
 from services.router import metrics
 from services.router.holders import Holders
 from services.router.request_table import RequestTable
@@ -422,7 +422,8 @@ class TokenFeeds:
                 if update.error and update.token_ids:
                     # The client may have them already: the next attempt continues after them.
                     entry.handle(
-                        lives.Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs), now_s
+                        lives.TokensReceived(update.attempt, life, update.index, update.token_ids, update.logprobs),
+                        now_s,
                     )
             entry.handle(_event_of(life, update), now_s)
             if update.moved:
@@ -439,10 +440,10 @@ class TokenFeeds:
             entry.stop(InternalError(f"the router could not take in the tokens of request {update.request_id!r}"))
 
 
-def _event_of(life: lives.InstanceLife, update: decode_pb2.RequestTokens) -> lives.Tokens | lives.GivenUp:
+def _event_of(life: lives.InstanceLife, update: decode_pb2.RequestTokens) -> lives.TokensReceived | lives.GivenUp:
     finish = FINISH_FROM_PROTO[update.finish_reason]
     if finish is None and not update.error:
-        return lives.Tokens(update.attempt, life, update.index, update.token_ids, update.logprobs)
+        return lives.TokensReceived(update.attempt, life, update.index, update.token_ids, update.logprobs)
     if update.replaced:
         return lives.GivenUp(update.attempt, life, RequestAlreadyExists(update.request_id))
     if update.moved:
@@ -455,6 +456,6 @@ def _event_of(life: lives.InstanceLife, update: decode_pb2.RequestTokens) -> liv
         reason = update.error or "gave the request up"
         return lives.GivenUp(update.attempt, life, Unavailable(f"decode instance {life.instance_id}: {reason}"))
     timing = update.timing
-    return lives.Tokens(
+    return lives.TokensReceived(
         update.attempt, life, update.index, update.token_ids, update.logprobs, finish, timing.queue_s, timing.decode_s
     )

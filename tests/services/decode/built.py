@@ -11,8 +11,8 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import FinishReason, ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
 from kaveri.feeds.feed import RouterFeed, RouterFeeds
+from kaveri.lives.decoding import InLine, RequestTimes, State
 from kaveri.policy.growth import BatchMember
-from services.decode.lifecycle import InLine, RequestTimes, State
 from services.decode.metrics import DecodeMetrics
 from services.decode.owners import RequestOwners
 from services.decode.requests import AnswerLog, DecodeRequest, GainedTokens

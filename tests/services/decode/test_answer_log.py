@@ -6,7 +6,7 @@ from kaveri.domain.owner import Owner
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import EngineKey, TokenStep
-from services.decode.lifecycle import Ready, Running, State
+from kaveri.lives.decoding import Landed, Running, State
 from services.decode.requests import AnswerLog, End
 from tests.services.decode.built import built_owners, built_request, gain, next_batch
 
@@ -53,7 +53,7 @@ def test_a_resumed_request_draws_its_next_token_here() -> None:
     assert (gained.index, gained.token_ids) == (5, [42])
 
 
-@pytest.mark.parametrize(("state", "has_message"), [(Running(0.0), False), (Ready(0.0), True)])
+@pytest.mark.parametrize(("state", "has_message"), [(Running(0.0), False), (Landed(0.0), True)])
 async def test_news_of_a_copy_needs_a_message_only_while_no_tokens_come(state: State, has_message: bool) -> None:
     owners, request = built_owners(), built_request(state=state)
     feed = owners.feeds.open("router")

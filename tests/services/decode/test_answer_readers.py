@@ -12,11 +12,11 @@ from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import TokenStep
 from kaveri.errors import InvalidArgument, RequestNotFound, Unavailable, Unsupported
 from kaveri.feeds.feed import RouterFeeds
+from kaveri.lives.decoding import RequestTimes
 from kaveri.models import KAVERI_TINY, resolve_model
 from kaveri.text.answer import Answer
 from kaveri.text.tokenizer import ModelTokenizer
 from services.decode.answer_readers import AnswerAsked, CallerStream, ReadPart
-from services.decode.lifecycle import RequestTimes
 from services.decode.metrics import DecodeMetrics
 from services.decode.owners import RequestOwners
 from services.decode.requests import READ_HERE_TOKENS, DecodeRequest

@@ -16,7 +16,7 @@ from kaveri.domain.sampling import ResolvedParams
 from kaveri.errors import InvalidArgument, NoCapacity, RequestAlreadyExists, StaleAttempt, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.store import ReplicaDropped, ReplicaGrew, ReplicaKey, ReplicaOrphaned, ReplicaUsage
-from services.decode import holding
+from kaveri.lives import copy_holder
 from services.decode.holder import ReplicaHolder
 from services.decode.replica_metrics import ReplicaMetrics
 
@@ -110,7 +110,7 @@ def test_the_complete_copy_of_an_earlier_request_makes_room_for_one_that_uses_it
     holder: ReplicaHolder, store: Store
 ) -> None:
     holder.open(offer(1, session=1, attempt=2))
-    holder._take(holder._held["r"], holding.BareEvent.OWNER_GAVE_UP)
+    holder._take(holder._held["r"], copy_holder.BareEvent.OWNER_GAVE_UP)
     again = Ownership(Owner(0, 1), "router-9", b"the secret of another request")
     holder.open(replace(offer(1), ownership=again))
     assert store.keys == {ReplicaKey("r", 0, 1)}
@@ -175,7 +175,7 @@ def test_late_news_of_a_copy_change_nothing_of_the_one_that_replaced_it(holder: 
     for news in (ReplicaGrew(former, 16), ReplicaOrphaned(former, lost), ReplicaDropped(former, lost)):
         holder._hear(news)
     (held,) = holder._held.values()
-    assert (held.key.attempt, held.watermark, held.state) == (2, 0, holding.Growing())
+    assert (held.key.attempt, held.watermark, held.state) == (2, 0, copy_holder.Growing())
 
 
 async def test_a_former_owner_resumes_nothing_however_long_the_present_one_has_the_copy(holder: ReplicaHolder) -> None:

@@ -6,7 +6,7 @@ from kaveri.domain.attachment import Attachment
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.errors import RequestAlreadyExists, RequestNotFound
 from kaveri.feeds.expiring import ExpiringMap
-from services.decode.lifecycle import InLine, Running, State
+from kaveri.lives.decoding import InLine, Running, State
 from services.decode.owners import Awaited, RequestOwners
 from services.decode.requests import DecodeRequest, ResumedHere
 from tests.services.decode.built import PROMPT, built_owners, built_request, next_batch, token

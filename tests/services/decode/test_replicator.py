@@ -12,10 +12,10 @@ from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Role
 from kaveri.engine.contract import EngineKey, EngineRequest, LetGo
+from kaveri.lives.copy_owner import Copied, Holder, Moving
+from kaveri.lives.decoding import Ended, Landed, Outcome, Running
 from kaveri.policy.growth import BatchMember
 from kaveri.policy.replication import CopyRules, ReplicationMode
-from services.decode.copying import Copied, Holder, Moving
-from services.decode.lifecycle import DecodeOutcome, Ready, Released, Running
 from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.replicator import Replicator, _Owned
 from services.decode.requests import AnswerLog, DecodeRequest
@@ -61,7 +61,7 @@ class Bench:
         engine_request = EngineRequest(KEY, (1, 2, 3), 0, ResolvedParams(max_tokens=20, seed=0))
         ownership = Ownership(Owner(0, 1), "router-0", bytes(16))
         self.request = DecodeRequest(
-            "r", engine_request, ownership, 0.0, 60.0, BatchMember(3, 20), Ready(0.0), AnswerLog(1, 1)
+            "r", engine_request, ownership, 0.0, 60.0, BatchMember(3, 20), Landed(0.0), AnswerLog(1, 1)
         )
         self.replicator._owned[KEY] = _Owned(self.request, Moving(HOLDER, 0, 0), ownership)
 
@@ -75,17 +75,17 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(monkeypatch)
 
 
-@pytest.mark.parametrize(("outcome", "closes"), [(DecodeOutcome.ABORTED, True), (DecodeOutcome.FAILED, False)])
+@pytest.mark.parametrize(("outcome", "closes"), [(Outcome.ABORTED, True), (Outcome.FAILED, False)])
 async def test_the_copy_of_a_request_that_fails_while_it_is_let_go_is_left_to_its_router(
-    bench: Bench, outcome: DecodeOutcome, closes: bool
+    bench: Bench, outcome: Outcome, closes: bool
 ) -> None:
-    bench.request.state = Released(outcome)
+    bench.request.state = Ended(outcome)
     await asyncio.wait_for(bench.look(), 5)
     assert bench.closed == ([HOLDER] if closes else [])
 
 
 async def test_the_copy_of_a_request_that_was_aborted_before_its_holder_had_all_is_closed(bench: Bench) -> None:
-    bench.request.state = Released(DecodeOutcome.ABORTED)
+    bench.request.state = Ended(Outcome.ABORTED)
     bench.replicator.handle([LetGo(KEY, 3)])
     await asyncio.wait_for(bench.look(), 5)
     assert bench.closed == [HOLDER]

@@ -4,9 +4,9 @@ import pytest
 
 from kaveri.domain.owner import Owner
 from kaveri.domain.sampling import FinishReason, Logprobs
+from kaveri.lives.decoding import RequestTimes
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
 from kaveri.v1 import feed_pb2
-from services.decode.lifecycle import RequestTimes
 from services.decode.requests import GOING_ON, End, GainedTokens
 from services.decode.server import messages_of, tokens_to_proto
 

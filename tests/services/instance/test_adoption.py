@@ -9,9 +9,10 @@ import pytest
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.feeds.feed import RouterFeed
+from kaveri.lives.prompt import Adopted, FirstTokenDrawn, RoomReserved
 from services.prefill import decode_placer
 from services.prefill.decode_placer import DecodePlacer
-from services.prefill.requests import Adopted, FirstTokenDrawn, PrefillRequest, RoomReserved
+from services.prefill.requests import PrefillRequest
 from tests.services.prefill.scripted import MODEL, ScriptedEngine, new_metrics, params
 
 

@@ -18,6 +18,7 @@ from kaveri.errors import InvalidArgument, KaveriError, NoCapacity
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import Ticket
+from kaveri.lives.prompt import HandOverReport
 from kaveri.policy.prediction import PredictionMode
 from kaveri.v1 import decode_pb2, decode_pb2_grpc, feed_pb2, feed_pb2_grpc
 from kaveri.wire.messages import ticket_to_proto
@@ -25,7 +26,7 @@ from kaveri.wire.status import abort
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.predictors import Predictors
-from services.prefill.requests import HandOverReport, PrefillRequest
+from services.prefill.requests import PrefillRequest
 from tests.support.scripted_ports import add_port
 
 LAYOUT = KvLayout("fingerprint", 2, 16, 2, 8, "float32")

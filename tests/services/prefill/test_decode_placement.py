@@ -23,11 +23,12 @@ from kaveri.errors import (
     StaleAttempt,
     Unavailable,
 )
+from kaveri.lives.prompt import HandOverFailed, HandOverReport, RoomReserved
 from kaveri.policy import retry
 from kaveri.policy.placement import DecodePlacementPolicy
 from services.prefill import room_finder
 from services.prefill.decode_placer import DecodePlacer
-from services.prefill.requests import HandOverFailed, HandOverReport, PrefillRequest, RoomReserved
+from services.prefill.requests import PrefillRequest
 from tests.services.prefill.scripted import MODEL, ScriptedDecodePeer, ScriptedEngine, eventually, new_metrics, params
 
 

@@ -6,7 +6,8 @@ from kaveri.domain.attachment import Attachment
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.sampling import Logprobs
 from kaveri.engine.contract import FirstToken, KvPushed, PrefillStarted, PromptLogprobs
-from services.prefill.requests import FirstTokenDrawn, PrefillRequest, PromptScored, RoomReserved, Started
+from kaveri.lives.prompt import FirstTokenDrawn, PromptScored, RoomReserved, Started
+from services.prefill.requests import PrefillRequest
 from tests.services.prefill.scripted import params
 from tests.services.prefill.test_prefill_role import RoleWorld, told
 

@@ -32,20 +32,11 @@ from kaveri.errors import (
     Unavailable,
 )
 from kaveri.feeds.feed import RouterFeeds
+from kaveri.lives.prompt import Adopted, FirstTokenDrawn, HandedOver, HandOverFailed, RoomReserved, Started
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.prompt_queue import PromptQueue
 from services.prefill import role
-from services.prefill.requests import (
-    Adopted,
-    FirstTokenDrawn,
-    HandedOver,
-    HandOverFailed,
-    PrefillRequest,
-    PromptNews,
-    ReportLog,
-    RoomReserved,
-    Started,
-)
+from services.prefill.requests import PrefillRequest, PromptNews, ReportLog
 from services.prefill.role import LONGEST_REQUEST_S, HasRoom, PrefillRole
 from tests.services.prefill.scripted import (
     ScriptedEngine,

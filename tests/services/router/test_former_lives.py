@@ -11,9 +11,9 @@ from kaveri.domain.attachment import Attachment
 from kaveri.domain.owner import Owner, Ownership
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Role
 from kaveri.errors import Unavailable
+from kaveri.lives.request_values import InstanceLife
 from kaveri.v1 import inference_pb2
 from services.router.claims import RequestClaims
-from services.router.lifecycle_values import InstanceLife
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import PROMPT, SECRET, answer, collect, eventually, tokens_of
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import grpc
 import pytest
 
+from kaveri.lives.request_values import Decoding, Placed
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
-from services.router.lifecycle_values import Decoding, Placed
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
 from tests.services.router.scripted_answers import (
     PROMPT,

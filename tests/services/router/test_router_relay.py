@@ -4,10 +4,10 @@ import grpc
 import pytest
 from transformers import AutoTokenizer
 
+from kaveri.lives.request_values import Ended
 from kaveri.models import resolve_model
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
-from services.router.lifecycle_values import Ended
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import (
     MAX_MODEL_LEN,
@@ -97,7 +97,7 @@ async def test_the_token_that_ends_an_answer_is_among_its_tokens_and_not_in_its_
 async def test_an_answer_of_two_tokens_still_tells_of_its_kv_transfer(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.router.lifecycle.HAND_OVER_GRACE_S", 60.0)
+    monkeypatch.setattr("kaveri.lives.request.HAND_OVER_GRACE_S", 60.0)
     cluster.hold("handed_over")
     async with cluster.router() as router:
         call = router.ask(max_tokens=2, request_id="two")

@@ -12,10 +12,10 @@ from prometheus_client import REGISTRY
 
 from kaveri.cluster.store import RequestClaim
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, StaleAttempt, Unsupported
+from kaveri.lives.request_values import Decoding, InstanceLife, Resuming, SeekingOwner
 from kaveri.v1 import decode_pb2, inference_pb2
 from services.router import request_placer, subscriptions
 from services.router.accepted_request import OwnerHint, hint_to_proto
-from services.router.lifecycle_values import Decoding, InstanceLife, Resuming, SeekingOwner
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
 from tests.services.router.scripted_answers import (
     PROMPT,

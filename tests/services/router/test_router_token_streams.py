@@ -6,9 +6,9 @@ import pytest
 import structlog
 
 from kaveri.domain.owner import Owner, Ownership
+from kaveri.lives.request_values import Ended, InstanceLife
 from kaveri.v1 import feed_pb2, sampling_pb2
 from services.router import metrics, subscriptions, token_feeds
-from services.router.lifecycle_values import Ended, InstanceLife
 from tests.services.router.cluster_script import ScriptedCluster, read_once_placed
 from tests.services.router.scripted_answers import PROMPT, answer, ask, collect, eventually, finish, rest_of, tokens_of
 

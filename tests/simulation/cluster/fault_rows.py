@@ -6,7 +6,7 @@ The table is in docs/fault-tolerance.md. What routers know of their requests is 
 from collections.abc import Iterator
 
 from kaveri.domain.view import Role
-from services.router.lifecycle_values import (
+from kaveri.lives.request_values import (
     Decoding,
     InstanceLife,
     Lost,

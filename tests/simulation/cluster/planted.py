@@ -17,17 +17,16 @@ from kaveri.domain import owner as owners
 from kaveri.engine.stepwise import residency as stepwise_residency
 from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.feeds import feed as feeds
+from kaveri.lives import decoding, prompt
+from kaveri.lives import request as request_life
+from kaveri.lives import request_values as lives
 from kaveri.policy.retry import Setback
 from kaveri.text import answer as router_answer
 from kaveri.text import detokenizer as router_detokenizer
 from services.decode import instance as decode_instance
-from services.decode import lifecycle as decode_lifecycle
 from services.prefill import decode_placer
-from services.prefill import lifecycle as prefill_lifecycle
 from services.prefill import role as prefill_role
 from services.router import claims, prefill_attempts, subscriptions, token_feeds
-from services.router import lifecycle as router_lifecycle
-from services.router import lifecycle_values as lives
 from services.router import requests as router_requests
 from tests.simulation.cluster.planting import nothing, nothing_async, planted, replaced
 from tests.simulation.cluster.store import SimulatedStore
@@ -68,7 +67,7 @@ def attempt_check_removed() -> Iterator[None]:
     """The router takes the tokens of former attempts, wherever they were placed."""
 
     def change(state: Any, event: Any) -> Any:
-        if isinstance(event, lives.Tokens) and isinstance(state, _OWNED):
+        if isinstance(event, lives.TokensReceived) and isinstance(state, _OWNED):
             event = _from_its_decode(state, event._replace(attempt=state.attempt.number))
         return _moved(state, event), event
 
@@ -81,7 +80,7 @@ def index_ignored() -> Iterator[None]:
     """The router appends tokens in the order in which they come, wherever they belong."""
 
     def change(state: Any, event: Any) -> Any:
-        if isinstance(event, lives.Tokens) and isinstance(state, _OWNED):
+        if isinstance(event, lives.TokensReceived) and isinstance(state, _OWNED):
             event = event._replace(first_index=state.next_index)
         return state, event
 
@@ -217,7 +216,7 @@ def ended_life_keeps_its_place() -> Iterator[None]:
     def make(original: Any) -> Any:
         def step(*args: Any) -> Any:
             state, actions = original(*args)
-            return state, [action for action in actions if not isinstance(action, prefill_lifecycle.EndHandOver)]
+            return state, [action for action in actions if not isinstance(action, prompt.EndHandOver)]
 
         return step
 
@@ -340,13 +339,13 @@ def abort_of_a_running_request_unanswered() -> Iterator[None]:
 
     def make(original: Any) -> Any:
         def ended(state: Any, outcome: Any, *args: Any, **named: Any) -> Any:
-            if outcome is decode_lifecycle.DecodeOutcome.ABORTED:
+            if outcome is decoding.Outcome.ABORTED:
                 named["tell"] = None
             return original(state, outcome, *args, **named)
 
         return ended
 
-    with replaced(decode_lifecycle, "_ended", make):
+    with replaced(decoding, "_ended", make):
         yield
 
 
@@ -356,13 +355,13 @@ def replaced_owner_not_told() -> Iterator[None]:
 
     def make(original: Any) -> Any:
         def ended(state: Any, outcome: Any, *args: Any, **named: Any) -> Any:
-            if outcome is decode_lifecycle.DecodeOutcome.REPLACED:
+            if outcome is decoding.Outcome.REPLACED:
                 named["tell"] = None
             return original(state, outcome, *args, **named)
 
         return ended
 
-    with replaced(decode_lifecycle, "_ended", make):
+    with replaced(decoding, "_ended", make):
         yield
 
 
@@ -396,7 +395,7 @@ def two_instances_in_one_attempt() -> Iterator[None]:
     """The router takes the tokens of two decode instances that both have the KV of one attempt."""
 
     def change(state: Any, event: Any) -> Any:
-        if isinstance(event, lives.Tokens):
+        if isinstance(event, lives.TokensReceived):
             event = _from_its_decode(state, event)
         return _moved(state, event), event
 
@@ -432,7 +431,7 @@ def refused_writes_end_leases() -> Iterator[None]:
 @planted
 def refused_connections_cost_attempts() -> Iterator[None]:
     """Attempts run out while the only prefill instance is away, or its queue is full."""
-    with replaced(router_lifecycle, "_setback", lambda _: lambda *_: Setback.LOST):
+    with replaced(request_life, "_setback", lambda _: lambda *_: Setback.LOST):
         yield
 
 

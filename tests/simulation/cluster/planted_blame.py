@@ -5,14 +5,14 @@ from typing import Any
 
 from kaveri.engine import shared
 from kaveri.engine.stepwise.sequence import Sequence
-from services.router import lifecycle as router_lifecycle
+from kaveri.lives import request as request_life
 from tests.simulation.cluster.planting import planted, replaced
 
 
 @planted
 def suspicion_forgotten() -> Iterator[None]:
     """The router does not say, with the next attempt, that an engine has raised in a step with the request."""
-    with replaced(router_lifecycle, "_with_suspicion", lambda _: lambda attempt, _: attempt):
+    with replaced(request_life, "_with_suspicion", lambda _: lambda attempt, _: attempt):
         yield
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from services.router import lifecycle
+from kaveri.lives import request as request_life
 from services.router.token_feeds import TokenFeeds
 from tests.simulation.cluster.planting import planted, replaced
 
@@ -68,5 +68,5 @@ def overlap_appended_twice() -> Iterator[None]:
 
         return taken
 
-    with replaced(lifecycle, "_taken", make):
+    with replaced(request_life, "_taken", make):
         yield

@@ -5,9 +5,9 @@ from typing import Any
 
 from kaveri.client.sessions import Sessions
 from kaveri.domain.sampling import SamplingParams
+from kaveri.lives.request_values import Placed
 from services.prefill.role import PrefillRole
 from services.router.accepted_request import AlreadyReceived
-from services.router.lifecycle_values import Placed
 from services.router.requests import DirectReading, RequestEntry
 from tests.simulation.cluster.planting import planted, replaced
 

@@ -19,38 +19,43 @@ from kaveri.engine.contract import (
     RequestFailed,
 )
 from kaveri.errors import Unavailable
-from kaveri.policy.prediction import PredictionOutcome
-from kaveri.policy.room_search import PlaceSearch
-from services.prefill.lifecycle import (
+from kaveri.lives.prompt import (
     Action,
+    Adopted,
     Advance,
     AwaitingLength,
-    Close,
+    BareAction,
     ComputingPrompt,
     CountPrediction,
-    Do,
-    EndedAtPrefill,
+    Ended,
     EndHandOver,
     EndRequested,
     Event,
     FindAnotherPlace,
     FindPlace,
     FirstChunkBegun,
+    FirstTokenDrawn,
+    HandedOver,
+    HandOverFailed,
     Known,
     LengthAnswered,
     LengthPending,
+    Outcome,
     Placing,
     Predicted,
-    PrefillOutcome,
     PromptComputed,
     Pushing,
     Queued,
+    RecordEnd,
+    RoomReserved,
+    SendReport,
+    Started,
     State,
-    Tell,
     Terms,
     step,
 )
-from services.prefill.requests import Adopted, FirstTokenDrawn, HandedOver, HandOverFailed, RoomReserved, Started
+from kaveri.policy.prediction import PredictionOutcome
+from kaveri.policy.room_search import PlaceSearch
 
 KEY = EngineKey("a", 1)
 TOKENS = 100
@@ -112,8 +117,8 @@ events = st.one_of(
 )
 ends = st.sampled_from(
     [
-        EndRequested(PrefillOutcome.CANCELLED),
-        EndRequested(PrefillOutcome.REFUSED, Unavailable("replaced")),
+        EndRequested(Outcome.CANCELLED),
+        EndRequested(Outcome.REFUSED, Unavailable("replaced")),
         HandOverFailed(Unavailable("no place")),
         RequestFailed(KEY, "broken"),
     ]
@@ -180,22 +185,22 @@ class LifeMachine(RuleBasedStateMachine):
                 model.pushing = False
         for number, action in enumerate(actions, start=1):
             match action:
-                case Do.ENQUEUE:
+                case BareAction.ENQUEUE:
                     assert model.held
                     model.held = False
-                case Do.LEAVE_QUEUE:
+                case BareAction.LEAVE_QUEUE:
                     assert model.in_queue
                     model.in_queue = False
-                case Do.DROP_QUESTION:
+                case BareAction.DROP_QUESTION:
                     assert model.question_open
                     model.question_open = False
-                case Do.ABORT_IN_ENGINE:
+                case BareAction.ABORT_IN_ENGINE:
                     assert isinstance(event, EndRequested | HandOverFailed | RequestFailed)
                 case Advance():
                     model.computed_tokens += action.new_tokens
                     assert model.computed_tokens == action.computed_tokens
                     model.in_queue = action.computed_tokens < TOKENS
-                case Tell():
+                case SendReport():
                     model.told.append(type(action.progress))
                 case CountPrediction(outcome):
                     assert model.question_open == (outcome is PredictionOutcome.LATE)
@@ -211,11 +216,11 @@ class LifeMachine(RuleBasedStateMachine):
                     assert model.hand_over_open
                     assert handed_over == isinstance(event, KvPushed | Adopted)
                     model.hand_over_open = model.pushing = False
-                case Close():
+                case RecordEnd():
                     assert number == len(actions)
-                    assert isinstance(self.state, EndedAtPrefill)
+                    assert isinstance(self.state, Ended)
                     model.ended = True
-        assert model.ended == isinstance(self.state, EndedAtPrefill)
+        assert model.ended == isinstance(self.state, Ended)
 
     @invariant()
     def nothing_is_kept_after_the_end(self) -> None:
@@ -269,20 +274,20 @@ def test_a_place_is_looked_for_after_the_first_chunk_when_the_length_has_not_com
 
 TERMS = Terms(0.0, TOKENS, 0, 50, PlaceSearch.AFTER_FIRST_CHUNK)
 GIVES_BACK: list[tuple[State, list[Action]]] = [
-    (AwaitingLength(TERMS), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),
-    (Queued(TERMS, LengthPending()), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),
-    (Queued(TERMS, Known(None)), [Do.LEAVE_QUEUE]),
-    (ComputingPrompt(TERMS, FirstChunkBegun(1.0), LengthPending()), [Do.DROP_QUESTION, Do.LEAVE_QUEUE]),
-    (ComputingPrompt(TERMS, FirstChunkBegun(1.0), Predicted(TokenRange(1, 2))), [Do.LEAVE_QUEUE]),
-    (Placing(TERMS, FirstChunkBegun(1.0)), [Do.LEAVE_QUEUE, EndHandOver(False)]),
+    (AwaitingLength(TERMS), [BareAction.DROP_QUESTION, BareAction.LEAVE_QUEUE]),
+    (Queued(TERMS, LengthPending()), [BareAction.DROP_QUESTION, BareAction.LEAVE_QUEUE]),
+    (Queued(TERMS, Known(None)), [BareAction.LEAVE_QUEUE]),
+    (ComputingPrompt(TERMS, FirstChunkBegun(1.0), LengthPending()), [BareAction.DROP_QUESTION, BareAction.LEAVE_QUEUE]),
+    (ComputingPrompt(TERMS, FirstChunkBegun(1.0), Predicted(TokenRange(1, 2))), [BareAction.LEAVE_QUEUE]),
+    (Placing(TERMS, FirstChunkBegun(1.0)), [BareAction.LEAVE_QUEUE, EndHandOver(False)]),
     (Placing(TERMS, PromptComputed(1.0)), [EndHandOver(False)]),
-    (Pushing(TERMS, FirstChunkBegun(1.0), 1.0), [Do.LEAVE_QUEUE, EndHandOver(False)]),
+    (Pushing(TERMS, FirstChunkBegun(1.0), 1.0), [BareAction.LEAVE_QUEUE, EndHandOver(False)]),
     (Pushing(TERMS, PromptComputed(1.0), 1.0), [EndHandOver(False)]),
 ]
 
 
 @pytest.mark.parametrize(("state", "gives_back"), GIVES_BACK)
 def test_an_early_end_gives_back_what_the_state_holds_and_nothing_else(state: State, gives_back: list[Action]) -> None:
-    ended, actions = step(state, EndRequested(PrefillOutcome.CANCELLED), 3.0)
-    assert ended == EndedAtPrefill(PrefillOutcome.CANCELLED)
-    assert list(actions) == [*gives_back, Do.ABORT_IN_ENGINE, Close(PrefillOutcome.CANCELLED, None, 3.0)]
+    ended, actions = step(state, EndRequested(Outcome.CANCELLED), 3.0)
+    assert ended == Ended(Outcome.CANCELLED)
+    assert list(actions) == [*gives_back, BareAction.ABORT_IN_ENGINE, RecordEnd(Outcome.CANCELLED, None, 3.0)]

@@ -1,9 +1,9 @@
 """State machine of a KV copy on the instance that holds it for a request of another instance (the copy's owner).
 
-    Growing -> Orphan <-> BeingResumed -> Freed
+    Growing -> Orphan <-> Resuming -> Ended
        +----> Complete <----+
 
-Every state may go to Freed; Growing and Complete may be resumed as well. step() returns the next state and the actions
+Every state may go to Ended; Growing and Complete may be resumed as well. step() returns the next state and the actions
 for the holder, in order. Pure: no clock, no waiting, no I/O.
 """
 
@@ -37,18 +37,18 @@ class Complete:
 
 
 @dataclass(frozen=True, slots=True)
-class BeingResumed:
+class Resuming:
     """State of a held KV copy: the request is being resumed from it on this instance."""
 
     ownership: Ownership
 
 
 @dataclass(frozen=True, slots=True)
-class Freed:
+class Ended:
     """State of a held KV copy: its memory was returned."""
 
 
-Holding = Growing | Orphan | Complete | BeingResumed | Freed
+State = Growing | Orphan | Complete | Resuming | Ended
 
 
 class BareEvent(enum.Enum):
@@ -66,7 +66,7 @@ class OwnerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class HolderDrains:
+class DrainBegun:
     """Event for a held KV copy: this instance drains and refuses new copies."""
 
     token_count: int
@@ -74,7 +74,7 @@ class HolderDrains:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class Checked:
     """Event for a held KV copy: periodic check, with reasons to drop it."""
 
     is_unused: bool = False
@@ -99,18 +99,18 @@ class ResumeFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class ResumeLanded:
+class ResumeDone:
     ownership: Ownership
 
 
 @dataclass(frozen=True, slots=True)
-class Unwanted:
+class EndRequested:
     """Event for a held KV copy: it was closed or replaced, or others need its memory more."""
 
     cause: str
 
 
-HoldingEvent = BareEvent | OwnerLost | HolderDrains | Looked | ResumeBegun | ResumeFailed | ResumeLanded | Unwanted
+Event = BareEvent | OwnerLost | DrainBegun | Checked | ResumeBegun | ResumeFailed | ResumeDone | EndRequested
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Seal:
 
 
 @dataclass(frozen=True, slots=True)
-class NoteOrphan:
+class RecordOrphan:
     """Action for a held KV copy: log that its owner instance is lost."""
 
     reason: str
@@ -132,59 +132,59 @@ class Drop:
     cause: str
 
 
-HoldingAction = Seal | NoteOrphan | Drop
-HoldingStep = tuple[Holding, tuple[HoldingAction, ...]]
+Action = Seal | RecordOrphan | Drop
+Step = tuple[State, tuple[Action, ...]]
 
 
-def step(state: Holding, event: HoldingEvent, now_s: float, grace_s: float) -> HoldingStep:
+def step(state: State, event: Event, now_s: float, grace_s: float) -> Step:
     """Return the next state of a held KV copy and the actions. Events that no longer apply change nothing. grace_s:
     seconds to keep a copy whose owner instance is lost."""
     match event, state:
-        case _, Freed():
+        case _, Ended():
             return state, ()
-        case Unwanted(cause), _:
+        case EndRequested(cause), _:
             return _gone(cause)
-        case Looked(), _:
-            return _looked(state, event, now_s)
+        case Checked(), _:
+            return _checked(state, event, now_s)
         case OwnerLost(reason), Growing():
-            return Orphan(now_s + grace_s), (NoteOrphan(reason),)
+            return Orphan(now_s + grace_s), (RecordOrphan(reason),)
         case BareEvent.OWNER_GAVE_UP, Growing():
             return Complete(now_s + min(COMPLETE_COPY_S, grace_s)), ()
         case BareEvent.BLOCK_MISSED, Growing():
             # The owner has the grace time to find another holder, and may be unable to close this copy.
             return Orphan(now_s + grace_s), (Seal(),)
-        case HolderDrains(token_count), Growing():
+        case DrainBegun(token_count), Growing():
             return (Orphan(now_s + grace_s), (Seal(),)) if token_count else _gone("draining")
-        case HolderDrains(), Orphan(until_s):
+        case DrainBegun(), Orphan(until_s):
             return Orphan(min(until_s, now_s + grace_s)), ()
-        case HolderDrains(), Complete(until_s):
+        case DrainBegun(), Complete(until_s):
             return Complete(min(until_s, now_s + grace_s)), ()
         case ResumeBegun(ownership), _:
-            return BeingResumed(ownership), ()
-        case ResumeFailed(ownership), BeingResumed(present) if ownership == present:
+            return Resuming(ownership), ()
+        case ResumeFailed(ownership), Resuming(present) if ownership == present:
             return Orphan(now_s + grace_s), ()
-        case ResumeLanded(ownership), BeingResumed(present) if ownership == present:
+        case ResumeDone(ownership), Resuming(present) if ownership == present:
             return _gone("resumed")
         case _:
             return state, ()
 
 
-def _looked(state: Holding, looked: Looked, now_s: float) -> HoldingStep:
+def _checked(state: State, event: Checked, now_s: float) -> Step:
     match state:
         case Orphan(until_s) if until_s <= now_s:
             return _gone("orphaned")
-        case Complete(until_s) if until_s <= now_s or looked.is_memory_scarce:
+        case Complete(until_s) if until_s <= now_s or event.is_memory_scarce:
             return _gone("given_up")
-        case Growing() if looked.is_unused:
+        case Growing() if event.is_unused:
             return _gone("unused")
-        case Growing() | Orphan() if looked.is_expired:
+        case Growing() | Orphan() if event.is_expired:
             return _gone("deadline")
         case _:
             return state, ()
 
 
-def _gone(cause: str) -> HoldingStep:
-    return Freed(), (Drop(cause),)
+def _gone(cause: str) -> Step:
+    return Ended(), (Drop(cause),)
 
 
 def usable_tokens(held: tuple[int, ...], resumption: Resumption, block_tokens: int) -> int:

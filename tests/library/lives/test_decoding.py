@@ -18,24 +18,24 @@ from kaveri.errors import (
 )
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
-from services.decode import lifecycle
-from services.decode.lifecycle import (
-    AbortAsked,
+from kaveri.lives import decoding
+from kaveri.lives.decoding import (
     Action,
     AnswerReserve,
     BareAction,
     BareEvent,
     Broken,
-    DecodeOutcome,
     Drew,
+    Ended,
+    EndRequested,
     Event,
     InLine,
     KeepTokens,
-    KvLanded,
-    KvNotLanded,
-    NoteEnd,
-    Ready,
-    Released,
+    Landed,
+    LandingDone,
+    LandingFailed,
+    Outcome,
+    RecordEnd,
     Reserved,
     Reserving,
     Rival,
@@ -43,31 +43,31 @@ from services.decode.lifecycle import (
     RoomGranted,
     RoomRefused,
     Running,
+    SendError,
     State,
-    TellRouter,
     step,
 )
 
 TICKET = Ticket(b"0" * 16, b"1" * 16, 1, (), (0,), 1, 9.0, KvLayout("fingerprint", 2, 16, 2, 8, "float32"))
 FULL = NoCapacity("decode", 0.1)
-STATES: tuple[State, ...] = (InLine(True), Reserving(True, 0.0), Reserved(0.0), Ready(0.0), Running(0.0))
+STATES: tuple[State, ...] = (InLine(True), Reserving(True, 0.0), Reserved(0.0), Landed(0.0), Running(0.0))
 ENDS: tuple[Event, ...] = (
     BareEvent.CALL_ENDED,
-    AbortAsked(by_router=True),
-    AbortAsked(by_router=False),
+    EndRequested(by_router=True),
+    EndRequested(by_router=False),
     *(RivalCame(rival, RequestAlreadyExists("a")) for rival in Rival),
     BareEvent.TIME_OVER,
     BareEvent.ROUTER_LOST,
     Broken(Unavailable("broken")),
 )
 EVENTS: tuple[Event, ...] = (
-    BareEvent.ROOM_ASKED,
+    BareEvent.ROOM_REQUESTED,
     RoomGranted(TICKET),
     RoomRefused(FULL),
     RoomRefused(EngineError("stopped")),
     BareEvent.ADOPTED,
-    KvLanded(1),
-    KvNotLanded("expired"),
+    LandingDone(1),
+    LandingFailed("expired"),
     BareEvent.SEAT_TAKEN,
     Drew(is_last=False),
     Drew(is_last=True),
@@ -75,14 +75,14 @@ EVENTS: tuple[Event, ...] = (
     *ENDS,
 )
 POSSIBLE: dict[BareEvent | type[Event], set[type[State]]] = {
-    BareEvent.ROOM_ASKED: {InLine},
+    BareEvent.ROOM_REQUESTED: {InLine},
     RoomGranted: {Reserving},
     RoomRefused: {InLine, Reserving},
     BareEvent.ADOPTED: {Reserving},
-    KvLanded: {Reserved},
-    KvNotLanded: {Reserving, Reserved},
-    BareEvent.SEAT_TAKEN: {Ready},
-    BareEvent.BLOCKS_LOST: {Ready, Running},
+    LandingDone: {Reserved},
+    LandingFailed: {Reserving, Reserved},
+    BareEvent.SEAT_TAKEN: {Landed},
+    BareEvent.BLOCKS_LOST: {Landed, Running},
     Drew: {Running},
 }
 
@@ -92,7 +92,7 @@ def possible_states(event: Event) -> set[type[State]]:
 
 
 @pytest.mark.parametrize(
-    ("state", "event"), list(itertools.product((*STATES, Released(DecodeOutcome.FINISHED)), EVENTS)), ids=repr
+    ("state", "event"), list(itertools.product((*STATES, Ended(Outcome.FINISHED)), EVENTS)), ids=repr
 )
 def test_an_impossible_event_is_an_assertion_that_names_both(state: State, event: Event) -> None:
     if type(state) in possible_states(event):
@@ -104,17 +104,17 @@ def test_an_impossible_event_is_an_assertion_that_names_both(state: State, event
     assert type(event).__name__ in str(impossible.value)
 
 
-def told(state: State, event: Event) -> TellRouter | None:
+def told(state: State, event: Event) -> SendError | None:
     _, actions = step(state, event, 1.0)
-    return next((action for action in actions if isinstance(action, TellRouter)), None)
+    return next((action for action in actions if isinstance(action, SendError)), None)
 
 
 @pytest.mark.parametrize("state", STATES, ids=repr)
 def test_a_router_hears_of_an_end_only_when_it_may_wait_for_tokens_in_vain(state: State) -> None:
-    landed = isinstance(state, Ready | Running)
+    landed = isinstance(state, Landed | Running)
     asked = not isinstance(state, InLine)
-    assert (told(state, AbortAsked(by_router=False)) is not None) == landed
-    assert told(state, AbortAsked(by_router=True)) is None
+    assert (told(state, EndRequested(by_router=False)) is not None) == landed
+    assert told(state, EndRequested(by_router=True)) is None
     assert told(state, BareEvent.CALL_ENDED) is None
     assert told(state, BareEvent.TIME_OVER) is None
     assert (told(state, RivalCame(Rival.SAME_OWNER, FULL)) is not None) == landed
@@ -135,14 +135,14 @@ def test_a_router_hears_what_an_exception_of_the_engine_means_for_its_request(er
 @pytest.mark.parametrize(
     ("error", "outcome", "answer"),
     [
-        (FULL, DecodeOutcome.NO_ROOM, NoCapacity),
-        (EngineError("stopped"), DecodeOutcome.FAILED, Unavailable),
-        (InvalidArgument("a", 1, "less"), DecodeOutcome.REFUSED, InvalidArgument),
+        (FULL, Outcome.NO_ROOM, NoCapacity),
+        (EngineError("stopped"), Outcome.FAILED, Unavailable),
+        (InvalidArgument("a", 1, "less"), Outcome.REFUSED, InvalidArgument),
     ],
 )
-def test_a_refusal_of_the_engine_answers_the_call(error: Exception, outcome: DecodeOutcome, answer: type) -> None:
+def test_a_refusal_of_the_engine_answers_the_call(error: Exception, outcome: Outcome, answer: type) -> None:
     state, actions = step(Reserving(False, 0.0), RoomRefused(error), 1.0)  # type: ignore[arg-type]
-    assert state == Released(outcome)
+    assert state == Ended(outcome)
     assert isinstance(next(action.result for action in actions if isinstance(action, AnswerReserve)), answer)
 
 
@@ -151,7 +151,7 @@ def test_a_request_that_stays_goes_back_to_its_place_when_the_engine_has_no_room
 
 
 def test_a_finished_request_says_where_its_time_went() -> None:
-    state: State = Ready(landed_s=1.0)
+    state: State = Landed(landed_s=1.0)
     for event, now_s in (
         (BareEvent.BLOCKS_LOST, 2.0),
         (BareEvent.SEAT_TAKEN, 3.0),
@@ -160,9 +160,9 @@ def test_a_finished_request_says_where_its_time_went() -> None:
     ):
         state, _ = step(state, event, now_s)
     state, (report,) = step(state, Drew(True), 7.0)
-    assert state == Released(DecodeOutcome.FINISHED)
-    assert isinstance(report, NoteEnd)
-    assert report.times == lifecycle.RequestTimes(queue_s=3.0, decode_s=3.0, preemptions=1)
+    assert state == Ended(Outcome.FINISHED)
+    assert isinstance(report, RecordEnd)
+    assert report.times == decoding.RequestTimes(queue_s=3.0, decode_s=3.0, preemptions=1)
 
 
 def test_a_preempted_request_holds_blocks_again_when_it_draws() -> None:
@@ -184,21 +184,21 @@ class DecodeLife(RuleBasedStateMachine):
         self.in_line = True
         self.answers: list[object] = []
         self.in_engine = False
-        self.reports: list[NoteEnd] = []
+        self.reports: list[RecordEnd] = []
         self.adopted = False
 
-    @precondition(lambda self: not isinstance(self.state, Released))
+    @precondition(lambda self: not isinstance(self.state, Ended))
     @rule(data=st.data(), later_s=st.floats(0, 10))
     def happens(self, data: st.DataObject, later_s: float) -> None:
         possible = [event for event in EVENTS if type(self.state) in possible_states(event)]
         event = data.draw(st.sampled_from(possible))
         self.now_s += later_s
-        if event is BareEvent.ROOM_ASKED:
+        if event is BareEvent.ROOM_REQUESTED:
             self.in_engine = True
         if event is BareEvent.ADOPTED:
             # It has no call and no place.
             self.in_line, self.adopted = False, True
-        if isinstance(event, Broken) and isinstance(self.state, Ready | Running):
+        if isinstance(event, Broken) and isinstance(self.state, Landed | Running):
             # The engine has ended it, or ends with the process.
             self.in_engine = False
         self.state, actions = step(self.state, event, self.now_s)
@@ -218,9 +218,9 @@ class DecodeLife(RuleBasedStateMachine):
                 assert self.in_line
             case BareAction.ABORT_IN_ENGINE:
                 self.in_engine = False
-            case NoteEnd():
+            case RecordEnd():
                 self.reports.append(action)
-            case BareAction.DROP_TOKENS | KeepTokens() | TellRouter():
+            case BareAction.DROP_TOKENS | KeepTokens() | SendError():
                 assert not isinstance(self.state, InLine)
 
     @rule()
@@ -229,9 +229,9 @@ class DecodeLife(RuleBasedStateMachine):
     @invariant()
     def the_state_says_what_it_holds(self) -> None:
         assert self.in_line == isinstance(self.state, InLine | Reserving)
-        assert self.in_engine == (not isinstance(self.state, InLine | Released))
-        assert bool(self.reports) == isinstance(self.state, Released)
-        if isinstance(self.state, Released):
+        assert self.in_engine == (not isinstance(self.state, InLine | Ended))
+        assert bool(self.reports) == isinstance(self.state, Ended)
+        if isinstance(self.state, Ended):
             assert [report.outcome for report in self.reports] == [self.state.outcome]
 
     @invariant()

@@ -1,6 +1,6 @@
-"""States, events and actions of a request's state machine, whose transitions are in lifecycle.py.
+"""States, events and actions of a request's state machine, whose transitions are in request.py.
 
-Frozen dataclasses, but named tuples where one is made per batch of tokens: Tokens, Decoding, Append."""
+Frozen dataclasses, but named tuples where one is made per batch of tokens: TokensReceived, Decoding, Append."""
 
 import enum
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ class PrefillLeg(enum.Enum):
 # ---- events ----
 
 
-class Tokens(NamedTuple):
+class TokensReceived(NamedTuple):
     """Event of a request: a decode instance has sent a batch of its tokens."""
 
     attempt: int
@@ -103,7 +103,7 @@ class ReplicaForgone:
 
 
 @dataclass(frozen=True, slots=True)
-class ResumeAsked:
+class ResumeRequested:
     """Event of a request: the router asks the holder of its replica (KV cache copy) to resume it."""
 
     attempt: Attempt
@@ -191,7 +191,7 @@ class Superseded:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class EndRequested:
     """Event of a request: the router ends it, also at its instances."""
 
     outcome: FinishReason | KaveriError
@@ -199,11 +199,11 @@ class Stopped:
 
 
 Event = (
-    Tokens
+    TokensReceived
     | GivenUp
     | ReplicaNamed
     | ReplicaForgone
-    | ResumeAsked
+    | ResumeRequested
     | ResumeAnswered
     | Sent
     | Sought
@@ -214,14 +214,14 @@ Event = (
     | HandOverReported
     | PrefillEnded
     | Superseded
-    | Stopped
+    | EndRequested
 )
 
 
 class HeldEvents(NamedTuple):
     """Events of decode instances, held in order of arrival until the request's placement or first token is known."""
 
-    events: tuple[Tokens | GivenUp | ReplicaNamed, ...] = ()
+    events: tuple[TokensReceived | GivenUp | ReplicaNamed, ...] = ()
     token_count: int = 0
 
 

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import EngineBroke, EngineError, KaveriError, NoCapacity, Unavailable
+from kaveri.lives import request_values as lives
+from kaveri.lives.request import HAND_OVER_GRACE_S, step
 from kaveri.policy.retry import Setback
-from services.router import lifecycle_values as lives
-from services.router.lifecycle import HAND_OVER_GRACE_S, step
 
 PREFILL = lives.InstanceLife("prefill-0", 1)
 ONE, OTHER = lives.InstanceLife("decode-0", 11), lives.InstanceLife("decode-1", 12)
@@ -38,8 +38,8 @@ def appended(actions: list[lives.Action]) -> list[int]:
 
 def tokens(
     source: lives.InstanceLife, first_index: int, *token_ids: int, finish: FinishReason | None = None
-) -> lives.Tokens:
-    return lives.Tokens(1, source, first_index, token_ids, (), finish)
+) -> lives.TokensReceived:
+    return lives.TokensReceived(1, source, first_index, token_ids, (), finish)
 
 
 FIRST = lives.FirstTokenReported((7,))
@@ -139,7 +139,7 @@ def test_no_more_tokens_are_held_than_the_answer_may_have() -> None:
 
 def test_who_has_announced_a_request_is_told_when_it_ends_before_its_placement_is_known() -> None:
     announced = tokens(ONE, 0)
-    _, actions = run(announced, lives.Stopped(FinishReason.CANCELLED))
+    _, actions = run(announced, lives.EndRequested(FinishReason.CANCELLED))
     assert actions == [lives.CompleteAnswer(), lives.LeaveAttempt(), lives.Disown(1, ONE)]
     state, _ = run(announced, lives.DecodeNamed(ONE), FIRST, tokens(ONE, 1, 8))
     assert isinstance(state, lives.Decoding)
@@ -204,8 +204,8 @@ def test_an_answer_whose_hand_over_is_not_reported_waits_for_the_report() -> Non
     for last in (
         lives.PrefillEnded(),
         lives.PrefillEnded(GONE),
-        lives.Stopped(FinishReason.CANCELLED),
-        lives.Stopped(GONE),
+        lives.EndRequested(FinishReason.CANCELLED),
+        lives.EndRequested(GONE),
     ):
         ended, actions = run(lives.HandOverReported(), last, state=state)
         assert ended == lives.Ended(FinishReason.LENGTH, ATTEMPT)
@@ -369,7 +369,7 @@ class AnyOrder(RuleBasedStateMachine):
     ) -> None:
         number = max(1, self.number - back)
         batch = [token_of(number, source, first_index + offset) for offset in range(count)]
-        self.take(lives.Tokens(number, source, first_index, batch, batch if with_logprobs else (), finish))
+        self.take(lives.TokensReceived(number, source, first_index, batch, batch if with_logprobs else (), finish))
 
     @rule(source=st.sampled_from(DECODES), count=st.integers(1, 3), finish=FINISHES)
     def tokens_that_follow(self, source: lives.InstanceLife, count: int, finish: FinishReason | None) -> None:
@@ -460,7 +460,8 @@ class AnyOrder(RuleBasedStateMachine):
     def resume_asked(self, holder: lives.InstanceLife) -> None:
         self.number += 1
         self.named = [holder]
-        self.take(lives.ResumeAsked(lives.Attempt(self.number, lives.NO_LIFE, len(self.answer), MOST_TOKENS), holder))
+        attempt = lives.Attempt(self.number, lives.NO_LIFE, len(self.answer), MOST_TOKENS)
+        self.take(lives.ResumeRequested(attempt, holder))
 
     @precondition(lambda self: self.awaits_holder)
     @rule()
@@ -491,10 +492,10 @@ class AnyOrder(RuleBasedStateMachine):
     )
     @rule()
     def text_stopped(self) -> None:
-        self.take(lives.Stopped(FinishReason.STOP))
+        self.take(lives.EndRequested(FinishReason.STOP))
 
     @precondition(lambda self: self.number > 2)
-    @rule(event=st.sampled_from([lives.Stopped(FinishReason.CANCELLED), lives.Stopped(GONE)]))
+    @rule(event=st.sampled_from([lives.EndRequested(FinishReason.CANCELLED), lives.EndRequested(GONE)]))
     def ends_early(self, event: lives.Event) -> None:
         self.take(event)
 
@@ -559,7 +560,7 @@ class AnyOrder(RuleBasedStateMachine):
         if isinstance(self.state, lives.SeekingOwner | lives.Prefilling | lives.Placed):
             held = self.state.held
             events = [event for event in held.events if not isinstance(event, lives.ReplicaNamed)]
-            weights = [len(event.token_ids) if isinstance(event, lives.Tokens) else 1 for event in events]
+            weights = [len(event.token_ids) if isinstance(event, lives.TokensReceived) else 1 for event in events]
             assert sum(weights) == held.token_count
             # While its owner is sought, each instance may send a whole answer.
             sources = [event.source for event in events]

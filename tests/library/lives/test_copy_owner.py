@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
-from services.decode.copying import (
+from kaveri.lives.copy_owner import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     Action,
@@ -20,30 +20,30 @@ from services.decode.copying import (
     BeginCopy,
     CloseCopy,
     Copied,
-    Copy,
     CopyGrew,
     CopyLost,
-    CopyRoomGranted,
     EndAsMoved,
     Event,
     Holder,
     HolderChosen,
-    LetGoInEngine,
     MoveDone,
     Opening,
+    ReleaseInEngine,
     RequestEnded,
-    TellRouterOfCopy,
+    RoomGranted,
+    SendLocation,
+    State,
     step,
 )
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 TICKET = Ticket(bytes(16), bytes(16), 1, (KvEndpoint("tcp", "h:1"),), (0,), 4, 60.0, LAYOUT, is_open=True)
 ONE, OTHER = Holder("d1", 1, "h:1"), Holder("d2", 1, "h:2")
-LOST = CopyLost(FIRST_PAUSE_S)
+LOST = CopyLost(jitter=1.0)
 
 
-def after(*events: Event) -> tuple[Copy, list[Action]]:
-    copy: Copy = Alone()
+def after(*events: Event) -> tuple[State, list[Action]]:
+    copy: State = Alone()
     done: list[Action] = []
     for event in events:
         copy, actions = step(copy, event, 0.0)
@@ -52,39 +52,39 @@ def after(*events: Event) -> tuple[Copy, list[Action]]:
 
 
 def test_a_copy_that_grows_is_told_to_the_router() -> None:
-    copy, done = after(HolderChosen(ONE), CopyRoomGranted(TICKET, 1), CopyGrew(16), CopyGrew(16), CopyGrew(32))
+    copy, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), CopyGrew(16), CopyGrew(16), CopyGrew(32))
     assert copy == Copied(ONE, 0, 32)
     assert done == [
         AskHolder(ONE),
         BeginCopy(TICKET),
-        TellRouterOfCopy(ReplicaLocation("d1", 1, 16)),
-        TellRouterOfCopy(ReplicaLocation("d1", 1, 32)),
+        SendLocation(ReplicaLocation("d1", 1, 16)),
+        SendLocation(ReplicaLocation("d1", 1, 32)),
     ]
 
 
 def test_the_life_that_granted_the_room_is_the_holder_not_the_one_of_the_view() -> None:
-    copy, done = after(HolderChosen(ONE), CopyRoomGranted(TICKET, 7), CopyGrew(16))
+    copy, done = after(HolderChosen(ONE), RoomGranted(TICKET, 7), CopyGrew(16))
     assert isinstance(copy, Copied)
     assert copy.holder.incarnation == 7
-    assert done[-1] == TellRouterOfCopy(ReplicaLocation("d1", 7, 16))
+    assert done[-1] == SendLocation(ReplicaLocation("d1", 7, 16))
 
 
 def test_a_request_is_moved_once_the_engine_has_let_it_go() -> None:
-    copied = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), CopyGrew(16))
-    _, done = after(*copied, BareEvent.MOVE_ASKED, CopyGrew(32), MoveDone(37))
+    copied = (HolderChosen(ONE), RoomGranted(TICKET, 1), CopyGrew(16))
+    _, done = after(*copied, BareEvent.MOVE_REQUESTED, CopyGrew(32), MoveDone(37))
     assert done[-4:] == [
-        LetGoInEngine(),
-        TellRouterOfCopy(ReplicaLocation("d1", 1, 32)),
+        ReleaseInEngine(),
+        SendLocation(ReplicaLocation("d1", 1, 32)),
         EndAsMoved(ReplicaLocation("d1", 1, 37)),
         AwaitResumed(ONE),
     ]
     for ended in (RequestEnded(), RequestEnded(is_given_up=True)):
-        _, done = after(*copied, BareEvent.MOVE_ASKED, MoveDone(37), ended)
+        _, done = after(*copied, BareEvent.MOVE_REQUESTED, MoveDone(37), ended)
         assert not any(isinstance(action, CloseCopy) for action in done), "the request goes on from that copy"
 
 
 def test_a_request_that_could_not_be_let_go_keeps_its_copy_or_looks_for_another() -> None:
-    copied = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), CopyGrew(16), BareEvent.MOVE_ASKED)
+    copied = (HolderChosen(ONE), RoomGranted(TICKET, 1), CopyGrew(16), BareEvent.MOVE_REQUESTED)
     copy, _ = after(*copied, BareEvent.MOVE_FAILED)
     assert copy == Copied(ONE, 0, 16)
     copy, _ = after(*copied, LOST, BareEvent.MOVE_FAILED)
@@ -93,34 +93,34 @@ def test_a_request_that_could_not_be_let_go_keeps_its_copy_or_looks_for_another(
 
 
 def test_a_request_that_is_given_up_while_it_is_let_go_leaves_no_copy() -> None:
-    moving = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), BareEvent.MOVE_ASKED)
+    moving = (HolderChosen(ONE), RoomGranted(TICKET, 1), BareEvent.MOVE_REQUESTED)
     _, done = after(*moving, RequestEnded(is_given_up=True), MoveDone(37))
     assert done[-1] == CloseCopy(ONE)
 
 
 def test_a_request_that_ends_by_its_last_token_while_it_is_let_go_leaves_its_copy_for_a_moment() -> None:
-    moving = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), BareEvent.MOVE_ASKED)
+    moving = (HolderChosen(ONE), RoomGranted(TICKET, 1), BareEvent.MOVE_REQUESTED)
     copy, done = after(*moving, RequestEnded(), MoveDone(37))
-    assert done[-1] == LetGoInEngine(), "the router may need it if this instance dies before the end has arrived"
+    assert done[-1] == ReleaseInEngine(), "the router may need it if this instance dies before the end has arrived"
     assert copy == Alone()
 
 
 def test_a_former_holder_is_closed_once_another_one_has_granted_room() -> None:
-    copied = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), LOST, HolderChosen(OTHER))
+    copied = (HolderChosen(ONE), RoomGranted(TICKET, 1), LOST, HolderChosen(OTHER))
     _, before = after(*copied)
     assert not any(isinstance(action, CloseCopy) for action in before), "its copy may still be resumed from"
-    _, done = after(*copied, CopyRoomGranted(TICKET, 1))
+    _, done = after(*copied, RoomGranted(TICKET, 1))
     assert done[-2:] == [CloseCopy(ONE), BeginCopy(TICKET)]
 
 
 def test_a_former_holder_that_grants_room_again_is_not_closed() -> None:
-    _, done = after(HolderChosen(ONE), CopyRoomGranted(TICKET, 1), LOST, HolderChosen(ONE), CopyRoomGranted(TICKET, 1))
+    _, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), LOST, HolderChosen(ONE), RoomGranted(TICKET, 1))
     assert not any(isinstance(action, CloseCopy) for action in done)
 
 
 @pytest.mark.parametrize("asked", [(), (HolderChosen(OTHER),)])
 def test_a_request_that_is_given_up_between_two_holders_closes_the_former_copy(asked: tuple[Event, ...]) -> None:
-    between = (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), LOST, *asked)
+    between = (HolderChosen(ONE), RoomGranted(TICKET, 1), LOST, *asked)
     _, done = after(*between, RequestEnded(is_given_up=True))
     assert done[-1] == CloseCopy(ONE)
     _, done = after(*between, RequestEnded())
@@ -128,15 +128,15 @@ def test_a_request_that_is_given_up_between_two_holders_closes_the_former_copy(a
 
 
 def test_the_copy_of_a_request_that_ends_is_left_to_the_engine_unless_it_is_given_up() -> None:
-    _, done = after(HolderChosen(ONE), CopyRoomGranted(TICKET, 1), RequestEnded(is_given_up=True))
+    _, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), RequestEnded(is_given_up=True))
     assert done[-1] == CloseCopy(ONE._replace(incarnation=1))
-    _, done = after(HolderChosen(ONE), CopyRoomGranted(TICKET, 1), RequestEnded())
+    _, done = after(HolderChosen(ONE), RoomGranted(TICKET, 1), RequestEnded())
     assert not any(isinstance(action, CloseCopy) for action in done), "its engine has given the copy up"
 
 
 def test_pauses_double_until_a_copy_grows_and_have_a_limit() -> None:
     pauses = []
-    copy: Copy = Alone()
+    copy: State = Alone()
     for _ in range(12):
         copy, _ = step(copy, HolderChosen(ONE), 0.0)
         copy, _ = step(copy, LOST, 0.0)
@@ -145,7 +145,7 @@ def test_pauses_double_until_a_copy_grows_and_have_a_limit() -> None:
     assert pauses[0] == FIRST_PAUSE_S
     assert all(late >= early for early, late in itertools.pairwise(pauses))
     assert pauses[-1] == LONGEST_PAUSE_S
-    for event in (HolderChosen(ONE), CopyRoomGranted(TICKET, 1), CopyGrew(16), LOST):
+    for event in (HolderChosen(ONE), RoomGranted(TICKET, 1), CopyGrew(16), LOST):
         copy, _ = step(copy, event, 0.0)
     assert isinstance(copy, Alone)
     assert copy.until_s == FIRST_PAUSE_S
@@ -154,8 +154,8 @@ def test_pauses_double_until_a_copy_grows_and_have_a_limit() -> None:
 EVENTS: list[Event] = [
     HolderChosen(ONE),
     HolderChosen(OTHER),
-    CopyRoomGranted(TICKET, 1),
-    CopyRoomGranted(TICKET, 2),
+    RoomGranted(TICKET, 1),
+    RoomGranted(TICKET, 2),
     LOST,
     CopyGrew(16),
     CopyGrew(32),
@@ -164,7 +164,7 @@ EVENTS: list[Event] = [
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=20))
 def test_every_copy_that_was_begun_is_with_the_present_holder_or_was_closed(events: list[Event]) -> None:
-    copy: Copy = Alone()
+    copy: State = Alone()
     asked: list[Holder] = []
     begun: set[tuple[str, int]] = set()
     for event in [*events, LOST, RequestEnded(is_given_up=True)]:

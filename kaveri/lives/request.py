@@ -7,7 +7,7 @@
              +-----> Resuming ---------------+      where there is a replica
 
 An attempt is one placement of the request, on a prefill instance or on the holder of its replica. The service carries
-out the actions of step() in order. It alone knows the text, and reports Stopped at a stop text.
+out the actions of step() in order. It alone knows the text, and reports EndRequested at a stop text.
 
 Tokens of a decode instance that no placement has named are held until one names it. Tokens of an instance that the
 attempt has left are dropped. Tokens of two instances are never mixed: after the first token of one, a placement on
@@ -21,8 +21,7 @@ from dataclasses import replace
 
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import EngineBroke, KaveriError, NoCapacity, Unavailable
-from kaveri.policy.retry import Setback
-from services.router.lifecycle_values import (
+from kaveri.lives.request_values import (
     Abort,
     Action,
     Append,
@@ -33,6 +32,7 @@ from services.router.lifecycle_values import (
     Decoding,
     Disown,
     Ended,
+    EndRequested,
     Event,
     Finishing,
     FirstTokenReported,
@@ -50,19 +50,19 @@ from services.router.lifecycle_values import (
     ReplicaForgone,
     ReplicaNamed,
     ResumeAnswered,
-    ResumeAsked,
+    ResumeRequested,
     Resuming,
     SeekingOwner,
     Sent,
     Sought,
     State,
-    Stopped,
     Superseded,
-    Tokens,
+    TokensReceived,
     TookOver,
     Unfollow,
     Unplaced,
 )
+from kaveri.policy.retry import Setback
 
 Step = tuple[State, tuple[Action, ...]]
 HAND_OVER_GRACE_S = 0.25
@@ -73,7 +73,7 @@ def step(state: State, event: Event, now_s: float) -> Step:
     """Return the next state and the actions to carry out. Events from instances are possible in every state. Raises
     AssertionError for an event of the router itself that is impossible in `state`."""
     match event:
-        case Tokens():
+        case TokensReceived():
             return _tokens(state, event, now_s)
         case GivenUp():
             return _given_up(state, event)
@@ -91,13 +91,13 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return _resume_answered(state, event)
         case Superseded():
             return _superseded(state, event)
-        case Stopped():
-            return _stopped(state, event.outcome)
+        case EndRequested():
+            return _end_requested(state, event.outcome)
         case _:
-            return _moved_on(state, event)
+            return _moved(state, event)
 
 
-def _moved_on(state: State, event: Sent | Sought | NotFound | ResumeAsked | ReplicaForgone | HandOverReported) -> Step:
+def _moved(state: State, event: Sent | Sought | NotFound | ResumeRequested | ReplicaForgone | HandOverReported) -> Step:
     match state, event:
         case Unplaced(next_index) | Lost(_, next_index), Sent(attempt, decode):
             assert attempt.first_index == next_index, (state, event)
@@ -113,7 +113,7 @@ def _moved_on(state: State, event: Sent | Sought | NotFound | ResumeAsked | Repl
                 # The client has all tokens but no end; an answer that a stop token ends comes with its end.
                 return Ended(FinishReason.LENGTH, None), (CompleteAnswer(),)
             return Unplaced(next_index, attempt.suspect_until), ()
-        case Unplaced(next_index) | Lost(_, next_index), ResumeAsked(attempt, holder):
+        case Unplaced(next_index) | Lost(_, next_index), ResumeRequested(attempt, holder):
             assert attempt.first_index == next_index, (state, event)
             now = Resuming(attempt, next_index, holder, _withheld_by(state))
             return now, (Follow(attempt.number, holder, is_there=False),)
@@ -133,7 +133,7 @@ def _moved_on(state: State, event: Sent | Sought | NotFound | ResumeAsked | Repl
             raise _impossible(state, event)
 
 
-def _tokens(state: State, event: Tokens, now_s: float) -> Step:
+def _tokens(state: State, event: TokensReceived, now_s: float) -> Step:
     # An announcement: the request has landed there and waits for its turn.
     is_announcement = not event.token_ids and event.finish is None
     match state:
@@ -178,14 +178,14 @@ def _tokens(state: State, event: Tokens, now_s: float) -> Step:
             return state, ()
 
 
-def _of_another_attempt(state: State, attempt: Attempt, event: Tokens) -> Step:
+def _of_another_attempt(state: State, attempt: Attempt, event: TokensReceived) -> Step:
     """Drop tokens of another attempt. An instance that still sends an older attempt's has missed its Abort."""
     if event.attempt < attempt.number and event.finish is None:
         return state, (Disown(event.attempt, event.source),)
     return state, ()
 
 
-def _taken(state: Placed | Decoding, event: Tokens, now_s: float) -> Step:
+def _taken(state: Placed | Decoding, event: TokensReceived, now_s: float) -> Step:
     seen = state.next_index - event.first_index
     added = len(event.token_ids) - seen
     append: tuple[Action, ...] = ()
@@ -203,8 +203,8 @@ def _taken(state: Placed | Decoding, event: Tokens, now_s: float) -> Step:
     return Ended(event.finish, state.attempt), (*append, complete, LeaveAttempt())
 
 
-def _held(state: SeekingOwner | Prefilling | Placed, event: Tokens | GivenUp) -> Step:
-    own_count = len(event.token_ids) if isinstance(event, Tokens) else 1
+def _held(state: SeekingOwner | Prefilling | Placed, event: TokensReceived | GivenUp) -> Step:
+    own_count = len(event.token_ids) if isinstance(event, TokensReceived) else 1
     token_count = state.held.token_count + own_count
     if isinstance(state, SeekingOwner):
         # Each of the instances asked may send a whole answer.
@@ -349,7 +349,7 @@ def _without_hand_over(attempt: Attempt) -> KaveriError:
     return Unavailable(f"prefill instance {attempt.prefill.instance_id} ended without hand-over")
 
 
-def _stopped(state: State, outcome: FinishReason | KaveriError) -> Step:
+def _end_requested(state: State, outcome: FinishReason | KaveriError) -> Step:
     complete = (CompleteAnswer(),) if isinstance(outcome, FinishReason) else ()
     match state:
         case Ended():
@@ -367,7 +367,7 @@ def _stopped(state: State, outcome: FinishReason | KaveriError) -> Step:
             return Ended(outcome, attempt), (*complete, *_leaving(state))
 
 
-def _lost_by_gap(state: Placed | Resuming | Decoding, event: Tokens) -> Step:
+def _lost_by_gap(state: Placed | Resuming | Decoding, event: TokensReceived) -> Step:
     missing = f"tokens {state.next_index} to {event.first_index - 1} are missing"
     error = Unavailable(f"decode instance {state.decode.instance_id}: {missing}")
     return _lost(state, error, decode_has_ended=event.finish is not None)
@@ -433,9 +433,9 @@ def _withheld_by(state: State) -> tuple[Abort, ...]:
     return state.withheld if isinstance(state, Lost | Resuming) else ()
 
 
-def _held_of(events: tuple[Tokens | GivenUp | ReplicaNamed, ...]) -> HeldEvents:
+def _held_of(events: tuple[TokensReceived | GivenUp | ReplicaNamed, ...]) -> HeldEvents:
     """Wrap events with their token count: an error counts as one token, a replica's name as none."""
-    tokens = sum(len(event.token_ids) for event in events if isinstance(event, Tokens))
+    tokens = sum(len(event.token_ids) for event in events if isinstance(event, TokensReceived))
     return HeldEvents(events, tokens + sum(isinstance(event, GivenUp) for event in events))
 
 

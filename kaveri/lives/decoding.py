@@ -1,6 +1,6 @@
 """State machine of a request on a decode instance. Pure: no clock, no waiting, no I/O, no protobuf.
 
-    InLine <-> Reserving -> Reserved -> Ready -> Running    from every state: Released
+    InLine <-> Reserving -> Reserved -> Landed -> Running    from every state: Ended
                   +--- adopted ---------^
 
 step() returns the next state and the actions for the service, in order.
@@ -45,7 +45,7 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Landed:
     """State of a request at decode: its KV has arrived; it waits to join the running batch."""
 
     landed_s: float
@@ -65,7 +65,7 @@ class Running(NamedTuple):
     """False after a preemption, until the next token."""
 
 
-class DecodeOutcome(enum.StrEnum):
+class Outcome(enum.StrEnum):
     """Reason for a request's end on a decode instance."""
 
     FINISHED = "finished"
@@ -84,17 +84,17 @@ class DecodeOutcome(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class Ended:
     """State of a request at decode: it has ended on this instance and holds no resources."""
 
-    outcome: DecodeOutcome
+    outcome: Outcome
 
 
-State = InLine | Reserving | Reserved | Ready | Running | Released
+State = InLine | Reserving | Reserved | Landed | Running | Ended
 
 
 class BareEvent(enum.Enum):
-    ROOM_ASKED = enum.auto()
+    ROOM_REQUESTED = enum.auto()
     """The request is next in line; the service asks the engine for room."""
     ADOPTED = enum.auto()
     SEAT_TAKEN = enum.auto()
@@ -125,14 +125,14 @@ class RoomRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class KvLanded:
+class LandingDone:
     """Event for a request at decode: its whole KV cache has arrived."""
 
     kv_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class KvNotLanded:
+class LandingFailed:
     """Event for a request at decode: its KV will not arrive. The push reports this to the prefill side."""
 
     reason: str
@@ -145,7 +145,7 @@ class Drew(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class AbortAsked:
+class EndRequested:
     """Event for a request at decode: its prefill instance or router aborts it."""
 
     by_router: bool
@@ -186,7 +186,18 @@ class Broken:
     """EngineError: the request must not be placed again."""
 
 
-Event = BareEvent | RoomGranted | RoomRefused | KvLanded | KvNotLanded | Drew | AbortAsked | RivalCame | Moved | Broken
+Event = (
+    BareEvent
+    | RoomGranted
+    | RoomRefused
+    | LandingDone
+    | LandingFailed
+    | Drew
+    | EndRequested
+    | RivalCame
+    | Moved
+    | Broken
+)
 
 
 class BareAction(enum.Enum):
@@ -210,7 +221,7 @@ class AnswerReserve:
 
 
 @dataclass(frozen=True, slots=True)
-class TellRouter:
+class SendError:
     """Action for a request at decode: send its router the error that ends it on this instance, after its tokens."""
 
     error: str
@@ -248,17 +259,17 @@ class RequestTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class NoteEnd:
+class RecordEnd:
     """Action for a request at decode: log and count its end; always the last action."""
 
-    outcome: DecodeOutcome
+    outcome: Outcome
     reason: str | None = None
     preemptions: int = 0
     times: RequestTimes | None = None
     """None unless the request finished."""
 
 
-Action = BareAction | AnswerReserve | TellRouter | KeepTokens | CountLanding | NoteEnd
+Action = BareAction | AnswerReserve | SendError | KeepTokens | CountLanding | RecordEnd
 Step = tuple[State, tuple[Action, ...]]
 
 
@@ -270,9 +281,9 @@ def step(state: State, event: Event, now_s: float) -> Step:
             if not event.is_last:
                 return Running(state.landed_s, first_step_s, state.drawn + 1, state.preemptions), ()
             times = RequestTimes(first_step_s - state.landed_s, now_s - first_step_s, state.preemptions)
-            finished = NoteEnd(DecodeOutcome.FINISHED, preemptions=state.preemptions, times=times)
-            return Released(DecodeOutcome.FINISHED), (finished,)
-        case BareEvent.ROOM_ASKED, InLine():
+            finished = RecordEnd(Outcome.FINISHED, preemptions=state.preemptions, times=times)
+            return Ended(Outcome.FINISHED), (finished,)
+        case BareEvent.ROOM_REQUESTED, InLine():
             return Reserving(state.stays, now_s), ()
         case RoomGranted(), Reserving():
             return Reserved(state.asked_s), (BareAction.LEAVE_LINE, AnswerReserve(event.ticket))
@@ -281,24 +292,24 @@ def step(state: State, event: Event, now_s: float) -> Step:
         case RoomRefused(), InLine() | Reserving():
             return _refused(state, event.error)
         case BareEvent.ADOPTED, Reserving():
-            return Ready(now_s), ()
-        case KvLanded(), Reserved():
-            return Ready(now_s), (CountLanding(event.kv_bytes, now_s - state.asked_s),)
-        case KvNotLanded(), Reserving() | Reserved():
+            return Landed(now_s), ()
+        case LandingDone(), Reserved():
+            return Landed(now_s), (CountLanding(event.kv_bytes, now_s - state.asked_s),)
+        case LandingFailed(), Reserving() | Reserved():
             # The reservation expired before its grant arrived.
-            return _ended(state, DecodeOutcome.NOT_LANDED, reason=event.reason)
-        case BareEvent.SEAT_TAKEN, Ready():
+            return _ended(state, Outcome.NOT_LANDED, reason=event.reason)
+        case BareEvent.SEAT_TAKEN, Landed():
             return Running(state.landed_s, None, 0, state.preemptions, state.holds_blocks), ()
-        case BareEvent.BLOCKS_LOST, Ready():
+        case BareEvent.BLOCKS_LOST, Landed():
             return replace(state, preemptions=state.preemptions + 1, holds_blocks=False), (BareAction.COUNT_PREEMPTION,)
         case BareEvent.BLOCKS_LOST, Running():
             return state._replace(preemptions=state.preemptions + 1, holds_blocks=False), (BareAction.COUNT_PREEMPTION,)
         case BareEvent.ROUTER_LOST, InLine():
             # The request has no tokens yet: its router may still open a stream in time.
             return state, ()
-        case Moved(holder_id), Ready() | Running():
-            tell = TellRouter(f"it goes on at {holder_id}", moved=True)
-            return _ended(state, DecodeOutcome.MOVED, tell=tell, aborts=False)
+        case Moved(holder_id), Landed() | Running():
+            tell = SendError(f"it goes on at {holder_id}", moved=True)
+            return _ended(state, Outcome.MOVED, tell=tell, aborts=False)
         case _:
             return _end_early(state, event)
 
@@ -306,67 +317,67 @@ def step(state: State, event: Event, now_s: float) -> Step:
 def _refused(state: InLine | Reserving, error: KaveriError) -> Step:
     match error:
         case NoCapacity():
-            return _ended(state, DecodeOutcome.NO_ROOM, error)
+            return _ended(state, Outcome.NO_ROOM, error)
         case EngineError():
-            return _ended(state, DecodeOutcome.FAILED, Unavailable(str(error)), str(error))
+            return _ended(state, Outcome.FAILED, Unavailable(str(error)), str(error))
         case _:
-            return _ended(state, DecodeOutcome.REFUSED, error, str(error))
+            return _ended(state, Outcome.REFUSED, error, str(error))
 
 
 def _end_early(state: State, event: Event) -> Step:
     match event:
-        case _ if isinstance(state, Released):
+        case _ if isinstance(state, Ended):
             pass
-        case BareEvent.CALL_ENDED | AbortAsked() if isinstance(state, InLine):
-            return _ended(state, DecodeOutcome.LEFT_LINE)
-        case AbortAsked(by_router=True) if isinstance(state, Running):
+        case BareEvent.CALL_ENDED | EndRequested() if isinstance(state, InLine):
+            return _ended(state, Outcome.LEFT_LINE)
+        case EndRequested(by_router=True) if isinstance(state, Running):
             # The router may have all it needs, for instance a stop text, and die before its client has received it.
-            return _ended(state, DecodeOutcome.ABORTED, tell=KeepTokens("it was aborted"))
-        case BareEvent.CALL_ENDED | AbortAsked(by_router=True):
-            return _ended(state, DecodeOutcome.ABORTED)
-        case AbortAsked():
+            return _ended(state, Outcome.ABORTED, tell=KeepTokens("it was aborted"))
+        case BareEvent.CALL_ENDED | EndRequested(by_router=True):
+            return _ended(state, Outcome.ABORTED)
+        case EndRequested():
             # After the landing, the router may wait for tokens of this instance only.
-            tell = TellRouter("its prefill instance has given the request up") if _has_landed(state) else None
-            return _ended(state, DecodeOutcome.ABORTED, tell=tell)
+            tell = SendError("its prefill instance has given the request up") if _has_landed(state) else None
+            return _ended(state, Outcome.ABORTED, tell=tell)
         case RivalCame(Rival.OTHER_REQUEST, error):
-            tell = TellRouter("another request with the same id has begun", replaced=True)
-            return _ended(state, DecodeOutcome.REPLACED, error, tell=tell)
+            tell = SendError("another request with the same id has begun", replaced=True)
+            return _ended(state, Outcome.REPLACED, error, tell=tell)
         case RivalCame(Rival.SAME_OWNER, error) if _has_landed(state):
-            return _ended(state, DecodeOutcome.REPLACED, error, tell=TellRouter("its room was asked for again"))
+            return _ended(state, Outcome.REPLACED, error, tell=SendError("its room was asked for again"))
         case RivalCame(_, error):
-            return _ended(state, DecodeOutcome.REPLACED, error)
+            return _ended(state, Outcome.REPLACED, error)
         case BareEvent.TIME_OVER:
-            return _ended(state, DecodeOutcome.DEADLINE, DeadlineExceeded())
+            return _ended(state, Outcome.DEADLINE, DeadlineExceeded())
         case BareEvent.ROUTER_LOST:
-            return _ended(state, DecodeOutcome.ROUTER_GONE, tell=TellRouter("its router was away for too long"))
+            return _ended(state, Outcome.ROUTER_GONE, tell=SendError("its router was away for too long"))
         case Broken(error):
             # No abort after the landing: the engine has ended the request, or ends with this process. An abort would
             # make the holder drop the copy from which the request can be resumed.
-            tell = TellRouter(error.reason, fault=error if isinstance(error, EngineError | EngineBroke) else None)
-            return _ended(state, DecodeOutcome.FAILED, error, str(error), tell, aborts=not _has_landed(state))
+            tell = SendError(error.reason, fault=error if isinstance(error, EngineError | EngineBroke) else None)
+            return _ended(state, Outcome.FAILED, error, str(error), tell, aborts=not _has_landed(state))
     raise AssertionError(f"{event!r} in state {state!r}")
 
 
 def _ended(
     state: State,
-    outcome: DecodeOutcome,
+    outcome: Outcome,
     error: KaveriError | None = None,
     reason: str | None = None,
-    tell: TellRouter | KeepTokens | None = None,
+    tell: SendError | KeepTokens | None = None,
     aborts: bool = True,
 ) -> Step:
     """End the request. error: result of a waiting Reserve call; None: aborted. tell: not sent from the line, as the
     router does not know this instance yet."""
-    preemptions = state.preemptions if isinstance(state, Ready | Running) else 0
-    report = NoteEnd(outcome, reason, preemptions)
+    preemptions = state.preemptions if isinstance(state, Landed | Running) else 0
+    report = RecordEnd(outcome, reason, preemptions)
     actions: tuple[Action, ...] = ()
     if isinstance(state, InLine | Reserving):
         actions = (BareAction.LEAVE_LINE, AnswerReserve(error))
     if not isinstance(state, InLine):
         actions += (BareAction.ABORT_IN_ENGINE,) if aborts else ()
         actions += (BareAction.DROP_TOKENS if tell is None else tell,)
-    return Released(outcome), (*actions, report)
+    return Ended(outcome), (*actions, report)
 
 
 def _has_landed(state: State) -> bool:
-    return isinstance(state, Ready | Running)
+    return isinstance(state, Landed | Running)

@@ -2,17 +2,18 @@
 
 ::
 
-    AwaitingLength ── Queued ── ComputingPrompt ── Placing ⇄ Pushing ── EndedAtPrefill
+    AwaitingLength ── Queued ── ComputingPrompt ── Placing ⇄ Pushing ── Ended
 
-A request is AwaitingLength only if the queue's order needs its length. Every state may become EndedAtPrefill. The
-search for room at decode, and the push, may begin before the prompt is computed. The service performs the actions in
-order, after it has stored the new state.
+A request is AwaitingLength only if the queue's order needs its length. Every state may become Ended. The search for
+room at decode, and the push, may begin before the prompt is computed. The service performs the actions in order, after
+it has stored the new state.
 """
 
 import enum
 from dataclasses import dataclass, replace
 
 from kaveri.domain.length import TokenRange
+from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.engine.blame import error_of_failure
 from kaveri.engine.contract import (
     FirstToken,
@@ -26,19 +27,73 @@ from kaveri.engine.contract import (
 from kaveri.errors import KaveriError
 from kaveri.policy.prediction import PredictionOutcome, usable_length
 from kaveri.policy.room_search import PlaceSearch
-from services.prefill.requests import (
-    Adopted,
-    FirstTokenDrawn,
-    HandedOver,
-    HandOverFailed,
-    Progress,
-    PromptScored,
-    RoomReserved,
-    Started,
-)
 
 NO_TRANSPORT = "none"
 """Transport of a hand-over without a push."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Report on a request at prefill, for its router: the engine has begun its first chunk."""
+
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoomReserved:
+    """Report on a request at prefill, for its router: a decode instance has reserved room; the push begins."""
+
+    decode_instance_id: str
+    decode_incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenDrawn:
+    """Report on a request at prefill, for its router: its first token is sampled. With `finish`, the last report."""
+
+    token_id: int
+    logprobs: Logprobs | None
+    finish: FinishReason | None
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """Report on a request at prefill, for its router: decode has taken it over; the last report."""
+
+    kv_bytes: int
+    kv_transfer_s: float
+    kv_tail_s: float
+    kv_transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Report on a request at prefill, for its router: log-probabilities of prompt tokens from `first` on."""
+
+    first: int
+    entries: tuple[Logprobs, ...]
+
+
+Progress = Started | RoomReserved | PromptScored | FirstTokenDrawn | HandedOver
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """Report of a hand-over to decode: the engine that computed the prompt decodes it too, without a push."""
+
+    placed: RoomReserved
+
+
+@dataclass(frozen=True, slots=True)
+class HandOverFailed:
+    """Report of a hand-over to decode: it failed, which ends the request at prefill."""
+
+    error: KaveriError
+
+
+HandOverReport = RoomReserved | Adopted | HandOverFailed
+"""Reports of a hand-over. RoomReserved: room is reserved and the push has begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +189,7 @@ class Pushing:
     since_s: float
 
 
-class PrefillOutcome(enum.StrEnum):
+class Outcome(enum.StrEnum):
     """Reason for a request's end on a prefill instance."""
 
     HANDED_OVER = "handed_over"
@@ -150,14 +205,14 @@ class PrefillOutcome(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class EndedAtPrefill:
+class Ended:
     """State of a request at prefill: it has ended on this instance."""
 
-    outcome: PrefillOutcome
+    outcome: Outcome
 
 
 Alive = AwaitingLength | Queued | ComputingPrompt | Placing | Pushing
-State = Alive | EndedAtPrefill
+State = Alive | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +226,7 @@ class LengthAnswered:
 class EndRequested:
     """Event for a request at prefill: it must end now. error: sent to its router."""
 
-    outcome: PrefillOutcome
+    outcome: Outcome
     error: KaveriError | None = None
 
 
@@ -179,7 +234,7 @@ EngineReport = PrefillStarted | PrefillProgress | PromptLogprobs | FirstToken | 
 Event = EngineReport | LengthAnswered | RoomReserved | Adopted | HandOverFailed | EndRequested
 
 
-class Do(enum.Enum):
+class BareAction(enum.Enum):
     """Action for a request at prefill, without data."""
 
     ENQUEUE = enum.auto()
@@ -201,7 +256,7 @@ class Advance:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class SendReport:
     """Action for a request at prefill: send its router a progress report."""
 
     progress: Progress
@@ -236,57 +291,57 @@ class EndHandOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class RecordEnd:
     """Action for a request at prefill: end its report log, count and log its end; always the last action."""
 
-    outcome: PrefillOutcome
+    outcome: Outcome
     error: KaveriError | None
     seconds: float
     """From the request's arrival to its end."""
 
 
-Action = Do | Advance | Tell | CountPrediction | FindPlace | FindAnotherPlace | EndHandOver | Close
+Action = BareAction | Advance | SendReport | CountPrediction | FindPlace | FindAnotherPlace | EndHandOver | RecordEnd
 Step = tuple[State, tuple[Action, ...]]
 
 
 def step(state: State, event: Event, now_s: float) -> Step:
     """Return the next state of a request at prefill and the actions. An impossible event raises AssertionError."""
-    assert not isinstance(state, EndedAtPrefill), f"{event} in {state}"
+    assert not isinstance(state, Ended), f"{event} in {state}"
     terms = state.terms
     match event:
         case EndRequested():
             return _end(state, event.outcome, now_s, error=event.error)
         case HandOverFailed():
-            return _end(state, PrefillOutcome.FAILED, now_s, error=event.error)
+            return _end(state, Outcome.FAILED, now_s, error=event.error)
         case RequestFailed():
-            return _end(state, PrefillOutcome.FAILED, now_s, error=error_of_failure(event))
+            return _end(state, Outcome.FAILED, now_s, error=error_of_failure(event))
     match state, event:
         case AwaitingLength(), LengthAnswered():
-            return Queued(terms, _answered(event)), (Do.ENQUEUE,)
+            return Queued(terms, _answered(event)), (BareAction.ENQUEUE,)
         case Queued(forecast=LengthPending()), LengthAnswered():
             return Queued(terms, _answered(event)), ()
         case ComputingPrompt(forecast=LengthPending()), LengthAnswered():
             return _search_if_due(replace(state, forecast=_answered(event)))
         case Queued(), PrefillStarted():
-            started = Tell(Started(now_s - terms.arrived_s))
+            started = SendReport(Started(now_s - terms.arrived_s))
             return _search_if_due(ComputingPrompt(terms, FirstChunkBegun(now_s), state.forecast), started)
         case ComputingPrompt() | Placing() | Pushing(), PrefillProgress() if isinstance(state.compute, FirstChunkBegun):
             advance = Advance(event.computed_tokens, event.computed_tokens - state.compute.computed_tokens)
             after = replace(state, compute=replace(state.compute, computed_tokens=event.computed_tokens))
             return _search_if_due(after, advance)
         case ComputingPrompt() | Placing() | Pushing(), PromptLogprobs() if isinstance(state.compute, FirstChunkBegun):
-            return state, (Tell(PromptScored(event.first, event.entries)),)
+            return state, (SendReport(PromptScored(event.first, event.entries)),)
         case ComputingPrompt() | Placing() | Pushing(), FirstToken() if isinstance(state.compute, FirstChunkBegun):
             return _first_token(state, state.compute, event, now_s)
         case Placing(), RoomReserved():
-            return Pushing(terms, state.compute, now_s), (Tell(event),)
+            return Pushing(terms, state.compute, now_s), (SendReport(event),)
         case Placing(compute=PromptComputed() as compute), Adopted():
             handed_over = HandedOver(0, 0.0, now_s - compute.first_token_s, NO_TRANSPORT)
-            return _end(state, PrefillOutcome.HANDED_OVER, now_s, Tell(event.placed), Tell(handed_over))
+            return _end(state, Outcome.HANDED_OVER, now_s, SendReport(event.placed), SendReport(handed_over))
         case Pushing(compute=PromptComputed() as compute), KvPushed():
             transfer_s, tail_s = now_s - state.since_s, now_s - compute.first_token_s
             handed_over = HandedOver(event.kv_bytes, transfer_s, tail_s, event.transport)
-            return _end(state, PrefillOutcome.HANDED_OVER, now_s, Tell(handed_over))
+            return _end(state, Outcome.HANDED_OVER, now_s, SendReport(handed_over))
         case Pushing(), KvPushFailed():
             return Placing(terms, state.compute), (FindAnotherPlace(event),)
     raise AssertionError(f"{event} in {state}")
@@ -301,9 +356,9 @@ def _first_token(
 ) -> Step:
     token_count = state.terms.token_count
     advance = Advance(token_count, token_count - compute.computed_tokens)
-    drawn = Tell(FirstTokenDrawn(event.token_id, event.logprobs, event.finish, now_s - compute.started_s))
+    drawn = SendReport(FirstTokenDrawn(event.token_id, event.logprobs, event.finish, now_s - compute.started_s))
     if event.finish is not None:
-        return _end(state, PrefillOutcome.FINISHED, now_s, advance, drawn)
+        return _end(state, Outcome.FINISHED, now_s, advance, drawn)
     if isinstance(state, ComputingPrompt):
         return _search(state.terms, PromptComputed(now_s), state.forecast, advance, drawn)
     return replace(state, compute=PromptComputed(now_s)), (advance, drawn)
@@ -337,20 +392,18 @@ def _search(terms: Terms, compute: FirstChunkBegun | PromptComputed, forecast: F
     return Placing(terms, compute), (*actions, FindPlace(length))
 
 
-def _end(
-    state: Alive, outcome: PrefillOutcome, now_s: float, *actions: Action, error: KaveriError | None = None
-) -> Step:
+def _end(state: Alive, outcome: Outcome, now_s: float, *actions: Action, error: KaveriError | None = None) -> Step:
     ends = list(actions)
     match state:
         case AwaitingLength() | Queued(forecast=LengthPending()) | ComputingPrompt(forecast=LengthPending()):
-            ends.append(Do.DROP_QUESTION)
+            ends.append(BareAction.DROP_QUESTION)
     match state:
         case AwaitingLength() | Queued():
-            ends.append(Do.LEAVE_QUEUE)
-        case _ if isinstance(state.compute, FirstChunkBegun) and outcome is not PrefillOutcome.FINISHED:
-            ends.append(Do.LEAVE_QUEUE)
+            ends.append(BareAction.LEAVE_QUEUE)
+        case _ if isinstance(state.compute, FirstChunkBegun) and outcome is not Outcome.FINISHED:
+            ends.append(BareAction.LEAVE_QUEUE)
     if isinstance(state, Placing | Pushing):
-        ends.append(EndHandOver(outcome is PrefillOutcome.HANDED_OVER))
-    if outcome not in (PrefillOutcome.HANDED_OVER, PrefillOutcome.FINISHED):
-        ends.append(Do.ABORT_IN_ENGINE)
-    return EndedAtPrefill(outcome), (*ends, Close(outcome, error, now_s - state.terms.arrived_s))
+        ends.append(EndHandOver(outcome is Outcome.HANDED_OVER))
+    if outcome not in (Outcome.HANDED_OVER, Outcome.FINISHED):
+        ends.append(BareAction.ABORT_IN_ENGINE)
+    return Ended(outcome), (*ends, RecordEnd(outcome, error, now_s - state.terms.arrived_s))

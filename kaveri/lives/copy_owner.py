@@ -70,11 +70,11 @@ class Moving:
     """Watermark: number of tokens whose KV the holder has verified."""
 
 
-Copy = Alone | Opening | Copied | Moving
+State = Alone | Opening | Copied | Moving
 
 
 class BareEvent(enum.Enum):
-    MOVE_ASKED = enum.auto()
+    MOVE_REQUESTED = enum.auto()
     """The service wants to move the request to the holder."""
     MOVE_FAILED = enum.auto()
 
@@ -85,7 +85,7 @@ class HolderChosen:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyRoomGranted:
+class RoomGranted:
     """Event for a request's KV copy: the holder has reserved memory."""
 
     ticket: Ticket
@@ -97,8 +97,8 @@ class CopyRoomGranted:
 class CopyLost:
     """Event for a request's KV copy: the holder refused memory, or the engine's push to it has ended."""
 
-    pause_s: float
-    """Pause after a first failure."""
+    jitter: float
+    """Random number in [0, 1), for the pause before the next search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class RequestEnded:
     """True if no router will resume the request, so that the holder need not keep the copy for a while."""
 
 
-Event = HolderChosen | CopyRoomGranted | CopyLost | CopyGrew | BareEvent | MoveDone | RequestEnded
+Event = HolderChosen | RoomGranted | CopyLost | CopyGrew | BareEvent | MoveDone | RequestEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +148,14 @@ class CloseCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class TellRouterOfCopy:
+class SendLocation:
     """Action for a request's KV copy: send its location to the request's router."""
 
     replica: ReplicaLocation
 
 
 @dataclass(frozen=True, slots=True)
-class LetGoInEngine:
+class ReleaseInEngine:
     """Action for a request's KV copy: let the engine stop the request and push the rest of its KV to the holder."""
 
 
@@ -171,26 +171,26 @@ class AwaitResumed:
     holder: Holder
 
 
-Action = AskHolder | BeginCopy | CloseCopy | TellRouterOfCopy | LetGoInEngine | EndAsMoved | AwaitResumed
-Step = tuple[Copy, tuple[Action, ...]]
+Action = AskHolder | BeginCopy | CloseCopy | SendLocation | ReleaseInEngine | EndAsMoved | AwaitResumed
+Step = tuple[State, tuple[Action, ...]]
 
 
-def step(copy: Copy, event: Event, now_s: float) -> Step:
+def step(copy: State, event: Event, now_s: float) -> Step:
     """Return the next state of a request's KV copy and the actions. Events that no longer apply change nothing."""
     match event, copy:
         case HolderChosen(holder), Alone():
             return Opening(holder, copy.failures, copy.former), (AskHolder(holder),)
-        case CopyRoomGranted(ticket, incarnation), Opening():
+        case RoomGranted(ticket, incarnation), Opening():
             return _granted(copy, ticket, copy.holder._replace(incarnation=incarnation))
-        case CopyLost(pause_s), Opening():
-            return _alone(copy.failures, pause_s, copy.former, now_s), ()
-        case CopyLost(pause_s), Copied() | Moving():
-            return _alone(copy.failures, pause_s, copy.holder, now_s), ()
+        case CopyLost(jitter), Opening():
+            return Alone(now_s + pause_s(copy.failures, jitter), copy.failures + 1, copy.former), ()
+        case CopyLost(jitter), Copied() | Moving():
+            return Alone(now_s + pause_s(copy.failures, jitter), copy.failures + 1, copy.holder), ()
         case CopyGrew(token_count), Copied() | Moving() if token_count > copy.token_count:
             grown = replace(copy, failures=0, token_count=token_count)
-            return grown, (TellRouterOfCopy(_replica(copy.holder, token_count)),)
-        case BareEvent.MOVE_ASKED, Copied():
-            return Moving(copy.holder, copy.failures, copy.token_count), (LetGoInEngine(),)
+            return grown, (SendLocation(_replica(copy.holder, token_count)),)
+        case BareEvent.MOVE_REQUESTED, Copied():
+            return Moving(copy.holder, copy.failures, copy.token_count), (ReleaseInEngine(),)
         case BareEvent.MOVE_FAILED, Moving():
             return Copied(copy.holder, copy.failures, copy.token_count), ()
         case MoveDone(token_count), Moving():
@@ -207,6 +207,13 @@ def step(copy: Copy, event: Event, now_s: float) -> Step:
             return copy, ()
 
 
+def pause_s(failures: int, jitter: float) -> float:
+    """Return the pause before the next search for a holder. failures: consecutive earlier ones. jitter: random, in
+    [0, 1)."""
+    first_s = FIRST_PAUSE_S * (0.5 + jitter / 2)
+    return min(LONGEST_PAUSE_S, first_s * 2.0 ** min(failures, _DOUBLINGS))
+
+
 def _replica(holder: Holder, token_count: int) -> ReplicaLocation:
     return ReplicaLocation(holder.instance_id, holder.incarnation, token_count)
 
@@ -217,8 +224,3 @@ def _granted(copy: Opening, ticket: Ticket, holder: Holder) -> Step:
     if copy.former is not None and copy.former[:2] != holder[:2]:
         actions = (CloseCopy(copy.former), *actions)
     return Copied(holder, copy.failures), actions
-
-
-def _alone(failures: int, pause_s: float, former: Holder | None, now_s: float) -> Alone:
-    pause_s = min(LONGEST_PAUSE_S, pause_s * 2 ** min(failures, _DOUBLINGS))
-    return Alone(now_s + pause_s, failures + 1, former)

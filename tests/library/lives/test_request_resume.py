@@ -5,10 +5,10 @@ import pytest
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError, NoCapacity, RequestNotFound, Unavailable
+from kaveri.lives import request_values as lives
+from kaveri.lives.request import step
 from kaveri.policy.retry import Setback
-from services.router import lifecycle_values as lives
-from services.router.lifecycle import step
-from tests.services.router.test_lifecycle import appended
+from tests.library.lives.test_request import appended
 
 PREFILL, OWNER, HOLDER = (
     lives.InstanceLife("prefill-0", 1),
@@ -20,7 +20,7 @@ THIRD = lives.Attempt(3, PREFILL, 3, 20)
 GONE = Unavailable("gone")
 REPLICA = ReplicaLocation(*HOLDER, 32)
 OWNED = lives.Decoding(FIRST, 3, OWNER, lives.PrefillLeg.COMPLETE, REPLICA)
-ASKED = lives.ResumeAsked(SECOND, HOLDER)
+ASKED = lives.ResumeRequested(SECOND, HOLDER)
 OWNER_GONE, HOLDER_GONE = (
     lives.GivenUp(1, OWNER, GONE, has_ended=False),
     lives.GivenUp(2, HOLDER, GONE, has_ended=False),
@@ -50,8 +50,8 @@ def resuming() -> lives.State:
 
 def drawn(
     attempt: int, source: lives.InstanceLife, first_index: int, *token_ids: int, finish: FinishReason | None = None
-) -> lives.Tokens:
-    return lives.Tokens(attempt, source, first_index, token_ids, (), finish)
+) -> lives.TokensReceived:
+    return lives.TokensReceived(attempt, source, first_index, token_ids, (), finish)
 
 
 def test_a_lost_request_with_a_replica_is_resumed_by_its_holder_without_prefill() -> None:
@@ -146,10 +146,10 @@ def test_a_resumed_request_may_be_resumed_again_at_its_next_holder() -> None:
 def test_what_ends_a_lost_request_ends_it_wherever_it_may_be(
     end: FinishReason | KaveriError, first: list[lives.Action]
 ) -> None:
-    state, actions = run(lost(), lives.Stopped(end))
+    state, actions = run(lost(), lives.EndRequested(end))
     assert isinstance(state, lives.Ended)
     assert actions == [*first, END_OF_OWNER]
-    state, actions = run(resuming(), lives.Stopped(end))
+    state, actions = run(resuming(), lives.EndRequested(end))
     assert isinstance(state, lives.Ended)
     assert actions == [*first, lives.LeaveAttempt(), END_OF_OWNER, END_OF_HOLDER]
     late = (lives.ResumeAnswered(), lives.ResumeAnswered(GONE, may_have_begun=True), drawn(2, HOLDER, 3, 8))
