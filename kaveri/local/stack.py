@@ -201,8 +201,10 @@ class LocalStack:
 
     async def _end(self) -> None:
         services = (supervisor for name, supervisor in self._supervisors.items() if name != REDIS)
-        await asyncio.gather(*(supervisor.kill_for_good() for supervisor in services))
-        await self._resources.aclose()
+        try:
+            await asyncio.gather(*(supervisor.kill_for_good() for supervisor in services))
+        finally:
+            await self._resources.aclose()
 
     def _watch(self, name: str, launch: Callable[[], ChildProcess], first: ChildProcess) -> None:
         restart = self.config.supervision.restart
