@@ -9,8 +9,10 @@ BEAT_AFTER_S = 0.15
 """Silence of a peer after which it is asked for a beat, and the interval between further ones."""
 SUSPECT_AFTER_S = 0.5
 """Silence after which a peer is suspected to be dead, and calls waiting for it are retried elsewhere."""
+MOST_PATIENCE = 5.0
+"""Max factor by which the silence allowed to a peer is extended if its beats come late."""
 MOST_PATIENCE_S = 2.5
-"""Upper bound to which the silence allowed to a peer whose beats come late is extended."""
+"""Max silence to which it is extended."""
 SUSPECT_UNHEARD_AFTER_S = 1.2
 """SUSPECT_AFTER_S of a peer that has not answered any beat yet: it may be distant or still connecting."""
 REOPEN_GRACE_S = 0.25

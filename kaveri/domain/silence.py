@@ -2,7 +2,7 @@
 
 from typing import Generic, TypeVar
 
-from kaveri.timeouts import MOST_PATIENCE_S, TICK_S
+from kaveri.timeouts import MOST_PATIENCE, MOST_PATIENCE_S, TICK_S
 
 _LONGEST_TICK_S = 2 * TICK_S
 _PATIENCE = 1.5
@@ -21,7 +21,7 @@ class SilenceWatch(Generic[PeerT]):
     def __init__(self, after_s: float, now_s: float) -> None:
         """after_s: silence after which a peer that was never late is suspected. now_s: of a monotonic clock."""
         self.after_s = after_s
-        self._most_s = max(after_s, MOST_PATIENCE_S)
+        self._most_s = max(after_s, min(MOST_PATIENCE * after_s, MOST_PATIENCE_S))
         self.elapsed_s = 0.0
         """Time in which this process ran and ticked: messages that wait unread while it stands still are no silence."""
         self._ticked_at_s = now_s

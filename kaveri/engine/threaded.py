@@ -134,7 +134,6 @@ class ThreadedEngine(Generic[OwnerT]):
         finally:
             if self._shared.broken is not None:
                 self._transfers.close()
-                self._copier.close()
 
     def _loop(self) -> None:
         """Make steps until the engine is closed."""

@@ -45,8 +45,10 @@ def admitted_count(
     first_landed = islice(landed, max(0, seats))
     if isinstance(policy, Guarded):
         members = tuple(first_landed)
+        if not members:
+            return 0
         running = RunningBatch(len(batch), seats, free_blocks, batch.until_first_ends(), batch.until_all_end())
-        admitted = admitted_by(policy, running, members) if members else 0
+        admitted = admitted_by(policy, running, members)
         return len(members) if admitted is None else admitted
     for member in first_landed:
         if policy is not AdmissionPolicy.GREEDY:

@@ -140,14 +140,19 @@ class TakeOver:
             tie = self._feeds.expect_reports(entry, number, record)
             ties.append(tie)
             until_s = time.monotonic() + CALL_TIMEOUT_S
-            while True:
-                has_stream, sent_s = self._feeds.is_connected(tie.life), time.monotonic()
-                attached = await self._feeds.attach(record, attachment, _timeout_s(entry))
-                tie.is_there = True
-                if (has_stream and not self._feeds.may_lack_reports(tie, sent_s)) or sent_s >= until_s:
-                    return Found(attached, tie.life, None, tie)
-                # The reports may have gone over a former stream, and the next may be open without this request.
-                await asyncio.sleep(_ATTACH_AGAIN_S)
+            try:
+                while True:
+                    has_stream, sent_s = self._feeds.is_connected(tie.life), time.monotonic()
+                    attached = await self._feeds.attach(record, attachment, _timeout_s(entry))
+                    tie.is_there = True
+                    if (has_stream and not self._feeds.may_lack_reports(tie, sent_s)) or sent_s >= until_s:
+                        return Found(attached, tie.life, None, tie)
+                    # The reports may have gone over a former stream, and the next may be open without this request.
+                    await asyncio.sleep(_ATTACH_AGAIN_S)
+            except BaseException:
+                # At once: an idle instance that has answered sends nothing, and would be suspected.
+                self._feeds.drop(tie)
+                raise
 
         found = None
         try:

@@ -120,6 +120,11 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
 
     # The engine thread.
 
+    def _run(self) -> None:
+        super()._run()
+        if self._shared.broken is not None:
+            self._copier.close()
+
     def _loop(self) -> None:
         planned: list[PlannedSlice] = []
         while True:

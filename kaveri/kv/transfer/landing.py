@@ -161,8 +161,9 @@ class PoolLanding:
             due_bytes = self._due_bytes() - due_bytes
             # Under the lock: the sender must receive extensions in order.
             self._tell_extension(first_index)
-        if self._claim is not None:
-            self._claim.credit.expect(due_bytes)
+            claim = self._claim
+        if claim is not None:
+            claim.credit.expect(due_bytes)
         return True
 
     def left_s(self) -> float:
