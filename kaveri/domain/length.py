@@ -21,6 +21,10 @@ class TokenRange:
     low: int
     high: int
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high:
+            raise ValueError(f"[{self.low}, {self.high}) is no range of tokens")
+
     def after(self, drawn_tokens: int) -> "TokenRange | None":
         """Return the range of tokens that remain of an answer after `drawn_tokens`. None if the answer is longer than
         the range, which was a wrong prediction."""

@@ -136,6 +136,12 @@ class ResolvedParams(SamplingParams):
     top_p: float = 1.0
     top_k: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "top_k"):
+            if getattr(self, name) is None:
+                raise InvalidArgument(f"params.{name}", None, "a number")
+        SamplingParams.__post_init__(self)
+
 
 def derived_seed(seed: int | None, number: int) -> int | None:
     """Seed for answer `number`, from 0, of several to one prompt; for number 0, `seed` modulo 2**64. None: no seed."""

@@ -11,7 +11,7 @@ A silent holder is given up, so that another one replaces it. A request that is 
 last block is sent part full, and the push is finished with the tokens of that block.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -174,7 +174,7 @@ class Copier(Generic[OwnerT]):
         self._staging = staging
         self._on_work = on_work
         # In round-robin order.
-        self._copies: dict[bytes, _Copy[OwnerT]] = {}
+        self._copies: OrderedDict[bytes, _Copy[OwnerT]] = OrderedDict()
         self._free_slots = list(range(slot_count))
         # Slots in use, by holder.
         self._held_slots: dict[object, int] = {}
@@ -273,7 +273,8 @@ class Copier(Generic[OwnerT]):
     def _next(self) -> Callable[[], None] | None:
         """Return the next due action, to be called without the lock. Copies take turns: a long one delays no other."""
         for transfer_id in tuple(self._copies):
-            copy = self._copies[transfer_id] = self._copies.pop(transfer_id)
+            copy = self._copies[transfer_id]
+            self._copies.move_to_end(transfer_id)
             if copy.granted and copy.given_up is None and (due := self._due(copy)) is not None:
                 return due
         return None

@@ -127,7 +127,7 @@ class _HolderChoice:
     def __init__(self, mode: ReplicationMode, owner: InstanceRecord, rng: random.Random) -> None:
         self.view = ClusterView()
         self.holders: dict[str, HeldCopies] = {}
-        """Memory for copies by instance id. A dead instance answers Unavailable."""
+        """KV copies that each instance holds for others, by its id. A dead instance raises Unavailable."""
         self.asked_count = 0
         self._mode = mode
         self._owner = owner

@@ -44,7 +44,7 @@ class _Answer:
     text: StringIO = field(default_factory=StringIO)
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     report: dict[str, list[bytes] | bytes] = field(default_factory=dict)
-    """Fields of the choice's "logprobs" object: encoded items of a list, or another encoded value."""
+    """Fields of the choice's "logprobs" object as encoded JSON: a list's items, or one value."""
     prompt_logprobs: list[bytes] = field(default_factory=list)
     finish: str | None = None
     usage: Usage | None = None

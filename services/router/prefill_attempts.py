@@ -147,7 +147,7 @@ class PrefillAttempts:
                 await stub.Submit(request, timeout=CALL_TIMEOUT_S)
             except aio.AioRpcError as rpc_error:
                 if is_unsent(rpc_error) or is_answer(rpc_error):
-                    tie.has_ended = not tie.is_there
+                    tie.has_ended = tie.has_ended or not tie.is_there
                     tie.was_sent = is_answer(rpc_error)
                     tie.lose(error_of(rpc_error))
                     return
@@ -175,14 +175,12 @@ class PrefillAttempts:
         self._waiting[entry, attempt.number] = tie.record
         over.add_done_callback(lambda _: tie.news.put_nowait(None))
         try:
-            while not (over.done() or tie.has_ended):
+            while not over.done():
                 report = await tie.news.get()
                 if report is None:
                     break
                 if isinstance(report, KaveriError):
                     raise report
-                # Also if the attempt ends within the report.
-                tie.has_ended = report.HasField("ended")
                 for kind in _IN_ORDER:
                     if over.done():
                         break
@@ -190,6 +188,8 @@ class PrefillAttempts:
                         self._take(entry, attempt, kind, report)
                 if report.ended.error:
                     raise error_from_bytes(report.ended.error)
+                if report.HasField("ended"):
+                    break
         except KaveriError as error:
             if isinstance(error, RequestCancelled):
                 error = Unavailable(f"prefill instance gave the request up: {error}")

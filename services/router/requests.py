@@ -102,7 +102,7 @@ class RequestEntry:
         self.has_begun = False
         """True once an instance computes the prompt."""
         self.delay_noted = False
-        """True once the log has a line that the request must wait."""
+        """True once it was logged that the request waits for an instance."""
         self._hint = OwnerHint()
         self._act = act
         self._hint_changed = hint_changed

@@ -388,6 +388,8 @@ class TokenFeeds:
         tie = subscription.ties.get((entry, True)) if entry is not None else None
         if isinstance(tie, PromptTie) and (tie.entry.accepted.session, tie.number) == owner:
             tie.is_there = True
+            # At once: when the attempt is over, what waits in `news` is not read.
+            tie.has_ended = tie.has_ended or report.HasField("ended")
             tie.news.put_nowait(report)
             return
         if report.HasField("ended") or self._table.is_left_to_a_later_session(report.request_id, report.session):

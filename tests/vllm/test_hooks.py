@@ -218,7 +218,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bare]:
 
 @pytest.fixture
 def bare(engine: Bare) -> Iterator[Bare]:
-    """The engine with nothing running, cached or recorded."""
+    """Engine without running requests, cached prefixes or recorded outputs."""
     engine.llm.reset_prefix_cache()
     engine.outputs.clear()
     made = SCRIPT.calls if "register_kv_caches" in SCRIPT.names() else []

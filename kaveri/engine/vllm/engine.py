@@ -156,13 +156,17 @@ class VllmEngine(ThreadedEngine[VllmRequest]):
             stalled = False
 
     def _answer_check(self, check: "Future[None]") -> None:
-        with self._shared.lock:
-            if check not in self._shared.promises:
-                return
-            self._shared.promises.remove(check)
+        failure: AssertionError | None = None
         try:
             self._steps.check_integrity()
         except AssertionError as error:
-            check.set_exception(error)
+            failure = error
+        with self._shared.lock:
+            # Only now: another error fails the promises that are left.
+            if check not in self._shared.promises:
+                return
+            self._shared.promises.remove(check)
+        if failure is not None:
+            check.set_exception(failure)
         else:
             check.set_result(None)

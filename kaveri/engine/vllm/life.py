@@ -195,7 +195,9 @@ class Signal(Event, enum.Enum):
     LEFT_OUT = enum.auto()
     """The step had no room for the request."""
     BLOCKS_TAKEN = enum.auto()
-    """The request loses its blocks: vLLM has preempted it, or the engine takes them back for others."""
+    """vLLM has preempted the request and taken its blocks."""
+    BLOCKS_GIVEN_UP = enum.auto()
+    """The engine takes back the blocks of a request that has not joined the batch, for others."""
     NO_LONGER_NEEDED = enum.auto()
     """The request was aborted, pushed or refused."""
 
@@ -287,7 +289,7 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return _scheduled(state, event)
         case Stepped():
             return _stepped(state, event)
-        case Signal.NO_LONGER_NEEDED | VllmFailed() | Signal.BLOCKS_TAKEN:
+        case Signal.NO_LONGER_NEEDED | VllmFailed() | Signal.BLOCKS_TAKEN | Signal.BLOCKS_GIVEN_UP:
             return _ended(state, event)
         case KvArrived() | BlocksAllocated() | TransferOpened():
             return _advanced(state, event), ()
@@ -325,7 +327,7 @@ def _ended(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return ended, (RequestFailed(facts.key, event.reason, event.is_final), *abort)
         case (Submitted() | VllmPrefilling() | VllmComputed(), Signal.BLOCKS_TAKEN):
             return ended, (RequestFailed(facts.key, "vLLM took back the blocks that it was promised"), *abort)
-        case (Arrived() | Waiting(), Signal.BLOCKS_TAKEN):
+        case (Arrived() | Waiting(), Signal.BLOCKS_GIVEN_UP):
             return replace(state, computed=0, promised=0), (Preempted(facts.key),)
         case (Joining() | VllmRunning() | Evicted() | Leaving(), Signal.BLOCKS_TAKEN):
             return Evicted(facts=facts, index=state.index), (Preempted(facts.key),)

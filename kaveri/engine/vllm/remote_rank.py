@@ -92,8 +92,8 @@ class RemoteRank:
         self._listener: RankListener | None = None
         self._on_lost: LostListener | None = None
         self._flow = KvFlow()
-        # Locked once it is lost or shut down.
-        self._lost = threading.Lock()
+        self._is_lost = False
+        self._ending = threading.Lock()
         self._writer = threading.Thread(target=self._write, name=f"kv-rank-{rank}-calls", daemon=True)
         self._writer.start()
         threading.Thread(target=self._read, name=f"kv-rank-{rank}", daemon=True).start()
@@ -115,7 +115,7 @@ class RemoteRank:
 
     def detach(self) -> None:
         self._on_lost = None
-        if self._listener is not None and not self._lost.locked():
+        if self._listener is not None and not self._is_lost:
             self.do(Detach())
             try:
                 self._answers.get(timeout=_DETACH_TIMEOUT_S)
@@ -139,7 +139,7 @@ class RemoteRank:
 
     def _write(self) -> None:
         try:
-            while (call := self._calls.get()) is not None and not self._lost.locked():
+            while (call := self._calls.get()) is not None and not self._is_lost:
                 self._connection.send(call)
         except (BrokenPipeError, ConnectionResetError):
             self._lose("has ended")
@@ -153,7 +153,7 @@ class RemoteRank:
     def _read(self) -> None:
         try:
             asked = False
-            while not self._lost.locked():
+            while not self._is_lost:
                 if not self._connection.poll(_QUIET_S):
                     if asked:
                         self._lose("does not answer")
@@ -190,9 +190,12 @@ class RemoteRank:
             on_lost(f"tensor-parallel rank {self._rank} {what}")
 
     def _end(self) -> None:
-        if not self._lost.acquire(blocking=False):
-            return
-        with contextlib.suppress(queue.Full):
-            self._calls.put_nowait(None)
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
-            same.shutdown(socket.SHUT_RDWR)
+        # Others wait: the reader closes the connection afterwards.
+        with self._ending:
+            if self._is_lost:
+                return
+            self._is_lost = True
+            with contextlib.suppress(queue.Full):
+                self._calls.put_nowait(None)
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+                same.shutdown(socket.SHUT_RDWR)

@@ -83,7 +83,7 @@ class Requests:
                 if was_suspect and not request.is_suspect:
                     # Another suspect may wait for its turn.
                     self._on_work()
-            case life.Signal.BLOCKS_TAKEN:
+            case life.Signal.BLOCKS_TAKEN | life.Signal.BLOCKS_GIVEN_UP:
                 request.give_up_blocks()
             case life.Signal.WENT_ON:
                 request.tail_block_ids = None

@@ -57,8 +57,7 @@ class Steps:
 
     def can_compute(self) -> bool:
         """Return True if vLLM can compute any request that is not held back. The caller holds the lock."""
-        held_count = len(self._requests.held(self._max_batch))
-        return self._core.unfinished_count > self._requests.awaiting_kv_count() + held_count
+        return self._can_compute(self._requests.held(self._max_batch))
 
     def turn(self, added: Sequence[VllmRequest], stalled: bool) -> bool:
         """Submit changes to vLLM and let it run a step. Returns True if anything was done. added: new requests.
@@ -72,7 +71,7 @@ class Steps:
         reporting = self._core.scheduler_side.has_reports
         with self._shared.lock:
             held = self._requests.held(self._max_batch)
-            does_step = reporting or self.can_compute()
+            does_step = reporting or self._can_compute(held)
             left_out = {each.entry.record for each in held if each.entry is not None}
             batch_count = self._requests.running_count()
         self._advances = ()
@@ -89,6 +88,9 @@ class Steps:
             if unplaced and isinstance(request.state, life.VllmReserved):
                 self._transfers.refuse(request, NoCapacity("decode", _RETRY_AFTER_S, "the blocks were taken meanwhile"))
         return reporting or advanced or bool(added)
+
+    def _can_compute(self, held: Sequence[VllmRequest]) -> bool:
+        return self._core.unfinished_count > self._requests.awaiting_kv_count() + len(held)
 
     def members(self) -> list[StepMember]:
         """Return the unfinished requests of the step that has raised; empty outside a step."""
@@ -223,7 +225,7 @@ class Steps:
                 self._shared.wake()
             for request in giving_up:
                 self._requests.leave_entry(request)
-                self._requests.apply(request, life.Signal.BLOCKS_TAKEN)
+                self._requests.apply(request, life.Signal.BLOCKS_GIVEN_UP)
 
     def _admit_waiting(self) -> None:
         joined: list[tuple[VllmRequest, int | None]] = []

@@ -122,7 +122,7 @@ class KvPool:
 
 
 def is_run(block_ids: Sequence[int]) -> bool:
-    """True if the block ids, at least one, are consecutive and ascending."""
+    """Return True if the block ids are consecutive and ascending. There must be at least one."""
     first, count = block_ids[0], len(block_ids)
     return block_ids[-1] - first == count - 1 and list(block_ids) == list(range(first, first + count))
 

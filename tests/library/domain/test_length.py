@@ -1,5 +1,6 @@
 """Predicted answer lengths: remaining ranges, and wrong predictions."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +26,12 @@ def test_a_limit_cuts_both_ends(low: int, width: int, most_tokens: int) -> None:
     cut = TokenRange(low, low + width).up_to(most_tokens)
     possible = [min(total, most_tokens) for total in range(low, low + width)]
     assert (cut.at(RangeEnd.LOW), cut.at(RangeEnd.HIGH)) == (min(possible), max(possible))
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1, 5), (5, 5), (6, 5)])
+def test_an_empty_or_negative_range_is_none(low: int, high: int) -> None:
+    with pytest.raises(ValueError, match="no range"):
+        TokenRange(low, high)
 
 
 def test_only_an_answer_that_nothing_but_its_limit_ends_has_a_settled_length() -> None:

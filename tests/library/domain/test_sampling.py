@@ -88,6 +88,14 @@ def test_an_unset_message_means_nothing_chosen_for_routers_and_neutral_values_fo
     assert params_from_proto(empty, ResolvedParams) == ResolvedParams(temperature=1.0, top_p=1.0, top_k=0)
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k"])
+def test_resolved_parameters_lack_nothing_that_a_draw_needs(name: str) -> None:
+    unset: Any = {name: None}
+    with pytest.raises(InvalidArgument) as caught:
+        ResolvedParams(**unset)
+    assert caught.value.field == f"params.{name}"
+
+
 def test_what_is_not_chosen_is_the_defaults_and_all_else_stays() -> None:
     defaults = SamplingParams(max_tokens=9, temperature=0.5, top_k=20, seed=3, stop=("x",), ignore_eos=True)
     assert SamplingParams(seed=7, stop=("a",), logprobs=2).resolved(defaults) == ResolvedParams(

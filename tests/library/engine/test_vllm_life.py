@@ -75,19 +75,21 @@ _EVENTS: dict[Any, Event] = {
         Drawn(1, 1, None, None),
         Signal.LEFT_OUT,
         Signal.BLOCKS_TAKEN,
+        Signal.BLOCKS_GIVEN_UP,
         VllmFailed("why"),
         Signal.NO_LONGER_NEEDED,
     )
 }
 _ENDS = {Signal.NO_LONGER_NEEDED, VllmFailed, Signal.BLOCKS_TAKEN}
+_ENDS_OUTSIDE = {Signal.NO_LONGER_NEEDED, VllmFailed, Signal.BLOCKS_GIVEN_UP}
 _OF_PROMPTS = _ENDS | {TransferOpened, Signal.TRANSFER_ENDED, Scheduled}
 _LEGAL: dict[type[Any], set[Any]] = {
     Submitted: _OF_PROMPTS,
     VllmPrefilling: _OF_PROMPTS | {Stepped, Drawn},
     VllmComputed: _OF_PROMPTS | {Signal.ADOPTED, Stepped, Drawn},
     VllmReserved: {TransferOpened, Signal.TRANSFER_ENDED, BlocksAllocated, KvArrived, Signal.NO_LONGER_NEEDED},
-    Arrived: _ENDS | {Signal.ADMITTED, Signal.LEAVE_ASKED, Scheduled, Stepped, Drawn},
-    Waiting: _ENDS | {Joined, Scheduled, Stepped, Drawn},
+    Arrived: _ENDS_OUTSIDE | {Signal.ADMITTED, Signal.LEAVE_ASKED, Scheduled, Stepped, Drawn},
+    Waiting: _ENDS_OUTSIDE | {Joined, Scheduled, Stepped, Drawn},
     Joining: _ENDS | {Scheduled, Signal.LEFT_OUT},
     VllmRunning: _ENDS | {Scheduled, Stepped, Drawn, Signal.LEAVE_ASKED},
     Evicted: _ENDS | {Scheduled},
@@ -169,6 +171,8 @@ class VllmLife(RuleBasedStateMachine):
             case Drawn(_, token_id, logprobs, finish) if not isinstance(before, VllmComputed | Arrived | Waiting):
                 index = sum(isinstance(each, TokenStep) for each in self.told)
                 expected = [TokenStep(key, _GENERATED + 1 + index, token_id, logprobs, finish)]
+            case Signal.BLOCKS_GIVEN_UP:
+                expected = [Preempted(key)]
             case Signal.BLOCKS_TAKEN if not is_prompt:
                 expected = [Preempted(key)]
             case VllmFailed() | Signal.BLOCKS_TAKEN:

@@ -131,7 +131,7 @@ async def test_certificates_of_a_new_authority_are_taken_up_by_ports_and_channel
     (others := tmp_path / "others").mkdir()
     renewed = Authority(others, "others").certify("renewed")
     former = authority.certify("former")
-    # With its own authority: its file is replaced too.
+    # With a copy of its authority's file, because the test replaces the original.
     shutil.copy(former.authority, former.authority + ".former")
     former = replace(former, authority=former.authority + ".former")
     ours = RpcTls(files)

@@ -32,7 +32,7 @@ class ScriptedRequest:
 
 
 class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
-    """A decode instance that steps as fast as its router reads, unless paused."""
+    """Fake decode instance; draws a token each time that its router has read one, unless paused."""
 
     def __init__(self, instance_id: str) -> None:
         self.instance_id = instance_id
