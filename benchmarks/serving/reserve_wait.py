@@ -24,7 +24,7 @@ from kaveri.domain.sampling import SamplingParams
 from kaveri.engine.factory import build_engine
 from kaveri.rpc.server import open_channel
 from kaveri.telemetry.logs import configure_logs
-from kaveri.v1 import decode_pb2, feed_pb2
+from kaveri.v1 import decode_pb2, feed_pb2, term_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.wire.messages import layout_to_proto, params_to_proto
@@ -38,6 +38,7 @@ PROMPT_TOKENS = 16 * BLOCKS_EACH - 1
 POLL_S = 0.1
 TARGET_S = 0.005
 ROUTER_ID = "router"
+TERM = term_pb2.Term(attempt=1)
 
 
 class Decode:
@@ -51,7 +52,7 @@ class Decode:
         """Whether there is room."""
         message = decode_pb2.ReserveRequest(
             request_id=request_id,
-            attempt=1,
+            term=TERM,
             router_id=ROUTER_ID,
             token_ids=[1] * PROMPT_TOKENS,
             params=params_to_proto(SamplingParams(max_tokens=5, seed=0)),
@@ -68,7 +69,7 @@ class Decode:
         return True
 
     async def abort(self, request_id: str) -> None:
-        attempt = decode_pb2.AttemptId(request_id=request_id, attempt=1, router_id=ROUTER_ID)
+        attempt = decode_pb2.AttemptId(request_id=request_id, term=TERM, router_id=ROUTER_ID)
         await self._stub.Abort(feed_pb2.AbortRequest(attempts=[attempt]), timeout=60.0)
 
 

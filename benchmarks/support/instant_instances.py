@@ -30,10 +30,12 @@ from kaveri.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
     sampling_pb2,
+    term_pb2,
 )
 
 DECODE_ID = "instant-decode"
 _INCARNATION = 1
+_TERM = term_pb2.Term(attempt=1)
 _TOKEN_IDS = range(300, 1_300)
 _NOT_FINISHED = sampling_pb2.FINISH_REASON_UNSPECIFIED
 _LENGTH = sampling_pb2.FINISH_REASON_LENGTH
@@ -100,7 +102,7 @@ class InstantDecode(feed_pb2_grpc.FeedServiceServicer):
             updates.append(
                 decode_pb2.RequestTokens(
                     request_id=sequence.request_id,
-                    attempt=1,
+                    term=_TERM,
                     index=sequence.index,
                     token_ids=(_TOKEN_IDS[sequence.index % len(_TOKEN_IDS)],),
                     finish_reason=_LENGTH if last else _NOT_FINISHED,
@@ -141,7 +143,7 @@ class InstantPrefill(prefill_pb2_grpc.PrefillServiceServicer, feed_pb2_grpc.Feed
         finish = _LENGTH if request.params.max_tokens == 1 else _NOT_FINISHED
         report = prefill_pb2.PrefillReport(
             request_id=request.request_id,
-            attempt=request.attempt,
+            term=request.term,
             started=prefill_pb2.PrefillStarted(),
             first_token=prefill_pb2.PrefillFirstToken(token_id=_TOKEN_IDS[0], finish_reason=finish),
             ended=prefill_pb2.PrefillEnded(),

@@ -98,7 +98,7 @@ class DirectStreams:
 
     def read(self, at: inference_pb2.TokensAt, request: feed_pb2.AttachRequest, wake: Callable[[], None]) -> DirectRead:
         """Start to read an answer at the instance `at`. request: without reader_id. wake: called on every change."""
-        read = DirectRead((request.request_id, request.session), wake)
+        read = DirectRead((request.request_id, request.term.session), wake)
         if self._avoided.get(at.address, time.monotonic()):
             read.ended = True
             return read

@@ -6,7 +6,7 @@ import time
 from kaveri.client.direct import DirectRead, DirectStreams
 from kaveri.client.received import Received
 from kaveri.client.routers import RouterCall
-from kaveri.v1 import feed_pb2, inference_pb2
+from kaveri.v1 import feed_pb2, inference_pb2, term_pb2
 
 _ROUTER_CONTINUES_S = 1.0
 """Time for a router to send tokens, or an interruption, after the direct read has failed."""
@@ -60,7 +60,7 @@ class AnswerSources:
         asked = feed_pb2.AttachRequest(
             form=feed_pb2.FORM_TEXT,
             request_id=request.request_id,
-            session=request.session,
+            term=term_pb2.Term(session=request.session),
             secret=request.secret,
             token_ids=self._received.token_ids,
             characters=self._received.characters,

@@ -7,15 +7,16 @@ from typing import NamedTuple
 from kaveri.errors import RequestAlreadyExists, StaleAttempt
 
 
-class Owner(NamedTuple):
-    """Session and attempt of a request; the greater pair is newer. Sessions count a client's connections to its
-    request, attempts a router's placements of it in one session."""
+class Term(NamedTuple):
+    """Session and attempt of a request's owner; the greater pair is newer. Sessions count a client's connections to its
+    request, attempts a router's tries in one session. An attempt's placements are numbered apart: they do not order
+    owners."""
 
     session: int
     attempt: int
 
-    def stale(self, request_id: str, newest: "Owner") -> StaleAttempt | RequestAlreadyExists:
-        """Return the error for this owner when `newest` is known. StaleAttempt: its router may try a greater attempt.
+    def stale(self, request_id: str, newest: "Term") -> StaleAttempt | RequestAlreadyExists:
+        """Return the error for this term when `newest` is known. StaleAttempt: its router may try a greater attempt.
         RequestAlreadyExists: a newer session has taken the request."""
         if self.session < newest.session:
             return RequestAlreadyExists(request_id)
@@ -23,9 +24,9 @@ class Owner(NamedTuple):
 
 
 class Ownership(NamedTuple):
-    """Owner (session and attempt) of a request, and what identifies the request beside its id: secret or router."""
+    """Owner of a request: its term, and what identifies the request beside its id, secret or router."""
 
-    owner: Owner
+    term: Term
     router_id: str
     """Id of the router that gets the answer."""
     secret: bytes = b""
@@ -37,13 +38,13 @@ class Ownership(NamedTuple):
             return compare_digest(self.secret, other.secret)
         return self.router_id == other.router_id
 
-    def comparable(self, held: "Ownership") -> Owner | None:
+    def comparable(self, held: "Ownership") -> Term | None:
         """Return this session and attempt, comparable with those of `held` under the same request id; None if
         unrelated. Attempts of one router compare even if it reuses the id, since it continues their numbers."""
         if self.is_same_request(held):
-            return self.owner
+            return self.term
         if self.router_id == held.router_id:
-            return Owner(held.owner.session, self.owner.attempt)
+            return Term(held.term.session, self.term.attempt)
         return None
 
 

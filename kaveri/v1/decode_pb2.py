@@ -25,9 +25,10 @@ _sym_db = _symbol_database.Default()
 from kaveri.v1 import kv_pb2 as kaveri_dot_v1_dot_kv__pb2
 from kaveri.v1 import predictor_pb2 as kaveri_dot_v1_dot_predictor__pb2
 from kaveri.v1 import sampling_pb2 as kaveri_dot_v1_dot_sampling__pb2
+from kaveri.v1 import term_pb2 as kaveri_dot_v1_dot_term__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kaveri/v1/decode.proto\x12\tkaveri.v1\x1a\x12kaveri/v1/kv.proto\x1a\x19kaveri/v1/predictor.proto\x1a\x18kaveri/v1/sampling.proto\"\xf8\x01\n\x12OpenReplicaRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x10\n\x08owner_id\x18\x06 \x01(\t\x12\x19\n\x11owner_incarnation\x18\x07 \x01(\x04\x12#\n\x06layout\x18\x08 \x01(\x0b\x32\x13.kaveri.v1.KvLayout\x12\x13\n\x0btoken_count\x18\t \x01(\r\x12\x11\n\ttimeout_s\x18\n \x01(\x01\x12\x0f\n\x07replica\x18\x0b \x01(\r\":\n\x13\x41waitResumedRequest\x12#\n\x05owner\x18\x01 \x01(\x0b\x32\x14.kaveri.v1.AttemptId\"\x16\n\x14\x41waitResumedResponse\"M\n\x13OpenReplicaResponse\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.kaveri.v1.Ticket\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"M\n\x07Replica\x12\x11\n\tholder_id\x18\x01 \x01(\t\x12\x1a\n\x12holder_incarnation\x18\x02 \x01(\x04\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\"\xec\x02\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x15\n\ttoken_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x07 \x01(\r\x12)\n\x06params\x18\x08 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x11\n\ttimeout_s\x18\t \x01(\x01\x12\x34\n\x10predicted_length\x18\n \x01(\x0b\x32\x1a.kaveri.v1.PredictedLength\x12\x1a\n\x12holder_incarnation\x18\x0b \x01(\x04\x12\x16\n\x0ereplica_tokens\x18\x0c \x01(\r\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x15\n\rsuspect_until\x18\x0e \x01(\r\":\n\x0eResumeResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x13\n\x0bheld_tokens\x18\x02 \x01(\r\"\x9e\x03\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x05 \x01(\r\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12#\n\x06layout\x18\x08 \x01(\x0b\x32\x13.kaveri.v1.KvLayout\x12\x34\n\x10predicted_length\x18\t \x01(\x0b\x32\x1a.kaveri.v1.PredictedLength\x12\x0c\n\x04wait\x18\n \x01(\x08\x12\x0f\n\x07session\x18\x0b \x01(\r\x12\x0e\n\x06secret\x18\x0c \x01(\x0c\x12\x13\n\x0breservation\x18\r \x01(\r\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x1b\n\x13prefill_instance_id\x18\x0f \x01(\t\x12\x15\n\rsuspect_until\x18\x10 \x01(\r\"O\n\x0fReserveResponse\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.kaveri.v1.Ticket\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04J\x04\x08\x03\x10\x04\"\x8a\x01\n\tAttemptId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x0f\n\x07session\x18\x04 \x01(\r\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x13\n\x0breservation\x18\x06 \x01(\r\x12\x0f\n\x07replica\x18\x07 \x01(\r\"\x81\x03\n\rRequestTokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05index\x18\x03 \x01(\r\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.kaveri.v1.Logprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.kaveri.v1.FinishReason\x12\'\n\x06timing\x18\x07 \x01(\x0b\x32\x17.kaveri.v1.DecodeTiming\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x10\n\x08replaced\x18\t \x01(\x08\x12\x0f\n\x07session\x18\n \x01(\r\x12#\n\x07replica\x18\x0b \x01(\x0b\x32\x12.kaveri.v1.Replica\x12\r\n\x05moved\x18\x0c \x01(\x08\x12\x11\n\tread_here\x18\r \x01(\x08\x12,\n\x0c\x65ngine_fault\x18\x0e \x01(\x0b\x32\x16.kaveri.v1.EngineFault\"6\n\x0b\x45ngineFault\x12\x10\n\x08is_final\x18\x01 \x01(\x08\x12\x15\n\rsuspect_until\x18\x02 \x01(\r\"v\n\x0c\x44\x65\x63odeTiming\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x02 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x03 \x01(\r\x12\x13\n\x0bheld_tokens\x18\x04 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x05 \x01(\r2\xaf\x02\n\rDecodeService\x12@\n\x07Reserve\x12\x19.kaveri.v1.ReserveRequest\x1a\x1a.kaveri.v1.ReserveResponse\x12L\n\x0bOpenReplica\x12\x1d.kaveri.v1.OpenReplicaRequest\x1a\x1e.kaveri.v1.OpenReplicaResponse\x12=\n\x06Resume\x12\x18.kaveri.v1.ResumeRequest\x1a\x19.kaveri.v1.ResumeResponse\x12O\n\x0c\x41waitResumed\x12\x1e.kaveri.v1.AwaitResumedRequest\x1a\x1f.kaveri.v1.AwaitResumedResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kaveri/v1/decode.proto\x12\tkaveri.v1\x1a\x12kaveri/v1/kv.proto\x1a\x19kaveri/v1/predictor.proto\x1a\x18kaveri/v1/sampling.proto\x1a\x14kaveri/v1/term.proto\"\xf5\x01\n\x12OpenReplicaRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1d\n\x04term\x18\x02 \x01(\x0b\x32\x0f.kaveri.v1.Term\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x10\n\x08owner_id\x18\x06 \x01(\t\x12\x19\n\x11owner_incarnation\x18\x07 \x01(\x04\x12#\n\x06layout\x18\x08 \x01(\x0b\x32\x13.kaveri.v1.KvLayout\x12\x13\n\x0btoken_count\x18\t \x01(\r\x12\x11\n\ttimeout_s\x18\n \x01(\x01\x12\x0f\n\x07replica\x18\x0b \x01(\r\":\n\x13\x41waitResumedRequest\x12#\n\x05owner\x18\x01 \x01(\x0b\x32\x14.kaveri.v1.AttemptId\"\x16\n\x14\x41waitResumedResponse\"M\n\x13OpenReplicaResponse\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.kaveri.v1.Ticket\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"M\n\x07Replica\x12\x11\n\tholder_id\x18\x01 \x01(\t\x12\x1a\n\x12holder_incarnation\x18\x02 \x01(\x04\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\"\xe9\x02\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1d\n\x04term\x18\x02 \x01(\x0b\x32\x0f.kaveri.v1.Term\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x15\n\ttoken_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x07 \x01(\r\x12)\n\x06params\x18\x08 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x11\n\ttimeout_s\x18\t \x01(\x01\x12\x34\n\x10predicted_length\x18\n \x01(\x0b\x32\x1a.kaveri.v1.PredictedLength\x12\x1a\n\x12holder_incarnation\x18\x0b \x01(\x04\x12\x16\n\x0ereplica_tokens\x18\x0c \x01(\r\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x15\n\rsuspect_until\x18\x0e \x01(\r\":\n\x0eResumeResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x13\n\x0bheld_tokens\x18\x02 \x01(\r\"\x86\x03\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1d\n\x04term\x18\x02 \x01(\x0b\x32\x0f.kaveri.v1.Term\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x05 \x01(\r\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x11\n\ttimeout_s\x18\x07 \x01(\x01\x12#\n\x06layout\x18\x08 \x01(\x0b\x32\x13.kaveri.v1.KvLayout\x12\x34\n\x10predicted_length\x18\t \x01(\x0b\x32\x1a.kaveri.v1.PredictedLength\x12\x0c\n\x04wait\x18\n \x01(\x08\x12\x0e\n\x06secret\x18\x0c \x01(\x0c\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x1b\n\x13prefill_instance_id\x18\x0f \x01(\t\x12\x15\n\rsuspect_until\x18\x10 \x01(\r\"O\n\x0fReserveResponse\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.kaveri.v1.Ticket\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04J\x04\x08\x03\x10\x04\"r\n\tAttemptId\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1d\n\x04term\x18\x02 \x01(\x0b\x32\x0f.kaveri.v1.Term\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x0f\n\x07replica\x18\x07 \x01(\r\"\xfe\x02\n\rRequestTokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1d\n\x04term\x18\x02 \x01(\x0b\x32\x0f.kaveri.v1.Term\x12\r\n\x05index\x18\x03 \x01(\r\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.kaveri.v1.Logprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.kaveri.v1.FinishReason\x12\'\n\x06timing\x18\x07 \x01(\x0b\x32\x17.kaveri.v1.DecodeTiming\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12\x10\n\x08replaced\x18\t \x01(\x08\x12#\n\x07replica\x18\x0b \x01(\x0b\x32\x12.kaveri.v1.Replica\x12\r\n\x05moved\x18\x0c \x01(\x08\x12\x11\n\tread_here\x18\r \x01(\x08\x12,\n\x0c\x65ngine_fault\x18\x0e \x01(\x0b\x32\x16.kaveri.v1.EngineFault\"6\n\x0b\x45ngineFault\x12\x10\n\x08is_final\x18\x01 \x01(\x08\x12\x15\n\rsuspect_until\x18\x02 \x01(\r\"v\n\x0c\x44\x65\x63odeTiming\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x02 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x03 \x01(\r\x12\x13\n\x0bheld_tokens\x18\x04 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x05 \x01(\r2\xaf\x02\n\rDecodeService\x12@\n\x07Reserve\x12\x19.kaveri.v1.ReserveRequest\x1a\x1a.kaveri.v1.ReserveResponse\x12L\n\x0bOpenReplica\x12\x1d.kaveri.v1.OpenReplicaRequest\x1a\x1e.kaveri.v1.OpenReplicaResponse\x12=\n\x06Resume\x12\x18.kaveri.v1.ResumeRequest\x1a\x19.kaveri.v1.ResumeResponse\x12O\n\x0c\x41waitResumed\x12\x1e.kaveri.v1.AwaitResumedRequest\x1a\x1f.kaveri.v1.AwaitResumedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,32 +41,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESERVEREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_REQUESTTOKENS'].fields_by_name['token_ids']._loaded_options = None
   _globals['_REQUESTTOKENS'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_OPENREPLICAREQUEST']._serialized_start=111
-  _globals['_OPENREPLICAREQUEST']._serialized_end=359
-  _globals['_AWAITRESUMEDREQUEST']._serialized_start=361
-  _globals['_AWAITRESUMEDREQUEST']._serialized_end=419
-  _globals['_AWAITRESUMEDRESPONSE']._serialized_start=421
-  _globals['_AWAITRESUMEDRESPONSE']._serialized_end=443
-  _globals['_OPENREPLICARESPONSE']._serialized_start=445
-  _globals['_OPENREPLICARESPONSE']._serialized_end=522
-  _globals['_REPLICA']._serialized_start=524
-  _globals['_REPLICA']._serialized_end=601
-  _globals['_RESUMEREQUEST']._serialized_start=604
-  _globals['_RESUMEREQUEST']._serialized_end=968
-  _globals['_RESUMERESPONSE']._serialized_start=970
-  _globals['_RESUMERESPONSE']._serialized_end=1028
-  _globals['_RESERVEREQUEST']._serialized_start=1031
-  _globals['_RESERVEREQUEST']._serialized_end=1445
-  _globals['_RESERVERESPONSE']._serialized_start=1447
-  _globals['_RESERVERESPONSE']._serialized_end=1526
-  _globals['_ATTEMPTID']._serialized_start=1529
-  _globals['_ATTEMPTID']._serialized_end=1667
-  _globals['_REQUESTTOKENS']._serialized_start=1670
-  _globals['_REQUESTTOKENS']._serialized_end=2055
-  _globals['_ENGINEFAULT']._serialized_start=2057
-  _globals['_ENGINEFAULT']._serialized_end=2111
-  _globals['_DECODETIMING']._serialized_start=2113
-  _globals['_DECODETIMING']._serialized_end=2231
-  _globals['_DECODESERVICE']._serialized_start=2234
-  _globals['_DECODESERVICE']._serialized_end=2537
+  _globals['_OPENREPLICAREQUEST']._serialized_start=133
+  _globals['_OPENREPLICAREQUEST']._serialized_end=378
+  _globals['_AWAITRESUMEDREQUEST']._serialized_start=380
+  _globals['_AWAITRESUMEDREQUEST']._serialized_end=438
+  _globals['_AWAITRESUMEDRESPONSE']._serialized_start=440
+  _globals['_AWAITRESUMEDRESPONSE']._serialized_end=462
+  _globals['_OPENREPLICARESPONSE']._serialized_start=464
+  _globals['_OPENREPLICARESPONSE']._serialized_end=541
+  _globals['_REPLICA']._serialized_start=543
+  _globals['_REPLICA']._serialized_end=620
+  _globals['_RESUMEREQUEST']._serialized_start=623
+  _globals['_RESUMEREQUEST']._serialized_end=984
+  _globals['_RESUMERESPONSE']._serialized_start=986
+  _globals['_RESUMERESPONSE']._serialized_end=1044
+  _globals['_RESERVEREQUEST']._serialized_start=1047
+  _globals['_RESERVEREQUEST']._serialized_end=1437
+  _globals['_RESERVERESPONSE']._serialized_start=1439
+  _globals['_RESERVERESPONSE']._serialized_end=1518
+  _globals['_ATTEMPTID']._serialized_start=1520
+  _globals['_ATTEMPTID']._serialized_end=1634
+  _globals['_REQUESTTOKENS']._serialized_start=1637
+  _globals['_REQUESTTOKENS']._serialized_end=2019
+  _globals['_ENGINEFAULT']._serialized_start=2021
+  _globals['_ENGINEFAULT']._serialized_end=2075
+  _globals['_DECODETIMING']._serialized_start=2077
+  _globals['_DECODETIMING']._serialized_end=2195
+  _globals['_DECODESERVICE']._serialized_start=2198
+  _globals['_DECODESERVICE']._serialized_end=2501
 # @@protoc_insertion_point(module_scope)

@@ -10,6 +10,7 @@ from google.protobuf.internal import containers as _containers
 from kaveri.v1 import kv_pb2 as _kv_pb2
 from kaveri.v1 import predictor_pb2 as _predictor_pb2
 from kaveri.v1 import sampling_pb2 as _sampling_pb2
+from kaveri.v1 import term_pb2 as _term_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -28,8 +29,7 @@ class OpenReplicaRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SESSION_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     OWNER_ID_FIELD_NUMBER: _builtins.int
@@ -40,10 +40,6 @@ class OpenReplicaRequest(_message.Message):
     REPLICA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
-    session: _builtins.int
-    """The owner's session."""
-    attempt: _builtins.int
-    """The owner's attempt."""
     router_id: _builtins.str
     """The router that the request belongs to, as in SubmitRequest."""
     secret: _builtins.bytes
@@ -63,6 +59,10 @@ class OpenReplicaRequest(_message.Message):
     refused with UNAVAILABLE. 0: not counted.
     """
     @_builtins.property
+    def term(self) -> _term_pb2.Term:
+        """The owner's."""
+
+    @_builtins.property
     def layout(self) -> _kv_pb2.KvLayout:
         """The owner's layout. It must be the holder's own."""
 
@@ -70,8 +70,7 @@ class OpenReplicaRequest(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        session: _builtins.int = ...,
-        attempt: _builtins.int = ...,
+        term: _term_pb2.Term | None = ...,
         router_id: _builtins.str = ...,
         secret: _builtins.bytes = ...,
         owner_id: _builtins.str = ...,
@@ -81,9 +80,9 @@ class OpenReplicaRequest(_message.Message):
         timeout_s: _builtins.float = ...,
         replica: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "layout", b"layout", "owner_id", b"owner_id", "owner_incarnation", b"owner_incarnation", "replica", b"replica", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "timeout_s", b"timeout_s", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "owner_id", b"owner_id", "owner_incarnation", b"owner_incarnation", "replica", b"replica", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "term", b"term", "timeout_s", b"timeout_s", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -195,8 +194,7 @@ class ResumeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SESSION_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
@@ -210,10 +208,6 @@ class ResumeRequest(_message.Message):
     SUSPECT_UNTIL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
-    session: _builtins.int
-    """The new owner's session. (session, attempt) must be above the former owner's, or the same as in an earlier call."""
-    attempt: _builtins.int
-    """The new owner's attempt."""
     router_id: _builtins.str
     """The caller, as in SubmitRequest."""
     secret: _builtins.bytes
@@ -233,6 +227,10 @@ class ResumeRequest(_message.Message):
     suspect_until: _builtins.int
     """As in SubmitRequest."""
     @_builtins.property
+    def term(self) -> _term_pb2.Term:
+        """The new owner's: above the former owner's, or the same as in an earlier call."""
+
+    @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that the caller has."""
 
@@ -248,8 +246,7 @@ class ResumeRequest(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        session: _builtins.int = ...,
-        attempt: _builtins.int = ...,
+        term: _term_pb2.Term | None = ...,
         router_id: _builtins.str = ...,
         secret: _builtins.bytes = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
@@ -262,9 +259,9 @@ class ResumeRequest(_message.Message):
         traceparent: _builtins.str = ...,
         suspect_until: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "predicted_length", b"predicted_length"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "predicted_length", b"predicted_length", "term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "holder_incarnation", b"holder_incarnation", "params", b"params", "predicted_length", b"predicted_length", "replica_tokens", b"replica_tokens", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "suspect_until", b"suspect_until", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_count", b"generated_count", "holder_incarnation", b"holder_incarnation", "params", b"params", "predicted_length", b"predicted_length", "replica_tokens", b"replica_tokens", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "suspect_until", b"suspect_until", "term", b"term", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -303,7 +300,7 @@ class ReserveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     GENERATED_COUNT_FIELD_NUMBER: _builtins.int
@@ -312,18 +309,12 @@ class ReserveRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     PREDICTED_LENGTH_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
-    SESSION_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
-    RESERVATION_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PREFILL_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     SUSPECT_UNTIL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, at most 128 bytes."""
-    attempt: _builtins.int
-    """As in SubmitRequest. An older owner of the same request is aborted first. So is another request with the same id,
-    and its router gets an error on its stream.
-    """
     router_id: _builtins.str
     """As in SubmitRequest."""
     generated_count: _builtins.int
@@ -332,20 +323,21 @@ class ReserveRequest(_message.Message):
     """Seconds that are left until the request's deadline."""
     wait: _builtins.bool
     """Whether to wait in line when there is no room now. Otherwise the request is refused then."""
-    session: _builtins.int
-    """As in SubmitRequest."""
     secret: _builtins.bytes
     """As in SubmitRequest."""
-    reservation: _builtins.int
-    """The number of this call among those of the attempt at this instance, rising from 1. A later one replaces an earlier
-    one; an earlier one that comes late is refused with ABORTED. 0: not counted.
-    """
     traceparent: _builtins.str
     """As in SubmitRequest."""
     prefill_instance_id: _builtins.str
     """The prefill instance that asks. Empty: not known, as from one of a former version."""
     suspect_until: _builtins.int
     """As in SubmitRequest."""
+    @_builtins.property
+    def term(self) -> _term_pb2.Term:
+        """The owner's, with the number of this call. An older owner of the same request is aborted first. So is another request
+        with the same id, and its router gets an error on its stream. A later placement of the attempt at this instance
+        replaces an earlier one; an earlier one that comes late is refused with ABORTED.
+        """
+
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that earlier attempts have generated. Kept to recompute after a preemption."""
@@ -366,7 +358,7 @@ class ReserveRequest(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
+        term: _term_pb2.Term | None = ...,
         router_id: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         generated_count: _builtins.int = ...,
@@ -375,16 +367,14 @@ class ReserveRequest(_message.Message):
         layout: _kv_pb2.KvLayout | None = ...,
         predicted_length: _predictor_pb2.PredictedLength | None = ...,
         wait: _builtins.bool = ...,
-        session: _builtins.int = ...,
         secret: _builtins.bytes = ...,
-        reservation: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         prefill_instance_id: _builtins.str = ...,
         suspect_until: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "params", b"params", "predicted_length", b"predicted_length"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "params", b"params", "predicted_length", b"predicted_length", "term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generated_count", b"generated_count", "layout", b"layout", "params", b"params", "predicted_length", b"predicted_length", "prefill_instance_id", b"prefill_instance_id", "request_id", b"request_id", "reservation", b"reservation", "router_id", b"router_id", "secret", b"secret", "session", b"session", "suspect_until", b"suspect_until", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_count", b"generated_count", "layout", b"layout", "params", b"params", "predicted_length", b"predicted_length", "prefill_instance_id", b"prefill_instance_id", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "suspect_until", b"suspect_until", "term", b"term", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -420,49 +410,43 @@ Global___ReserveResponse: _TypeAlias = ReserveResponse  # noqa: Y015
 
 @_typing.final
 class AttemptId(_message.Message):
-    """One placement of one request."""
+    """One attempt of one request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     ROUTER_ID_FIELD_NUMBER: _builtins.int
-    SESSION_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
-    RESERVATION_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
-    attempt: _builtins.int
-    """This attempt and all older ones."""
     router_id: _builtins.str
     """The router that the request belongs to, as in SubmitRequest."""
-    session: _builtins.int
-    """The owner's session: (session, attempt) and all older owners."""
     secret: _builtins.bytes
     """The request's secret, where it has one."""
-    reservation: _builtins.int
-    """Of a prefill instance that gives room back: the last of the attempt's reservations that this concerns. A later
-    one stays. 0: all.
-    """
     replica: _builtins.int
     """Of the owner of a request, to the holder of its copy: only that copy is meant, and none that the owner has asked for
     later. 0: the request, and whatever copy of it is here.
     """
+    @_builtins.property
+    def term(self) -> _term_pb2.Term:
+        """This owner and all older ones. Of a prefill instance that gives room back: with the last of the attempt's placements
+        that this concerns; a later one stays.
+        """
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
+        term: _term_pb2.Term | None = ...,
         router_id: _builtins.str = ...,
-        session: _builtins.int = ...,
         secret: _builtins.bytes = ...,
-        reservation: _builtins.int = ...,
         replica: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "replica", b"replica", "request_id", b"request_id", "reservation", b"reservation", "router_id", b"router_id", "secret", b"secret", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -475,7 +459,7 @@ class RequestTokens(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
@@ -483,15 +467,12 @@ class RequestTokens(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     REPLACED_FIELD_NUMBER: _builtins.int
-    SESSION_FIELD_NUMBER: _builtins.int
     REPLICA_FIELD_NUMBER: _builtins.int
     MOVED_FIELD_NUMBER: _builtins.int
     READ_HERE_FIELD_NUMBER: _builtins.int
     ENGINE_FAULT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
-    attempt: _builtins.int
-    """The owner's attempt."""
     index: _builtins.int
     """Index of the first of token_ids within the answer."""
     finish_reason: _sampling_pb2.FinishReason.ValueType
@@ -502,14 +483,16 @@ class RequestTokens(_message.Message):
     """Set with error when another request with the same id has begun, or a later session of this one was attached: the
     router must not place it again.
     """
-    session: _builtins.int
-    """The owner's session."""
     moved: _builtins.bool
     """Set with error when the holder of `replica` has the KV of all tokens but the last: this instance drains, and has let
     the request go. The router resumes it there, and nothing is computed again.
     """
     read_here: _builtins.bool
     """A client reads the answer here (FORM_TEXT): tokens come in larger pieces, and the router need not pass them on."""
+    @_builtins.property
+    def term(self) -> _term_pb2.Term:
+        """The owner's."""
+
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One token per engine step; several when the stream was slower than the engine. None, with index 0, when the request
@@ -536,7 +519,7 @@ class RequestTokens(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
+        term: _term_pb2.Term | None = ...,
         index: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_sampling_pb2.Logprobs] | None = ...,
@@ -544,15 +527,14 @@ class RequestTokens(_message.Message):
         timing: Global___DecodeTiming | None = ...,
         error: _builtins.str = ...,
         replaced: _builtins.bool = ...,
-        session: _builtins.int = ...,
         replica: Global___Replica | None = ...,
         moved: _builtins.bool = ...,
         read_here: _builtins.bool = ...,
         engine_fault: Global___EngineFault | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_fault", b"engine_fault", "replica", b"replica", "timing", b"timing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_fault", b"engine_fault", "replica", b"replica", "term", b"term", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "engine_fault", b"engine_fault", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "moved", b"moved", "read_here", b"read_here", "replaced", b"replaced", "replica", b"replica", "request_id", b"request_id", "session", b"session", "timing", b"timing", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_fault", b"engine_fault", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "moved", b"moved", "read_here", b"read_here", "replaced", b"replaced", "replica", b"replica", "request_id", b"request_id", "term", b"term", "timing", b"timing", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,13 +3,14 @@
 isort:skip_file
 What readers ask of an instance in either phase: routers follow and control their requests, clients read answers.
 
-An instance keeps a log of each request and phase: at prefill what is reported of the prompt, at decode the tokens.
-A log belongs to one life of the instance and to one owner (session, attempt). It is kept until its request has ended
-and --orphan-grace-s is over. The router of a request is its one controlling reader: it gets the log unasked, over the
-stream that it has opened with Follow, so that news may come before the answer to Submit or Reserve, or without it. A
-reader that has given a request up, and hears of it, answers with Abort. No stream keeps anything: what one that broke
-has not delivered comes on the next one. Clients are observers: with FORM_TEXT they read the text of answers at decode,
-and control nothing. Ids of clients (reader_id) and of routers (router_id) are separate.
+An instance keeps a log of each request and phase: at prefill what is reported of the prompt, at decode the tokens. A
+log belongs to one life of the instance and to one owner (the session and attempt of a Term). It is kept until its
+request has ended and --orphan-grace-s is over. The router of a request is its one controlling reader: it gets the
+log unasked, over the stream that it has opened with Follow, so that news may come before the answer to Submit or
+Reserve, or without it. A reader that has given a request up, and hears of it, answers with Abort. No stream keeps
+anything: what one that broke has not delivered comes on the next one. Clients are observers: with FORM_TEXT they
+read the text of answers at decode, and control nothing. Ids of clients (reader_id) and of routers (router_id) are
+separate.
 """
 
 from collections import abc as _abc
@@ -21,6 +22,7 @@ from kaveri.v1 import decode_pb2 as _decode_pb2
 from kaveri.v1 import inference_pb2 as _inference_pb2
 from kaveri.v1 import prefill_pb2 as _prefill_pb2
 from kaveri.v1 import sampling_pb2 as _sampling_pb2
+from kaveri.v1 import term_pb2 as _term_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -97,32 +99,30 @@ class FollowedRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SESSION_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     NEXT_INDEX_FIELD_NUMBER: _builtins.int
     AT_PREFILL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
-    session: _builtins.int
-    """The owner's session."""
-    attempt: _builtins.int
-    """The owner's attempt."""
     next_index: _builtins.int
     """At decode: index of the next token that the router lacks."""
     at_prefill: _builtins.bool
     """The router waits for reports on the prompt, all of which are repeated; otherwise for tokens."""
+    @_builtins.property
+    def term(self) -> _term_pb2.Term:
+        """The owner's."""
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
-        session: _builtins.int = ...,
-        attempt: _builtins.int = ...,
+        term: _term_pb2.Term | None = ...,
         next_index: _builtins.int = ...,
         at_prefill: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_prefill", b"at_prefill", "attempt", b"attempt", "next_index", b"next_index", "request_id", b"request_id", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_prefill", b"at_prefill", "next_index", b"next_index", "request_id", b"request_id", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -221,8 +221,7 @@ class AttachRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SESSION_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
@@ -235,10 +234,6 @@ class AttachRequest(_message.Message):
     CHARACTERS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
-    session: _builtins.int
-    """The new owner's session. (session, attempt) must be above the present owner's, or the same."""
-    attempt: _builtins.int
-    """The new owner's attempt: the caller's own count, from 1 on."""
     router_id: _builtins.str
     """The caller, as in SubmitRequest."""
     secret: _builtins.bytes
@@ -254,13 +249,17 @@ class AttachRequest(_message.Message):
     NOT_FOUND: it may have drawn another first token. Empty: whichever has.
     """
     form: Global___Form.ValueType
-    """With FORM_TEXT only request_id, session (the client's present one), secret, token_ids (all tokens of the answer that
-    the client has, without the prompt) and the fields below are used.
+    """With FORM_TEXT only request_id, term, secret, token_ids (all tokens of the answer that the client has, without the
+    prompt) and the fields below are used.
     """
     reader_id: _builtins.str
     """The reader_id of the client's Follow."""
     characters: _builtins.int
     """Characters (Unicode code points) of text that the client has."""
+    @_builtins.property
+    def term(self) -> _term_pb2.Term:
+        """The new owner's: above the present owner's, or the same. With FORM_TEXT the client's present session alone."""
+
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, followed by the tokens that the client has."""
@@ -269,8 +268,7 @@ class AttachRequest(_message.Message):
         self,
         *,
         request_id: _builtins.str = ...,
-        session: _builtins.int = ...,
-        attempt: _builtins.int = ...,
+        term: _term_pb2.Term | None = ...,
         router_id: _builtins.str = ...,
         secret: _builtins.bytes = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
@@ -282,9 +280,9 @@ class AttachRequest(_message.Message):
         reader_id: _builtins.str = ...,
         characters: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_prefill", b"at_prefill", "attempt", b"attempt", "characters", b"characters", "form", b"form", "generated_count", b"generated_count", "landed", b"landed", "placed_by", b"placed_by", "reader_id", b"reader_id", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "session", b"session", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_prefill", b"at_prefill", "characters", b"characters", "form", b"form", "generated_count", b"generated_count", "landed", b"landed", "placed_by", b"placed_by", "reader_id", b"reader_id", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "term", b"term", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,13 +3,14 @@
 isort:skip_file
 What readers ask of an instance in either phase: routers follow and control their requests, clients read answers.
 
-An instance keeps a log of each request and phase: at prefill what is reported of the prompt, at decode the tokens.
-A log belongs to one life of the instance and to one owner (session, attempt). It is kept until its request has ended
-and --orphan-grace-s is over. The router of a request is its one controlling reader: it gets the log unasked, over the
-stream that it has opened with Follow, so that news may come before the answer to Submit or Reserve, or without it. A
-reader that has given a request up, and hears of it, answers with Abort. No stream keeps anything: what one that broke
-has not delivered comes on the next one. Clients are observers: with FORM_TEXT they read the text of answers at decode,
-and control nothing. Ids of clients (reader_id) and of routers (router_id) are separate.
+An instance keeps a log of each request and phase: at prefill what is reported of the prompt, at decode the tokens. A
+log belongs to one life of the instance and to one owner (the session and attempt of a Term). It is kept until its
+request has ended and --orphan-grace-s is over. The router of a request is its one controlling reader: it gets the
+log unasked, over the stream that it has opened with Follow, so that news may come before the answer to Submit or
+Reserve, or without it. A reader that has given a request up, and hears of it, answers with Abort. No stream keeps
+anything: what one that broke has not delivered comes on the next one. Clients are observers: with FORM_TEXT they
+read the text of answers at decode, and control nothing. Ids of clients (reader_id) and of routers (router_id) are
+separate.
 """
 
 from collections import abc as _abc

@@ -1,14 +1,14 @@
-"""Encodes and checks the identity of a request and its owner (session, attempt, router) in protobuf messages."""
+"""Encodes and checks the identity of a request and its owner in protobuf messages."""
 
 import re
 from dataclasses import replace
 from typing import Any, Protocol
 
 from kaveri.domain.attachment import Attached, Attachment
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import InvalidArgument
-from kaveri.v1 import decode_pb2, feed_pb2
+from kaveri.v1 import decode_pb2, feed_pb2, term_pb2
 from kaveri.wire.messages import drawing_to_proto, params_from_proto, same_fields, sent_in_answer, shared_fields
 
 MAX_REQUEST_ID_BYTES = 128
@@ -26,13 +26,24 @@ _ATTACHMENT_FIELDS = shared_fields(feed_pb2.AttachRequest, Attachment)
 
 
 class _NamesOwner(Protocol):
-    """Message that identifies a request and its owner: client session, placement attempt, router."""
+    """Message that identifies a request and its owner."""
 
     request_id: str
-    session: int
-    attempt: int
     router_id: str
     secret: bytes
+
+    @property
+    def term(self) -> term_pb2.Term: ...
+
+
+def term_from_proto(message: term_pb2.Term) -> Term:
+    """Decode the session and attempt of a term, without its placement."""
+    return Term(message.session, message.attempt)
+
+
+def term_to_proto(term: Term, placement: int = 0) -> term_pb2.Term:
+    """Encode a term. placement: number of a call of Reserve, from 1 on. 0: not counted, or all."""
+    return term_pb2.Term(session=term.session, attempt=term.attempt, placement=placement)
 
 
 def check_request(request_id: str, session: int = 0, secret: bytes = b"") -> None:
@@ -64,36 +75,36 @@ def check_router_id(router_id: str) -> None:
 
 
 def ownership_from_proto(message: _NamesOwner) -> Ownership:
-    """Decode the owner of a request (client session, placement attempt, router) and its secret, without checks."""
-    return Ownership(Owner(message.session, message.attempt), message.router_id, message.secret)
+    """Decode the owner of a request, without checks."""
+    return Ownership(term_from_proto(message.term), message.router_id, message.secret)
 
 
-def ownership_fields(request_id: str, ownership: Ownership) -> dict[str, Any]:
-    """Return a request's id, secret and owner (session, attempt, router) as keyword arguments for a message."""
-    owner, router_id, secret = ownership
+def ownership_fields(request_id: str, ownership: Ownership, placement: int = 0) -> dict[str, Any]:
+    """Return a request's id and owner as keyword arguments for a message. placement: number of a call of Reserve."""
+    term, router_id, secret = ownership
     return {
         "request_id": request_id,
-        "session": owner.session,
-        "attempt": owner.attempt,
+        "term": term_to_proto(term, placement),
         "router_id": router_id,
         "secret": secret,
     }
 
 
-def ownership_to_proto(request_id: str, ownership: Ownership) -> decode_pb2.AttemptId:
-    """Encode a request's id and owner (session, attempt, router)."""
-    return decode_pb2.AttemptId(**ownership_fields(request_id, ownership))
+def ownership_to_proto(request_id: str, ownership: Ownership, placement: int = 0) -> decode_pb2.AttemptId:
+    """Encode a request's id and owner. placement: number of a call of Reserve."""
+    return decode_pb2.AttemptId(**ownership_fields(request_id, ownership, placement))
 
 
 def check_ownership(message: _NamesOwner) -> Ownership:
-    """Validate and decode the owner (session, attempt, router) that a message names. Raises InvalidArgument."""
+    """Validate and decode the owner that a message names. Raises InvalidArgument."""
     if not message.request_id:
         raise InvalidArgument("request_id", message.request_id, "set")
-    check_request(message.request_id, message.session, message.secret)
+    term = Term(message.term.session, message.term.attempt)
+    check_request(message.request_id, term.session, message.secret)
     check_router_id(message.router_id)
-    if not 0 < message.attempt <= MAX_ATTEMPT:
-        raise InvalidArgument("attempt", message.attempt, f"from 1 to {MAX_ATTEMPT}")
-    return Ownership(Owner(message.session, message.attempt), message.router_id, message.secret)
+    if not 0 < term.attempt <= MAX_ATTEMPT:
+        raise InvalidArgument("attempt", term.attempt, f"from 1 to {MAX_ATTEMPT}")
+    return Ownership(term, message.router_id, message.secret)
 
 
 def wrong_secret() -> InvalidArgument:

@@ -196,7 +196,7 @@ class AnswerReaders:
         if stream is None or tokenizer is None:
             raise Unavailable("the reader has no stream here")
         request = self._find(asked.request_id)
-        if request is None or request.ownership.owner.session != asked.session:
+        if request is None or request.ownership.term.session != asked.session:
             raise RequestNotFound(asked.request_id)
         if not asked.secret or not compare_digest(asked.secret, request.ownership.secret):
             raise wrong_secret()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.replica import ReplicaOffer, Resumed, Resumption
 from kaveri.domain.view import InstanceLoad
 from kaveri.errors import (
@@ -69,9 +69,9 @@ class HeldReplica:
     state: copy_holder.State = field(default_factory=Growing)
 
     @property
-    def newest(self) -> Owner:
-        owner = self.offer.ownership.owner
-        return max(owner, self.state.ownership.owner) if isinstance(self.state, Resuming) else owner
+    def newest(self) -> Term:
+        term = self.offer.ownership.term
+        return max(term, self.state.ownership.term) if isinstance(self.state, Resuming) else term
 
 
 class ReplicaHolder:
@@ -127,7 +127,7 @@ class ReplicaHolder:
         known)."""
         if self._drained is not None:
             raise Unavailable("the holder is draining", retry_after_s=_RETRY_AFTER_S)
-        request_id, owner = offer.request_id, offer.ownership.owner
+        request_id, owner = offer.request_id, offer.ownership.term
         former = self._held.get(request_id)
         if former is not None:
             held = offer.ownership.comparable(former.offer.ownership)
@@ -136,7 +136,7 @@ class ReplicaHolder:
                 raise Unavailable("a copy of another request with this id is here", retry_after_s=_RETRY_AFTER_S)
             if held is not None and held < former.newest:
                 raise held.stale(request_id, former.newest)
-            if held == former.offer.ownership.owner and offer.comes_before(former.offer):
+            if held == former.offer.ownership.term and offer.comes_before(former.offer):
                 raise Unavailable("the owner has asked for a later copy", retry_after_s=_RETRY_AFTER_S)
         self._instance.owners.note_owner(request_id, offer.ownership)
         if former is not None:
@@ -166,8 +166,8 @@ class ReplicaHolder:
             get_logger().info(
                 "replica_not_resumed",
                 request_id=resumption.request_id,
-                attempt=resumption.ownership.owner.attempt,
-                session=resumption.ownership.owner.session,
+                attempt=resumption.ownership.term.attempt,
+                session=resumption.ownership.term.session,
                 error=str(error),
             )
             raise
@@ -177,7 +177,7 @@ class ReplicaHolder:
         Ignored if that copy is unknown or has a newer one. Raises InvalidArgument (wrong secret), StaleAttempt and
         RequestAlreadyExists (a newer one ran here)."""
         held = self._copy(request_id, ownership, number)
-        if held is not None and ownership.owner > held.newest:
+        if held is not None and ownership.term > held.newest:
             self._instance.owners.note_owner(request_id, ownership)
             held.offer = replace(held.offer, ownership=ownership)
 
@@ -299,11 +299,11 @@ class ReplicaHolder:
         former = held.offer.ownership
         if not ownership.is_same_request(former):
             raise wrong_secret()
-        if ownership.owner < held.newest:
-            raise ownership.owner.stale(request_id, held.newest)
-        if ownership.owner == held.newest:
+        if ownership.term < held.newest:
+            raise ownership.term.stale(request_id, held.newest)
+        if ownership.term == held.newest:
             limit = f"above {held.newest.attempt}, the present one"
-            raise InvalidArgument("attempt", ownership.owner.attempt, limit)
+            raise InvalidArgument("attempt", ownership.term.attempt, limit)
         self._instance.owners.note_owner(request_id, ownership)
         return held
 
@@ -334,7 +334,7 @@ class ReplicaHolder:
         recomputed_tokens = len(resumption.token_ids) - held_tokens
         self._metrics.count_resumed(held_tokens, recomputed_tokens)
         self.resumed_count += 1
-        owner, former = resumption.ownership.owner, held.offer
+        owner, former = resumption.ownership.term, held.offer
         get_logger().info(
             "request_resumed",
             request_id=request_id,

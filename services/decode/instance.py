@@ -116,7 +116,7 @@ class DecodeInstance:
         layout: KvLayout,
         predicted_length: TokenRange | None = None,
         waits: bool = False,
-        reservation: int = 0,
+        placement: int = 0,
         traceparent: str = "",
         placed_by: str = "",
         suspect_until: int = 0,
@@ -126,7 +126,7 @@ class DecodeInstance:
         request with the same id.
 
         token_ids: the prompt and `generated_count` answer tokens. timeout_s: seconds until the request is ended here.
-        layout: the pushing engine's. waits: True: wait in line for blocks; False: refuse. reservation: number of this
+        layout: the pushing engine's. waits: True: wait in line for blocks; False: refuse. placement: number of this
         call within the attempt; an earlier call that arrives late is stale. traceparent: parent span; empty: not
         traced. placed_by: id of the prefill instance; empty: unknown. suspect_until: answer length up to which the
         request is suspected of breaking an engine's step; 0: not.
@@ -144,9 +144,9 @@ class DecodeInstance:
         # Check before queueing: an unservable request would wait forever.
         info.require_servable(engine_request)
         needed_blocks = self._room.needed_blocks(len(token_ids))
-        place = self._end_former(request_id, ownership, reservation)
+        place = self._end_former(request_id, ownership, placement)
         request = self._open(engine_request, ownership, timeout_s, predicted_length, waits, traceparent)
-        request.reservation, request.source, request.placed_by = reservation, layout, placed_by
+        request.placement, request.source, request.placed_by = placement, layout, placed_by
         request.answer = asyncio.get_running_loop().create_future()
         self._room.join(request_id, needed_blocks, len(token_ids), place)
         self._give()
@@ -223,17 +223,17 @@ class DecodeInstance:
         if request.spans is not None:
             request.spans.adopted(time.monotonic())
 
-    def abort(self, request_id: str, ownership: Ownership, by_router: bool, reservation: int = 0) -> None:
+    def abort(self, request_id: str, ownership: Ownership, by_router: bool, placement: int = 0) -> None:
         """End a request. Ignored if its id is unknown or now another request's, or it has a newer attempt or session,
-        or a later reservation than number `reservation` (0: any). by_router: False if a prefill instance calls; then
+        or a later placement than number `placement` (0: any). by_router: False if a prefill instance calls; then
         the router of a request whose KV has arrived gets an error, as it may be waiting for tokens."""
         request = self.owners.by_id.get(request_id)
         if request is None:
             return
         owner = ownership.comparable(request.ownership)
-        if owner is None or owner < request.ownership.owner:
+        if owner is None or owner < request.ownership.term:
             return
-        if request.ownership.owner == owner and 0 < reservation < request.reservation:
+        if request.ownership.term == owner and 0 < placement < request.placement:
             # The room was given back and reserved again before this abort arrived.
             return
         self._take(request, decoding.EndRequested(by_router))
@@ -424,15 +424,15 @@ class DecodeInstance:
             self._report(request, report, now_s)
         self._room.batch.step(drawn)
 
-    def _end_former(self, request_id: str, ownership: Ownership, reservation: int = 0) -> Place | None:
+    def _end_former(self, request_id: str, ownership: Ownership, placement: int = 0) -> Place | None:
         """End an earlier request with this id, and return the place in line of an older attempt of the same request.
         Raises StaleAttempt or RequestAlreadyExists if the earlier one is newer."""
         former = self.owners.by_id.get(request_id)
         owner = ownership.comparable(former.ownership) if former is not None else None
         if former is not None and owner is not None:
-            is_late = owner == former.ownership.owner and 0 < reservation < former.reservation
-            if owner < former.ownership.owner or is_late:
-                raise owner.stale(request_id, former.ownership.owner)
+            is_late = owner == former.ownership.term and 0 < placement < former.placement
+            if owner < former.ownership.term or is_late:
+                raise owner.stale(request_id, former.ownership.term)
         self.owners.begin(request_id, ownership)
         if former is None:
             return None
@@ -440,8 +440,8 @@ class DecodeInstance:
         if owner is None:
             self._take(former, decoding.RivalCame(Rival.OTHER_REQUEST, RequestAlreadyExists(request_id)))
             return None
-        rival = Rival.NEWER_OWNER if former.ownership.owner < owner else Rival.SAME_OWNER
-        self._take(former, decoding.RivalCame(rival, former.ownership.owner.stale(request_id, owner)))
+        rival = Rival.NEWER_OWNER if former.ownership.term < owner else Rival.SAME_OWNER
+        self._take(former, decoding.RivalCame(rival, former.ownership.term.stale(request_id, owner)))
         return place
 
     def _open(
@@ -569,8 +569,8 @@ class DecodeInstance:
         get_logger().info(
             "request_ended",
             request_id=request.request_id,
-            attempt=request.ownership.owner.attempt,
-            session=request.ownership.owner.session,
+            attempt=request.ownership.term.attempt,
+            session=request.ownership.term.session,
             outcome=report.outcome.value,
             reason=report.reason,
             prompt_tokens=len(request.engine_request.token_ids),

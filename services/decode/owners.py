@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kaveri.domain.attachment import Attached, Attachment, check_received
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.engine.contract import TokenStep
 from kaveri.errors import InvalidArgument, KaveriError, RequestAlreadyExists, RequestNotFound
@@ -25,7 +25,7 @@ _OWNERS_REMEMBERED_COUNT = 65_536
 
 class Awaited(NamedTuple):
     request_id: str
-    owner: Owner
+    owner: Term
     next_index: int
     """Index of the first token that the router lacks."""
 
@@ -56,7 +56,7 @@ class RequestOwners:
         self.readers = AnswerReaders(self.by_id.get, self._reader_changed, tokenizer, metrics.read_tokens.inc)
         # Refuses late messages after a request's end. Keyed by request id and secret, and by router id, because a
         # router's attempt numbers grow even when a request id is reused.
-        self._newest: ExpiringMap[tuple[str, str | bytes], Owner] = ExpiringMap(
+        self._newest: ExpiringMap[tuple[str, str | bytes], Term] = ExpiringMap(
             STRAGGLER_S, max_count=_OWNERS_REMEMBERED_COUNT
         )
         self._kept: ExpiringMap[str, DecodeRequest] = ExpiringMap(orphan_grace_s, max_bytes=MAX_ANSWER_BYTES)
@@ -132,7 +132,7 @@ class RequestOwners:
         answer, or a session number that does not grow), StaleAttempt and RequestAlreadyExists (a newer attempt or
         session is known). Nothing changes on errors."""
         request_id, ownership, now_s = attachment.request_id, attachment.ownership, time.monotonic()
-        owner = ownership.owner
+        owner = ownership.term
         request = self._find(request_id, now_s)
         if request is None:
             raise RequestNotFound(request_id)
@@ -141,13 +141,13 @@ class RequestOwners:
                 # An earlier request had the same id.
                 raise RequestNotFound(request_id)
             raise wrong_secret()
-        if ownership.router_id != request.ownership.router_id and owner.session == request.ownership.owner.session:
-            raise InvalidArgument("session", owner.session, f"above {request.ownership.owner.session}, the present one")
-        if owner < request.ownership.owner:
-            raise owner.stale(request_id, request.ownership.owner)
+        if ownership.router_id != request.ownership.router_id and owner.session == request.ownership.term.session:
+            raise InvalidArgument("session", owner.session, f"above {request.ownership.term.session}, the present one")
+        if owner < request.ownership.term:
+            raise owner.stale(request_id, request.ownership.term)
         attached, next_index = _attached(request, attachment)
         self._note_newest(request_id, ownership, now_s)
-        if owner != request.ownership.owner:
+        if owner != request.ownership.term:
             self._change_owner(request, ownership)
         # A first token that the log lacks comes from prefill.
         request.log.send_from(max(next_index, request.log.first_index))
@@ -171,7 +171,7 @@ class RequestOwners:
         unknown: list[GainedTokens] = []
         for named in awaited:
             request = self._find(named.request_id, now_s)
-            if request is None or (request.ownership.router_id, request.ownership.owner) != (router_id, named.owner):
+            if request is None or (request.ownership.router_id, request.ownership.term) != (router_id, named.owner):
                 reason = "it is not here, or belongs to another owner"
                 unknown.append(GainedTokens(named.request_id, named.owner, named.next_index, end=End(error=reason)))
             else:
@@ -195,8 +195,8 @@ class RequestOwners:
         RequestAlreadyExists if a newer one is known."""
         request = self.by_id.get(request_id)
         owner = ownership.comparable(request.ownership) if request is not None else None
-        if request is not None and owner is not None and owner < request.ownership.owner:
-            raise owner.stale(request_id, request.ownership.owner)
+        if request is not None and owner is not None and owner < request.ownership.term:
+            raise owner.stale(request_id, request.ownership.term)
         self._note_newest(request_id, ownership, time.monotonic())
 
     def note_loss(self, request: DecodeRequest, error: KaveriError) -> None:
@@ -206,8 +206,8 @@ class RequestOwners:
     def _note_newest(self, request_id: str, ownership: Ownership, now_s: float) -> None:
         """Record the newest attempt of a request. Raises StaleAttempt or RequestAlreadyExists if a newer one is known:
         among those with the same secret, or without a secret of the same router."""
-        owner = ownership.owner
-        names: list[tuple[str | bytes, Owner]] = [(ownership.router_id, Owner(0, owner.attempt))]
+        owner = ownership.term
+        names: list[tuple[str | bytes, Term]] = [(ownership.router_id, Term(0, owner.attempt))]
         if ownership.secret:
             names.append((ownership.secret, owner))
         for name, named_owner in names:
@@ -219,7 +219,7 @@ class RequestOwners:
     def _change_owner(self, request: DecodeRequest, ownership: Ownership) -> None:
         self.drop(request)
         if ownership.router_id != request.ownership.router_id:
-            reason = f"session {ownership.owner.session} of the request was attached through another router"
+            reason = f"session {ownership.term.session} of the request was attached through another router"
             self._notify(request, End(error=reason, replaced=True))
         if isinstance(request.state, Ended):
             request.ownership = ownership
@@ -238,7 +238,7 @@ class RequestOwners:
     def _notify(self, request: DecodeRequest, end: End) -> None:
         """Send the router an end that is not in the request's log. Dropped if the router has no stream."""
         self.feeds.add(
-            request.ownership.router_id, GainedTokens(request.request_id, request.ownership.owner, 0, end=end)
+            request.ownership.router_id, GainedTokens(request.request_id, request.ownership.term, 0, end=end)
         )
 
     def _send(self, request: DecodeRequest) -> None:

@@ -48,7 +48,7 @@ from kaveri.timeouts import CALL_TIMEOUT_S
 from kaveri.v1 import decode_pb2, feed_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.feed_pb2_grpc import FeedServiceStub
-from kaveri.wire.attempts import ownership_to_proto
+from kaveri.wire.attempts import ownership_fields, ownership_to_proto
 from kaveri.wire.messages import ticket_from_proto
 from kaveri.wire.replicas import offer_to_proto
 from kaveri.wire.status import error_of
@@ -381,15 +381,8 @@ class Replicator:
     async def _update(self, owned: _Owned, holder: Holder) -> None:
         """Send the request's new attempt or session to the holder, so that older ones cannot close the copy."""
         former, owned.told = owned.told, owned.request.ownership
-        (session, attempt), router_id, secret = owned.told
-        message = decode_pb2.OpenReplicaRequest(
-            request_id=owned.request.request_id,
-            session=session,
-            attempt=attempt,
-            router_id=router_id,
-            secret=secret,
-            replica=holder.number,
-        )
+        fields = ownership_fields(owned.request.request_id, owned.told)
+        message = decode_pb2.OpenReplicaRequest(**fields, replica=holder.number)
         try:
             with self._channels.calling(DecodeServiceStub, holder.address) as stub:
                 await stub.OpenReplica(message, timeout=CALL_TIMEOUT_S)
@@ -431,7 +424,7 @@ class Replicator:
 
 
 def _log(request: DecodeRequest, holder_id: str) -> FilteringBoundLogger:
-    owner = request.ownership.owner
+    owner = request.ownership.term
     return get_logger().bind(
         request_id=request.request_id, attempt=owner.attempt, session=owner.session, holder_id=holder_id
     )

@@ -5,7 +5,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.engine.contract import EngineRequest, TokenStep
@@ -45,7 +45,7 @@ class GainedTokens:
     """Message entry for a router: new tokens of one request, its end, or the location of its KV copy."""
 
     request_id: str
-    owner: Owner
+    term: Term
     index: int
     """Index of the first token within the answer."""
     token_ids: list[int] = field(default_factory=list)
@@ -121,12 +121,12 @@ class AnswerLog:
         """Record the location and size of the request's KV copy at another instance."""
         self.replica, self.replica_sent = replica, False
 
-    def take(self, request_id: str, owner: Owner, read_here: bool = False) -> GainedTokens:
+    def take(self, request_id: str, term: Term, read_here: bool = False) -> GainedTokens:
         """Return unsent tokens and mark them as sent. read_here: True if a client reads the answer here."""
         start = self.sent - self.first_index
         token_ids = self.token_ids[start:].tolist()
         gained = GainedTokens(
-            request_id, owner, self.sent, token_ids, self.logprobs[start:], self.end, read_here=read_here
+            request_id, term, self.sent, token_ids, self.logprobs[start:], self.end, read_here=read_here
         )
         # The copy of a request that has ended is gone, unless the request was moved to it.
         if not self.replica_sent and (self.end is GOING_ON or self.end.moved):
@@ -173,7 +173,7 @@ class DecodeRequest:
     """Layout of the engine that pushes the request's KV."""
     heavy: bool = False
     """True if the request counts as heavy in the load."""
-    reservation: int = 0
+    placement: int = 0
     """Number of the Reserve call within the attempt; 0: not counted."""
     placed_by: str = ""
     """Id of the prefill instance that reserved the room; empty: unknown or none."""

@@ -75,7 +75,7 @@ class DecodeServer(DecodeServiceServicer):
                     length_from_proto(request.predicted_length) if request.HasField("predicted_length") else None
                 ),
                 waits=request.wait,
-                reservation=request.reservation,
+                placement=request.term.placement,
                 traceparent=request.traceparent,
                 placed_by=request.prefill_instance_id,
                 suspect_until=request.suspect_until,
@@ -158,7 +158,7 @@ def _pieces(gained: GainedTokens) -> Iterator[GainedTokens]:
         token_bytes = _token_bytes(gained, end)
         if size + token_bytes > _MAX_TOKENS_BYTES // 2 and end > start:
             tokens, logprobs = gained.token_ids[start:end], gained.logprobs[start:end]
-            yield GainedTokens(gained.request_id, gained.owner, gained.index + start, tokens, logprobs)
+            yield GainedTokens(gained.request_id, gained.term, gained.index + start, tokens, logprobs)
             start, size = end, 0
         size += token_bytes
     rest, rest_logprobs = gained.token_ids[start:], gained.logprobs[start:]
@@ -182,11 +182,10 @@ def _token_bytes(gained: GainedTokens, position: int) -> int:
 def tokens_to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
     message = decode_pb2.RequestTokens(
         request_id=gained.request_id,
-        attempt=gained.owner.attempt,
         index=gained.index,
         token_ids=gained.token_ids,
-        session=gained.owner.session,
     )
+    message.term.session, message.term.attempt = gained.term
     # Set only what differs from the default: this runs for every request in every step.
     if gained.read_here:
         message.read_here = True

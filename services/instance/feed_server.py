@@ -5,7 +5,6 @@ from typing import Any
 
 from grpc import aio
 
-from kaveri.domain.owner import Owner
 from kaveri.errors import KaveriError, SlowReader
 from kaveri.feeds.feed import RouterFeeds
 from kaveri.hosting.read_limit import read_limit
@@ -14,7 +13,13 @@ from kaveri.text.answer import MAX_OUTPUT_BYTES
 from kaveri.timeouts import BEAT_S
 from kaveri.v1 import decode_pb2, feed_pb2
 from kaveri.v1.feed_pb2_grpc import FeedServiceServicer
-from kaveri.wire.attempts import attached_to_proto, attachment_from_proto, check_router_id, ownership_from_proto
+from kaveri.wire.attempts import (
+    attached_to_proto,
+    attachment_from_proto,
+    check_router_id,
+    ownership_from_proto,
+    term_from_proto,
+)
 from kaveri.wire.status import abort
 from services.decode.answer_readers import AnswerAsked, ReadPart
 from services.decode.holder import ReplicaHolder
@@ -139,21 +144,19 @@ class FeedServer(FeedServiceServicer):
             self._prefill.abort(name.request_id, ownership)
         # The owner of a copy means that copy, and a prefill instance that gives room back knows nothing of copies.
         if not name.replica:
-            self._decode.abort(name.request_id, ownership, by_router, name.reservation)
-        if self._holder is not None and not name.reservation:
+            self._decode.abort(name.request_id, ownership, by_router, name.term.placement)
+        if self._holder is not None and not name.term.placement:
             self._holder.close(name.request_id, ownership, name.replica)
 
     def _repeat(self, request: feed_pb2.FollowRequest) -> list[Hashable]:
         """Queue lost messages of the requests that a new stream names again. Returns errors for requests that are not
         here, or belong to another router."""
         awaited = [
-            Awaited(named.request_id, Owner(named.session, named.attempt), named.next_index)
+            Awaited(named.request_id, term_from_proto(named.term), named.next_index)
             for named in request.requests
             if not named.at_prefill
         ]
-        prompts = {
-            named.request_id: Owner(named.session, named.attempt) for named in request.requests if named.at_prefill
-        }
+        prompts = {named.request_id: term_from_proto(named.term) for named in request.requests if named.at_prefill}
         router_id = request.router_id
         return [*self._decode.owners.repeat(router_id, awaited), *self._prefill.repeat(router_id, prompts)]
 
@@ -162,7 +165,7 @@ def _messages(news: Sequence[Hashable]) -> Iterator[feed_pb2.FollowResponse]:
     gained: list[GainedTokens] = []
     for each in news:
         if isinstance(each, DecodeRequest):
-            gained.append(each.log.take(each.request_id, each.ownership.owner, each.reader is not None))
+            gained.append(each.log.take(each.request_id, each.ownership.term, each.reader is not None))
         elif isinstance(each, GainedTokens):
             gained.append(each)
     for entries in messages_of(gained):
@@ -171,7 +174,7 @@ def _messages(news: Sequence[Hashable]) -> Iterator[feed_pb2.FollowResponse]:
     for each in news:
         if isinstance(each, PrefillRequest | PromptNews):
             for report in reports_of(
-                each if isinstance(each, PromptNews) else each.log.take(each.request_id, each.ownership.owner)
+                each if isinstance(each, PromptNews) else each.log.take(each.request_id, each.ownership.term)
             ):
                 message.reports.append(report)
                 if report.HasField("prompt_logprobs") or len(message.reports) >= _REPORTS_TOGETHER:
@@ -183,7 +186,12 @@ def _messages(news: Sequence[Hashable]) -> Iterator[feed_pb2.FollowResponse]:
 
 def _asked_from_proto(request: feed_pb2.AttachRequest) -> AnswerAsked:
     return AnswerAsked(
-        request.reader_id, request.request_id, request.session, request.secret, request.token_ids, request.characters
+        request.reader_id,
+        request.request_id,
+        request.term.session,
+        request.secret,
+        request.token_ids,
+        request.characters,
     )
 
 

@@ -126,7 +126,7 @@ class DecodePlacer:
         except KaveriError as error:
             self.report(request, HandOverFailed(error))
         except Exception as error:  # Isolate failures per request.
-            attempt = request.ownership.owner.attempt
+            attempt = request.ownership.term.attempt
             get_logger().exception("placement_failed_unexpectedly", request_id=request.request_id, attempt=attempt)
             self.report(request, HandOverFailed(Unavailable(f"placement failed: {error!r}")))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kaveri.domain.length import TokenRange
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.engine.contract import EngineRequest, KvPushFailed
 from kaveri.errors import KaveriError
 from kaveri.lives.prompt import FirstTokenDrawn, HandOverReport, Progress, PromptScored
@@ -20,7 +20,7 @@ class PromptNews:
     """Unsent reports on one request at prefill, for its router."""
 
     request_id: str
-    owner: Owner
+    term: Term
     progress: tuple[Progress, ...] = ()
     ended: bool = False
     error: KaveriError | None = None
@@ -64,9 +64,9 @@ class ReportLog:
         """Mark all reports as unsent, for another stream or another router."""
         self._unsent, self._end_is_unsent = dict(self._told), self.ended
 
-    def take(self, request_id: str, owner: Owner) -> PromptNews:
+    def take(self, request_id: str, term: Term) -> PromptNews:
         """Return the unsent reports, in order, and mark them as sent."""
-        news = PromptNews(request_id, owner, tuple(self._unsent.values()), self._end_is_unsent, self.error)
+        news = PromptNews(request_id, term, tuple(self._unsent.values()), self._end_is_unsent, self.error)
         self._unsent, self._end_is_unsent = {}, False
         return news
 
@@ -89,7 +89,7 @@ class PrefillRequest:
     """Decode instances that do not answer its router."""
     traceparent: str = ""
     """The parent span. Empty: not traced."""
-    reservation_count: int = 0
+    placement_count: int = 0
     """Number of Reserve calls, at all instances."""
     log: ReportLog = field(default_factory=ReportLog)
 

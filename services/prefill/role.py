@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kaveri.domain.attachment import Attached, Attachment, check_received
 from kaveri.domain.length import known_length
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import InstanceLoad
 from kaveri.engine.blame import error_of_stop
@@ -180,13 +180,13 @@ class PrefillRole:
         """Return True if a request of this router is at prefill here."""
         return any(life.request.ownership.router_id == router_id for life in self._lives.values())
 
-    def repeat(self, router_id: str, owners: Mapping[str, Owner]) -> list[PromptNews]:
+    def repeat(self, router_id: str, owners: Mapping[str, Term]) -> list[PromptNews]:
         """Mark all reports on a router's requests as unsent. owners: the router's session and attempt by request id.
         Returns error reports for requests that it does not own here."""
         unknown: list[PromptNews] = []
         for request_id, owner in owners.items():
             request = self._find(request_id)
-            if request is not None and (request.ownership.router_id, request.ownership.owner) == (router_id, owner):
+            if request is not None and (request.ownership.router_id, request.ownership.term) == (router_id, owner):
                 request.log.repeat()
             else:
                 error = Unavailable("the request is not at the prefill instance, or belongs to another owner")
@@ -198,7 +198,7 @@ class PrefillRole:
         reports are sent again. The former router gets RequestAlreadyExists. Raises RequestNotFound and InvalidArgument
         (another secret, prompt or answer, or a session number that does not grow). Nothing changes on errors."""
         request_id, ownership = attachment.request_id, attachment.ownership
-        owner = ownership.owner
+        owner = ownership.term
         life, request = self._lives.get(request_id), self._find(request_id)
         if request is None or request.log.error is not None:
             raise RequestNotFound(request_id)
@@ -207,16 +207,16 @@ class PrefillRole:
                 # Another request had this id before.
                 raise RequestNotFound(request_id)
             raise wrong_secret()
-        is_its_router = (ownership.router_id, owner) == (request.ownership.router_id, request.ownership.owner)
-        if owner.session <= request.ownership.owner.session and not is_its_router:
-            raise InvalidArgument("session", owner.session, f"above {request.ownership.owner.session}, the present one")
+        is_its_router = (ownership.router_id, owner) == (request.ownership.router_id, request.ownership.term)
+        if owner.session <= request.ownership.term.session and not is_its_router:
+            raise InvalidArgument("session", owner.session, f"above {request.ownership.term.session}, the present one")
         attached = _attached(request, attachment)
         if not is_its_router:
             # A later session that wants log-probabilities has the prompt computed again.
             request.log.forget_report()
             self.feeds.discard(request.ownership.router_id, request)
             replaced = PromptNews(
-                request_id, request.ownership.owner, ended=True, error=RequestAlreadyExists(request_id)
+                request_id, request.ownership.term, ended=True, error=RequestAlreadyExists(request_id)
             )
             self.feeds.add(request.ownership.router_id, replaced)
             request.ownership = ownership
@@ -238,7 +238,7 @@ class PrefillRole:
             self._aborted.put(request_id, ownership, time.monotonic())
             return
         owner = ownership.comparable(life.request.ownership)
-        if owner is not None and life.request.ownership.owner <= owner:
+        if owner is not None and life.request.ownership.term <= owner:
             self.cancel(life.request)
 
     def give_back(self, request_id: str, ownership: Ownership) -> None:
@@ -248,7 +248,7 @@ class PrefillRole:
         if not self._draining or life is None:
             return
         waits = isinstance(life.state, AwaitingLength | Queued) and life.request not in self._queue.computing
-        if waits and ownership.comparable(life.request.ownership) == life.request.ownership.owner:
+        if waits and ownership.comparable(life.request.ownership) == life.request.ownership.term:
             self._happened(life.request, EndRequested(Outcome.GIVEN_BACK, _draining()))
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
@@ -325,8 +325,8 @@ class PrefillRole:
         kept = self._kept.get(request_id, now_s)
         for former_owner in (kept.ownership if kept is not None else None, self._aborted.get(request_id, now_s)):
             owner = ownership.comparable(former_owner) if former_owner is not None else None
-            if former_owner is not None and owner is not None and owner <= former_owner.owner:
-                raise owner.stale(request_id, former_owner.owner)
+            if former_owner is not None and owner is not None and owner <= former_owner.term:
+                raise owner.stale(request_id, former_owner.term)
         self._kept.pop(request_id)
         if (life := self._lives.get(request_id)) is None:
             return
@@ -334,9 +334,9 @@ class PrefillRole:
         # The router of another request must not place it again: the two would replace each other in turn.
         error: KaveriError = RequestAlreadyExists(request_id)
         if owner is not None:
-            if owner <= former.ownership.owner:
-                raise owner.stale(request_id, former.ownership.owner)
-            error = former.ownership.owner.stale(request_id, owner)
+            if owner <= former.ownership.term:
+                raise owner.stale(request_id, former.ownership.term)
+            error = former.ownership.term.stale(request_id, owner)
         self._happened(former, EndRequested(Outcome.REFUSED, error))
 
     def _begin(self, request: PrefillRequest, now_s: float, timeout_s: float) -> None:
@@ -474,8 +474,8 @@ class PrefillRole:
         get_logger().info(
             "request_ended",
             request_id=request.request_id,
-            attempt=request.ownership.owner.attempt,
-            session=request.ownership.owner.session,
+            attempt=request.ownership.term.attempt,
+            session=request.ownership.term.session,
             outcome=close.outcome,
             reason=str(close.error) if close.error is not None else None,
             prompt_tokens=request.token_count,

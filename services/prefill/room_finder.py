@@ -8,7 +8,7 @@ from typing import Any
 from grpc import StatusCode, aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.owner import Owner
+from kaveri.domain.owner import Term
 from kaveri.domain.view import ViewedInstance
 from kaveri.engine.contract import EngineKey, KvPushFailed
 from kaveri.errors import (
@@ -32,6 +32,7 @@ from kaveri.timeouts import CALL_TIMEOUT_S
 from kaveri.v1 import decode_pb2, feed_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.feed_pb2_grpc import FeedServiceStub
+from kaveri.wire.attempts import ownership_fields, ownership_to_proto
 from kaveri.wire.messages import layout_to_proto, length_to_proto, params_to_proto, ticket_from_proto
 from kaveri.wire.status import error_of
 from services.prefill.metrics import PrefillMetrics
@@ -56,7 +57,7 @@ class _ReserveCall:
     """Pending Reserve call to a decode instance."""
 
     target: ViewedInstance
-    owner: Owner
+    owner: Term
     """Session and attempt of the request at that time."""
     waits: bool
     patient_until_s: float
@@ -182,7 +183,7 @@ class RoomFinder:
         """Give back KV blocks that the request has, or may have, at decode instance `target`, without waiting."""
         self._search.forget(request.engine_request.key, target.record.instance_id)
         # A task of its own: it must be sent even if the caller is cancelled.
-        self._tasks.create_task(self._abort(target, request, request.reservation_count))
+        self._tasks.create_task(self._abort(target, request, request.placement_count))
 
     def failed_there(self, request: PrefillRequest, target: ViewedInstance, outcome: str, reason: str) -> None:
         """Count and log a failure at decode instance `target`, and avoid it for a while. outcome: metric label."""
@@ -191,7 +192,7 @@ class RoomFinder:
         get_logger().warning(
             "placement_failed",
             request_id=request.request_id,
-            attempt=request.ownership.owner.attempt,
+            attempt=request.ownership.term.attempt,
             decode_instance_id=target.record.instance_id,
             outcome=outcome,
             reason=reason,
@@ -202,25 +203,21 @@ class RoomFinder:
         patience_s = ROOM_PATIENCE_S if ask.shows_room else 0.0
         # A call without a wait is answered soon, or fails.
         patient_until_s = now_s + patience_s if ask.waits else request.deadline_s
-        request.reservation_count += 1
-        answer = self._tasks.create_task(self._reserve(request, ask, request.reservation_count))
+        request.placement_count += 1
+        answer = self._tasks.create_task(self._reserve(request, ask, request.placement_count))
         instance_id = ask.target.record.instance_id
-        owner = request.ownership.owner
+        owner = request.ownership.term
         placement.calls[instance_id] = _ReserveCall(ask.target, owner, ask.waits, patient_until_s, answer)
 
-    async def _reserve(self, request: PrefillRequest, ask: Ask, reservation: int) -> Room | Exception:
-        """Call Reserve. reservation: number of this call among the request's. Returns errors: the instance's, or
+    async def _reserve(self, request: PrefillRequest, ask: Ask, placement: int) -> Room | Exception:
+        """Call Reserve. placement: number of this call among the request's. Returns errors: the instance's, or
         Unavailable or DeadlineExceeded without a response; the channel's keep-alive finds a frozen instance. After an
         error or cancellation, room may be reserved nevertheless."""
         try:
             timeout_s = request.deadline_s - time.monotonic()
             predicted = request.predicted_length
             message = decode_pb2.ReserveRequest(
-                request_id=request.request_id,
-                attempt=request.ownership.owner.attempt,
-                session=request.ownership.owner.session,
-                router_id=request.ownership.router_id,
-                secret=request.ownership.secret,
+                **ownership_fields(request.request_id, request.ownership, placement),
                 token_ids=request.engine_request.token_ids,
                 generated_count=request.engine_request.generated_count,
                 params=params_to_proto(request.engine_request.params),
@@ -228,7 +225,6 @@ class RoomFinder:
                 layout=self._layout,
                 predicted_length=length_to_proto(predicted) if predicted is not None else None,
                 wait=ask.waits,
-                reservation=reservation,
                 traceparent=request.traceparent,
                 prefill_instance_id=self._own_id,
                 suspect_until=request.engine_request.suspect_until,
@@ -247,16 +243,9 @@ class RoomFinder:
         except Exception as error:  # A task that fails would end all others.
             return error
 
-    async def _abort(self, target: ViewedInstance, request: PrefillRequest, reservation: int) -> None:
-        """Free the room of this and earlier reservations at `target`. If unreachable, it frees the room on expiry."""
-        attempt = decode_pb2.AttemptId(
-            request_id=request.request_id,
-            session=request.ownership.owner.session,
-            attempt=request.ownership.owner.attempt,
-            router_id=request.ownership.router_id,
-            secret=request.ownership.secret,
-            reservation=reservation,
-        )
+    async def _abort(self, target: ViewedInstance, request: PrefillRequest, placement: int) -> None:
+        """Free the room of this and earlier placements at `target`. If unreachable, it frees the room on expiry."""
+        attempt = ownership_to_proto(request.request_id, request.ownership, placement)
         with self._channels.calling(FeedServiceStub, target.record.address) as stub:
             try:
                 await stub.Abort(feed_pb2.AbortRequest(attempts=[attempt]), timeout=_ABORT_TIMEOUT_S)
@@ -264,7 +253,7 @@ class RoomFinder:
                 get_logger().warning(
                     "abort_failed",
                     request_id=request.request_id,
-                    attempt=request.ownership.owner.attempt,
+                    attempt=request.ownership.term.attempt,
                     decode_instance_id=target.record.instance_id,
                     reason=str(error_of(error)),
                 )
@@ -280,7 +269,7 @@ class RoomFinder:
                     self.give_up(placement)
                     self._metrics.placements.labels("reserved").inc()
                     return room
-                case StaleAttempt() | RequestAlreadyExists() if call.owner < request.ownership.owner:
+                case StaleAttempt() | RequestAlreadyExists() if call.owner < request.ownership.term:
                     # It knew the new owner, who has attached the request since and may ask it.
                     self._forget(placement, instance_id)
                 case StaleAttempt() | RequestAlreadyExists() as error:

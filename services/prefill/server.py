@@ -10,7 +10,7 @@ from kaveri.errors import InvalidArgument, KaveriError
 from kaveri.lives.prompt import FirstTokenDrawn, HandedOver, Progress, PromptScored, RoomReserved, Started
 from kaveri.v1 import prefill_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceServicer
-from kaveri.wire.attempts import check_ownership
+from kaveri.wire.attempts import check_ownership, term_to_proto
 from kaveri.wire.messages import (
     FINISH_TO_PROTO,
     logprobs_to_proto,
@@ -55,15 +55,14 @@ class PrefillServer(PrefillServiceServicer):
 
 def reports_of(news: PromptNews) -> Iterator[prefill_pb2.PrefillReport]:
     """Pack a request's reports into as few messages as possible, with at most one report of each kind in a message."""
-    owner, kinds = news.owner, set[type[Progress]]()
-    report = prefill_pb2.PrefillReport(request_id=news.request_id, session=owner.session, attempt=owner.attempt)
+    kinds = set[type[Progress]]()
+    name, term = news.request_id, term_to_proto(news.term)
+    report = prefill_pb2.PrefillReport(request_id=name, term=term)
     for entry in news.progress:
         for progress in _parts(entry) if isinstance(entry, PromptScored) else (entry,):
             if type(progress) in kinds:
                 yield report
-                report = prefill_pb2.PrefillReport(
-                    request_id=news.request_id, session=owner.session, attempt=owner.attempt
-                )
+                report = prefill_pb2.PrefillReport(request_id=name, term=term)
                 kinds.clear()
             kinds.add(type(progress))
             _fill(report, progress)

@@ -11,7 +11,7 @@ from typing import Final
 
 from grpc import aio
 
-from kaveri.domain.owner import Owner
+from kaveri.domain.owner import Term
 from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase, ViewedInstance
 from kaveri.errors import KaveriError, NoCapacity, RequestCancelled, Unavailable
 from kaveri.lives import request_values as lives
@@ -22,7 +22,7 @@ from kaveri.timeouts import CALL_TIMEOUT_S
 from kaveri.v1 import feed_pb2, prefill_pb2
 from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
-from kaveri.wire.attempts import ownership_to_proto
+from kaveri.wire.attempts import ownership_fields, ownership_to_proto
 from kaveri.wire.messages import FINISH_FROM_PROTO, params_to_proto
 from kaveri.wire.status import error_from_bytes, error_of, is_answer, is_unsent
 from services.router.requests import RequestEntry
@@ -112,14 +112,10 @@ class PrefillAttempts:
         also ends this call."""
         accepted = entry.accepted
         request = prefill_pb2.SubmitRequest(
-            request_id=entry.request_id,
-            attempt=attempt.number,
-            router_id=self._stream_id,
+            **ownership_fields(entry.request_id, entry.ownership(attempt.number, self._stream_id)),
             token_ids=(*accepted.prompt_token_ids, *entry.answer.token_ids),
             generated_count=attempt.first_index,
             params=params_to_proto(accepted.params),
-            session=accepted.session,
-            secret=accepted.secret,
             silent_decode_ids=sorted(self._feeds.silent_ids),
             traceparent=entry.account.traceparent,
             suspect_until=attempt.suspect_until,
@@ -203,8 +199,8 @@ class PrefillAttempts:
             self._feeds.drop(tie)
             if not tie.has_ended and not entry.is_superseded:
                 # Otherwise the request would go on there, for its client to re-attach.
-                owner = Owner(entry.accepted.session, attempt.number)
-                self._feeds.disown(entry.request_id, owner, tie.life.instance_id, entry.accepted.secret)
+                term = Term(entry.accepted.session, attempt.number)
+                self._feeds.disown(entry.request_id, term, tie.life.instance_id, entry.accepted.secret)
         if not over.done():
             entry.handle(ended, time.monotonic())
 

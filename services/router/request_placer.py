@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance, phases_now
 from kaveri.errors import (
@@ -152,8 +152,8 @@ class RequestPlacer:
             case lives.Abort(attempt, decode):
                 self._feeds.abort(entry.request_id, entry.ownership(attempt, self._stream_id), decode)
             case lives.Disown(attempt, source):
-                owner = Owner(entry.accepted.session, attempt)
-                self._feeds.disown(entry.request_id, owner, source.instance_id)
+                term = Term(entry.accepted.session, attempt)
+                self._feeds.disown(entry.request_id, term, source.instance_id)
             case _:
                 raise AssertionError(f"{action} concerns no instance")
 
@@ -163,7 +163,7 @@ class RequestPlacer:
 
     def abandon(self, request_id: str, session: int, secret: bytes) -> None:
         """Abort at all instances what earlier sessions have left of a request, without looking for it."""
-        ownership = Ownership(Owner(session, 1), self._stream_id, secret)
+        ownership = Ownership(Term(session, 1), self._stream_id, secret)
         self._feeds.abort(request_id, ownership, None)
 
     async def _serve(self, entry: RequestEntry) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kaveri.domain.attachment import Attachment
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import DeadlineExceeded, KaveriError, RequestAlreadyExists, Unavailable
 from kaveri.lives import request_values as lives
@@ -158,7 +158,7 @@ class RequestEntry:
 
     def ownership(self, attempt: int, router_id: str) -> Ownership:
         """Identify an attempt to instances: by session, attempt number, router and secret."""
-        return Ownership(Owner(self.accepted.session, attempt), router_id, self.accepted.secret)
+        return Ownership(Term(self.accepted.session, attempt), router_id, self.accepted.secret)
 
     def attempt_at(self, number: int, prefill: lives.InstanceLife = lives.NO_LIFE) -> lives.Attempt:
         """Create attempt `number`, which continues after the tokens so far."""

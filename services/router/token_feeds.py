@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from grpc import aio
 
 from kaveri.domain.attachment import Attached, Attachment
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.sampling import FinishReason
 from kaveri.domain.silence import SilenceWatch
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance
@@ -30,7 +30,7 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import CALL_TIMEOUT_S, REOPEN_GRACE_S, TICK_S
 from kaveri.v1 import decode_pb2, feed_pb2, prefill_pb2
 from kaveri.v1.feed_pb2_grpc import FeedServiceStub
-from kaveri.wire.attempts import attached_from_proto, attachment_to_proto, ownership_to_proto
+from kaveri.wire.attempts import attached_from_proto, attachment_to_proto, ownership_to_proto, term_from_proto
 from kaveri.wire.messages import FINISH_FROM_PROTO, fault_from_proto
 from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
@@ -75,7 +75,7 @@ class TokenFeeds:
         self._instances: Mapping[str, ViewedInstance] = {}
         self._over: ExpiringMap[lives.InstanceLife, bool] = ExpiringMap(max_count=_LIVES_COUNT)
         """Process runs that have last left the view."""
-        self._aborted: ExpiringMap[tuple[str, str, Owner], float] = ExpiringMap(max_count=_ABORTED_COUNT)
+        self._aborted: ExpiringMap[tuple[str, str, Term], float] = ExpiringMap(max_count=_ABORTED_COUNT)
         """Time of each of the last aborts, by (instance, request, owner)."""
         self._unsent: dict[str, list[decode_pb2.AttemptId]] = {}
         """Aborts to send in this turn of the loop, by address."""
@@ -171,20 +171,20 @@ class TokenFeeds:
             if subscription.record is not None and (decode is None or decode.instance_id == subscription.instance_id):
                 self._abort_at(subscription.record, name)
 
-    def disown(self, request_id: str, owner: Owner, instance_id: str, secret: bytes = b"") -> None:
+    def disown(self, request_id: str, term: Term, instance_id: str, secret: bytes = b"") -> None:
         """Abort an attempt whose tokens or reports belong to no request here, unless an Abort was sent just now."""
-        sent_s = self._aborted.get((instance_id, request_id, owner))
+        sent_s = self._aborted.get((instance_id, request_id, term))
         subscription = self._subscriptions.get(instance_id)
         if subscription is None or subscription.record is None:
             return
         # News this long after an Abort shows that it was lost, or overtook the request.
         if sent_s is None or time.monotonic() - sent_s > CALL_TIMEOUT_S:
-            name = ownership_to_proto(request_id, Ownership(owner, self._stream_id, secret))
+            name = ownership_to_proto(request_id, Ownership(term, self._stream_id, secret))
             self._abort_at(subscription.record, name)
 
     def _abort_at(self, record: InstanceRecord, name: decode_pb2.AttemptId) -> None:
         """Send an Abort, together with the others of this iteration of the event loop."""
-        noted = record.instance_id, name.request_id, Owner(name.session, name.attempt)
+        noted = record.instance_id, name.request_id, term_from_proto(name.term)
         self._aborted.put(noted, time.monotonic())
         unsent = self._unsent.setdefault(record.address, [])
         unsent.append(name)
@@ -384,47 +384,47 @@ class TokenFeeds:
             call.cancel()
 
     def _deliver_report(self, subscription: Subscription, report: prefill_pb2.PrefillReport) -> None:
-        entry, owner = self._table.get(report.request_id), Owner(report.session, report.attempt)
+        entry, term = self._table.get(report.request_id), term_from_proto(report.term)
         tie = subscription.ties.get((entry, True)) if entry is not None else None
-        if isinstance(tie, PromptTie) and (tie.entry.accepted.session, tie.number) == owner:
+        if isinstance(tie, PromptTie) and (tie.entry.accepted.session, tie.number) == term:
             tie.is_there = True
             # At once: when the attempt is over, what waits in `news` is not read.
             tie.has_ended = tie.has_ended or report.HasField("ended")
             tie.news.put_nowait(report)
             return
-        if report.HasField("ended") or self._table.is_left_to_a_later_session(report.request_id, report.session):
+        if report.HasField("ended") or self._table.is_left_to_a_later_session(report.request_id, term.session):
             return
-        if entry is None or entry.accepted.session == report.session:
+        if entry is None or entry.accepted.session == term.session:
             # Its Abort was lost. This router may be looking for a request of another session.
-            self.disown(report.request_id, owner, subscription.instance_id)
+            self.disown(report.request_id, term, subscription.instance_id)
 
     def _deliver(self, life: lives.InstanceLife, update: decode_pb2.RequestTokens, now_s: float) -> None:
-        entry = self._table.get(update.request_id)
+        entry, term = self._table.get(update.request_id), term_from_proto(update.term)
         has_ended = update.finish_reason or update.error
         if entry is None:
             # The request may have ended before its placement arrived.
-            if not (has_ended or self._table.is_left_to_a_later_session(update.request_id, update.session)):
-                self.disown(update.request_id, Owner(update.session, update.attempt), life.instance_id)
+            if not (has_ended or self._table.is_left_to_a_later_session(update.request_id, term.session)):
+                self.disown(update.request_id, term, life.instance_id)
             return
-        if update.session != entry.accepted.session:
+        if term.session != entry.accepted.session:
             # The client has re-attached to this router, where the tokens come again under the later session.
             goes_on_elsewhere = isinstance(entry.state, lives.Decoding) and entry.state.decode != life
-            if update.session < entry.accepted.session and goes_on_elsewhere and not has_ended:
-                self.disown(update.request_id, Owner(update.session, update.attempt), life.instance_id)
+            if term.session < entry.accepted.session and goes_on_elsewhere and not has_ended:
+                self.disown(update.request_id, term, life.instance_id)
             return
         try:
             if update.HasField("replica"):
                 replica = replica_from_proto(update.replica)
-                event = lives.ReplicaNamed(update.attempt, life, replica if replica.holder_id else None)
+                event = lives.ReplicaNamed(term.attempt, life, replica if replica.holder_id else None)
                 entry.handle(event, now_s)
                 entry.note_holder()
             if entry.direct is not None:
-                entry.direct.note_read(update.attempt, update.read_here)
+                entry.direct.note_read(term.attempt, update.read_here)
                 entry.wake()
                 if update.error and update.token_ids:
                     # The client may have them already: the next attempt continues after them.
                     entry.handle(
-                        lives.TokensReceived(update.attempt, life, update.index, update.token_ids, update.logprobs),
+                        lives.TokensReceived(term.attempt, life, update.index, update.token_ids, update.logprobs),
                         now_s,
                     )
             entry.handle(_event_of(life, update), now_s)
@@ -436,28 +436,28 @@ class TokenFeeds:
             get_logger().exception(
                 "request_failed_unexpectedly",
                 request_id=update.request_id,
-                attempt=update.attempt,
+                attempt=term.attempt,
                 decode_instance_id=life.instance_id,
             )
             entry.stop(InternalError(f"the router could not take in the tokens of request {update.request_id!r}"))
 
 
 def _event_of(life: lives.InstanceLife, update: decode_pb2.RequestTokens) -> lives.TokensReceived | lives.GivenUp:
-    finish = FINISH_FROM_PROTO[update.finish_reason]
+    attempt, finish = update.term.attempt, FINISH_FROM_PROTO[update.finish_reason]
     if finish is None and not update.error:
-        return lives.TokensReceived(update.attempt, life, update.index, update.token_ids, update.logprobs)
+        return lives.TokensReceived(attempt, life, update.index, update.token_ids, update.logprobs)
     if update.replaced:
-        return lives.GivenUp(update.attempt, life, RequestAlreadyExists(update.request_id))
+        return lives.GivenUp(attempt, life, RequestAlreadyExists(update.request_id))
     if update.moved:
         # A move is no failure: the request resumes without a pause.
-        return lives.GivenUp(update.attempt, life, NoCapacity("decode", 0.0, update.error))
+        return lives.GivenUp(attempt, life, NoCapacity("decode", 0.0, update.error))
     if update.HasField("engine_fault"):
-        return lives.GivenUp(update.attempt, life, fault_from_proto(update.engine_fault, update.error))
+        return lives.GivenUp(attempt, life, fault_from_proto(update.engine_fault, update.error))
     if update.error or finish is FinishReason.CANCELLED:
         # Only this router cancels its requests, so the instance has given the request up.
         reason = update.error or "gave the request up"
-        return lives.GivenUp(update.attempt, life, Unavailable(f"decode instance {life.instance_id}: {reason}"))
+        return lives.GivenUp(attempt, life, Unavailable(f"decode instance {life.instance_id}: {reason}"))
     timing = update.timing
     return lives.TokensReceived(
-        update.attempt, life, update.index, update.token_ids, update.logprobs, finish, timing.queue_s, timing.decode_s
+        attempt, life, update.index, update.token_ids, update.logprobs, finish, timing.queue_s, timing.decode_s
     )

@@ -25,7 +25,7 @@ from kaveri.kv.transports import TRANSPORT_NAMES
 from kaveri.models import KAVERI_TINY
 from kaveri.rpc.server import open_channel
 from kaveri.text.tokenizer import ModelTokenizer
-from kaveri.v1 import decode_pb2, feed_pb2, prefill_pb2
+from kaveri.v1 import decode_pb2, feed_pb2, prefill_pb2, term_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
@@ -93,13 +93,17 @@ class RunningInstance:
         *,
         layout: KvLayout | None = None,
         rpc_timeout_s: float = DEADLINE_S,
+        session: int = 0,
+        attempt: int = 1,
+        placement: int = 0,
         **fields: Any,
     ) -> decode_pb2.ReserveResponse:
         """Reserve room as a prefill instance does, without a push."""
         params = params_to_proto(SamplingParams(max_tokens=5, seed=0))
-        named = {"attempt": 1, "router_id": "router-0", "timeout_s": DEADLINE_S, "params": params, **fields}
+        named = {"router_id": "router-0", "timeout_s": DEADLINE_S, "params": params, **fields}
         message = decode_pb2.ReserveRequest(
             request_id=request_id,
+            term=term_pb2.Term(session=session, attempt=attempt, placement=placement),
             token_ids=[1] * token_count,
             layout=layout_to_proto(layout or self.engine.info.layout),
             **named,
@@ -114,11 +118,10 @@ class RunningInstance:
         attempt: int = 1,
         router_id: str = "router-0",
         by_router: bool = True,
-        reservation: int = 0,
+        placement: int = 0,
     ) -> None:
-        name = decode_pb2.AttemptId(
-            request_id=request_id, attempt=attempt, router_id=router_id, reservation=reservation
-        )
+        term = term_pb2.Term(attempt=attempt, placement=placement)
+        name = decode_pb2.AttemptId(request_id=request_id, term=term, router_id=router_id)
         message = feed_pb2.AbortRequest(attempts=[name], by_router=by_router)
         await FeedServiceStub(self.channel).Abort(message, timeout=DEADLINE_S)
 
@@ -154,7 +157,12 @@ class PrefillCall:
 
     @property
     def kinds(self) -> list[str]:
-        named = [field.name for event in self.events for field, _ in event.ListFields() if field.message_type]
+        named = [
+            field.name
+            for event in self.events
+            for field, _ in event.ListFields()
+            if field.message_type and field.name != "term"
+        ]
         return [name for name in named if name != "ended"]
 
     async def ended(self) -> None:
@@ -200,9 +208,10 @@ class RouterStub:
         secret: bytes = b"",
         **params: Any,
     ) -> PrefillCall:
+        term = term_pb2.Term(attempt=attempt)
         message = prefill_pb2.SubmitRequest(
             request_id=request_id,
-            attempt=attempt,
+            term=term,
             router_id=self.router_id,
             token_ids=token_ids,
             generated_count=generated_count,
@@ -210,7 +219,7 @@ class RouterStub:
             timeout_s=timeout_s,
             secret=secret,
         )
-        name = decode_pb2.AttemptId(request_id=request_id, attempt=attempt, router_id=self.router_id, secret=secret)
+        name = decode_pb2.AttemptId(request_id=request_id, term=term, router_id=self.router_id, secret=secret)
         call = self._prompts[request_id, attempt] = PrefillCall(instance, name)
         call.reading = asyncio.create_task(self._submit(call, message))
         self._tasks.append(call.reading)
@@ -250,12 +259,12 @@ class RouterStub:
         try:
             while (message := await stream.read()) is not aio.EOF:
                 for report in message.reports:
-                    if (call := self._prompts.get((report.request_id, report.attempt))) is not None:
+                    if (call := self._prompts.get((report.request_id, report.term.attempt))) is not None:
                         call.events.append(report)
                         call.changed.set()
                 self.batch_sizes.append(len(message.requests))
                 for gained in message.requests:
-                    key = gained.request_id, gained.attempt
+                    key = gained.request_id, gained.term.attempt
                     tokens = self.tokens.setdefault(key, {})
                     for offset, token_id in enumerate(gained.token_ids):
                         self.duplicates += gained.index + offset in tokens

@@ -9,7 +9,7 @@ import pytest
 from grpc import aio
 
 from kaveri.domain.attachment import Attachment
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.errors import InvalidArgument, KaveriError, RequestNotFound
 from kaveri.v1 import feed_pb2
 from kaveri.v1.feed_pb2_grpc import FeedServiceStub
@@ -19,13 +19,13 @@ from tests.services.conftest import eventually
 
 SECRET = b"0123456789abcdef"
 PROMPT = tuple(range(1, 41))
-MINE = Ownership(Owner(1, 1), "router-1", SECRET)
+MINE = Ownership(Term(1, 1), "router-1", SECRET)
 RIGHT = Attachment("a", MINE, PROMPT, 0)
 
 WRONG = {
     "another secret": (replace(RIGHT, ownership=MINE._replace(secret=b"another secret, too")), "secret"),
     "no secret": (replace(RIGHT, ownership=MINE._replace(secret=b"")), "secret"),
-    "the same session": (replace(RIGHT, ownership=MINE._replace(owner=Owner(0, 2))), "session"),
+    "the same session": (replace(RIGHT, ownership=MINE._replace(term=Term(0, 2))), "session"),
     "another prompt": (replace(RIGHT, token_ids=PROMPT[::-1]), "prompt"),
     "a shorter prompt": (replace(RIGHT, token_ids=PROMPT[:-1]), "prompt"),
     "another token": (replace(RIGHT, token_ids=(*PROMPT, 0), generated_count=1), "received.token_ids"),
@@ -94,7 +94,7 @@ async def test_a_client_that_asks_for_text_gets_no_routers_stream_or_request(clu
 
 async def test_a_decode_instance_that_gave_a_request_up_is_not_attached_for_nothing(cluster: Any) -> None:
     decode, router, stub = await let_it_decode(cluster)
-    attempt = ownership_to_proto("a", Ownership(Owner(0, 1), router.router_id, SECRET))
+    attempt = ownership_to_proto("a", Ownership(Term(0, 1), router.router_id, SECRET))
     await stub.Abort(feed_pb2.AbortRequest(attempts=[attempt], by_router=True))
     await cluster.all_free()
     (kept,) = decode.service.owners._kept.values()

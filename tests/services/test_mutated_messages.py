@@ -12,14 +12,15 @@ import structlog
 from google.protobuf.message import Message
 from grpc import aio
 
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership
 from kaveri.domain.replica import ReplicaOffer, Resumption
 from kaveri.domain.sampling import ResolvedParams, SamplingParams
-from kaveri.v1 import decode_pb2, feed_pb2, inference_pb2, prefill_pb2
+from kaveri.v1 import decode_pb2, feed_pb2, inference_pb2, prefill_pb2, term_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.v1.inference_pb2_grpc import InferenceServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
+from kaveri.wire.attempts import term_from_proto
 from kaveri.wire.messages import layout_to_proto, params_to_proto
 from kaveri.wire.replicas import offer_to_proto, resumption_to_proto
 from tests.services.conftest import eventually
@@ -87,16 +88,14 @@ class PeerAttack(Attack):
     def _owner(self) -> dict[str, Any]:
         return {
             "request_id": self.rng.choice(self._ids),
-            "session": self.rng.choice((0, 0, 1, 2)),
-            "attempt": self.rng.choice((1, 1, 2, 3)),
+            "term": term_pb2.Term(session=self.rng.choice((0, 0, 1, 2)), attempt=self.rng.choice((1, 1, 2, 3))),
             "router_id": STRANGER,
             "secret": OTHER_SECRET,
         }
 
     def _ownership(self) -> tuple[str, Ownership]:
         owner = self._owner()
-        ownership = Ownership(Owner(owner["session"], owner["attempt"]), STRANGER, OTHER_SECRET)
-        return owner["request_id"], ownership
+        return owner["request_id"], Ownership(term_from_proto(owner["term"]), STRANGER, OTHER_SECRET)
 
     def _reserve(self) -> Message:
         params = params_to_proto(SamplingParams(max_tokens=5, seed=0))
@@ -112,11 +111,7 @@ class PeerAttack(Attack):
     def _follow(self) -> Message:
         owner = self._owner()
         named = feed_pb2.FollowedRequest(
-            request_id=owner["request_id"],
-            session=owner["session"],
-            attempt=owner["attempt"],
-            next_index=3,
-            at_prefill=self.rng.random() < 0.5,
+            request_id=owner["request_id"], term=owner["term"], next_index=3, at_prefill=self.rng.random() < 0.5
         )
         return feed_pb2.FollowRequest(router_id=STRANGER, requests=[named])
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kaveri.domain.owner import Owner
+from kaveri.domain.owner import Term
 from kaveri.engine.contract import KvPushed
 from tests.services.conftest import eventually
 from tests.services.prompts import prompt
@@ -47,14 +47,14 @@ async def test_a_router_hears_nothing_of_what_it_aborts_itself(cluster: Any, beg
     assert ("a", 1) not in router.last
 
 
-@pytest.mark.parametrize("newer", [Owner(0, 2), Owner(1, 1)])
+@pytest.mark.parametrize("newer", [Term(0, 2), Term(1, 1)])
 async def test_a_router_hears_when_its_request_is_lost_to_a_newer_owner_elsewhere(
-    cluster: Any, begin: Any, newer: Owner
+    cluster: Any, begin: Any, newer: Term
 ) -> None:
     """Otherwise the router would wait for tokens forever if it were the newest owner after all."""
     _, decode, router, _ = await begin()
     (request,) = decode.service.landed()
-    decode.service.lose(request, request.ownership.owner.stale("a", newer))
+    decode.service.lose(request, request.ownership.term.stale("a", newer))
     await eventually(lambda: router.finished("a"), "the router hears of it")
     assert router.last["a", 1].error
     # Another session has it: then this router must not place it again.

@@ -5,7 +5,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kaveri.v1 import decode_pb2, prefill_pb2
+from kaveri.v1 import decode_pb2, prefill_pb2, term_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.services.prompts import prompt
@@ -25,7 +25,8 @@ from tests.services.refusals import refuses
 )
 async def test_names_beyond_their_limits_are_refused_at_both_roles(cluster: Any, field: str, value: object) -> None:
     prefill, decode = await cluster.prefill(), await cluster.decode()
-    names = {"request_id": "a", "router_id": "router-0", "attempt": 1, field: value}
+    names: dict[str, Any] = {"request_id": "a", "router_id": "router-0", "attempt": 1, field: value}
+    names["term"] = term_pb2.Term(attempt=names.pop("attempt"))
     calls = [
         DecodeServiceStub(decode.channel).Reserve(
             decode_pb2.ReserveRequest(token_ids=[1], timeout_s=1.0, **names), timeout=5.0

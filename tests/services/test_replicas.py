@@ -8,7 +8,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.replica import ReplicaOffer, Resumption
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import ReplicaCounts
@@ -55,7 +55,7 @@ class Owned:
         answer = self.answer[:token_count]
         resumption = Resumption(
             "a",
-            Ownership(Owner(0, 2), ROUTER),
+            Ownership(Term(0, 2), ROUTER),
             (*self.prompt, *answer),
             len(answer),
             ResolvedParams(max_tokens=len(self.expected), seed=0),
@@ -65,7 +65,7 @@ class Owned:
         )
         message = resumption_to_proto(resumption)
         for name, value in fields.items():
-            setattr(message, name, value)
+            setattr(message.term if name == "attempt" else message, name, value)
         return message
 
     async def rest(self) -> list[int]:
@@ -297,7 +297,7 @@ async def test_a_draining_owner_lets_the_next_request_go_when_the_one_before_goe
     gained = (answers[first], *router.drawn(first))
     resumption = Resumption(
         first,
-        Ownership(Owner(0, 2), ROUTER),
+        Ownership(Term(0, 2), ROUTER),
         (*prompt(5, 50), *gained),
         len(gained),
         ResolvedParams(max_tokens=450, seed=0),
@@ -315,7 +315,7 @@ async def test_a_draining_owner_lets_the_next_request_go_when_the_one_before_goe
 
 
 def offer(holder: Any, request_id: str, token_count: int = 50, attempt: int = 1, router_id: str = ROUTER) -> Any:
-    ownership = Ownership(Owner(0, attempt), router_id)
+    ownership = Ownership(Term(0, attempt), router_id)
     layout = holder.engine.info.layout
     return offer_to_proto(ReplicaOffer(request_id, ownership, "decode-9", 1, layout, token_count, 60.0))
 
@@ -330,7 +330,7 @@ async def refusal(holder: Any, message: Any) -> grpc.StatusCode:
 async def test_a_holder_refuses_what_it_cannot_hold_by_name(cluster: Any) -> None:
     off = await cluster.decode("decode-0")
     assert await refusal(off, offer(off, "a")) is grpc.StatusCode.FAILED_PRECONDITION
-    resumption = Resumption("a", Ownership(Owner(0, 1), ROUTER), (1, 2), 1, ResolvedParams(), 1.0, None, 1)
+    resumption = Resumption("a", Ownership(Term(0, 1), ROUTER), (1, 2), 1, ResolvedParams(), 1.0, None, 1)
     with refuses(grpc.StatusCode.FAILED_PRECONDITION, "replicas are off"):
         await DecodeServiceStub(off.channel).Resume(resumption_to_proto(resumption), timeout=60)
     holder = await cluster.decode("decode-1", **REPLICATED)

@@ -293,21 +293,21 @@ async def test_a_late_abort_of_room_that_was_given_back_leaves_a_newer_reservati
     """Messages of a prefill instance that gives room up and asks again may be reordered."""
     decode = await small_decode(cluster)
     await cluster.router()
-    await decode.reserve("a", 100, reservation=1)
-    await decode.reserve("a", 100, reservation=3, wait=True)
+    await decode.reserve("a", 100, placement=1)
+    await decode.reserve("a", 100, placement=3, wait=True)
     held_blocks = decode.held_blocks
-    await decode.abort("a", by_router=False, reservation=2)
+    await decode.abort("a", by_router=False, placement=2)
     with refuses(grpc.StatusCode.ABORTED):
-        await decode.reserve("a", 100, reservation=2)
+        await decode.reserve("a", 100, placement=2)
     assert decode.load().running_requests + decode.load().waiting_requests == 1
     assert decode.held_blocks == held_blocks
-    await decode.abort("a", by_router=False, reservation=3)
+    await decode.abort("a", by_router=False, placement=3)
     await eventually(decode.free, "it is given back")
     for number in (0, 7):
-        await decode.reserve("b", 100, attempt=1 + number, reservation=2, wait=True)
-        await decode.abort("b", attempt=1 + number, reservation=0)
+        await decode.reserve("b", 100, attempt=1 + number, placement=2, wait=True)
+        await decode.abort("b", attempt=1 + number, placement=0)
         await eventually(decode.free, "a router ends every reservation")
-    await decode.reserve("c", 100, attempt=1, reservation=5)
-    await decode.abort("c", attempt=2, by_router=False, reservation=1)
+    await decode.reserve("c", 100, attempt=1, placement=5)
+    await decode.abort("c", attempt=2, by_router=False, placement=1)
     await eventually(decode.free, "an older attempt ends, whatever its number")
     await cluster.all_free()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.lives.copy_holder import (
     Action,
     BareEvent,
@@ -30,7 +30,7 @@ from kaveri.lives.copy_holder import (
 from kaveri.timeouts import COMPLETE_COPY_S
 
 GRACE_S = 10.0
-OWNER, NEWER = (Ownership(Owner(0, attempt), "router-0", bytes(16)) for attempt in (2, 3))
+OWNER, NEWER = (Ownership(Term(0, attempt), "router-0", bytes(16)) for attempt in (2, 3))
 LOST = OwnerLost("it was killed")
 
 

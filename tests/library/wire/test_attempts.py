@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from kaveri.domain.attachment import Attached, Attachment
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import InvalidArgument, Unavailable
 from kaveri.v1 import feed_pb2
@@ -15,7 +15,7 @@ from kaveri.wire.attempts import (
     check_ownership,
 )
 
-ATTACHMENT = Attachment("r", Ownership(Owner(2, 3), "router-1", bytes(16)), (1, 2, 3, 4), 2)
+ATTACHMENT = Attachment("r", Ownership(Term(2, 3), "router-1", bytes(16)), (1, 2, 3, 4), 2)
 
 
 def test_what_a_new_owner_shows_and_gets_survives_the_wire() -> None:
@@ -49,7 +49,7 @@ def test_an_answer_without_a_limit_of_tokens_is_its_senders_fault() -> None:
 )
 def test_a_wrong_field_is_refused_by_its_name_and_limit(field: str, wrong: object) -> None:
     message = attachment_to_proto(ATTACHMENT)
-    setattr(message, field, wrong)
+    setattr(message.term if field in ("session", "attempt") else message, field, wrong)
     with pytest.raises(InvalidArgument) as caught:
         attachment_from_proto(message)
     assert caught.value.field == field

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from kaveri.domain.length import TokenRange
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.replica import ReplicaLocation, ReplicaOffer, Resumed, Resumption
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceStatus, ReplicaCounts, Role
@@ -23,7 +23,7 @@ from kaveri.wire.replicas import (
 )
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
-OWNERSHIP = Ownership(Owner(2, 3), "router-1", bytes(range(16)))
+OWNERSHIP = Ownership(Term(2, 3), "router-1", bytes(range(16)))
 OFFER = ReplicaOffer("r", OWNERSHIP, "decode-0", 2**63 - 1, LAYOUT, 9, 30.0)
 PARAMS = ResolvedParams(max_tokens=20, seed=7)
 RESUMPTION = Resumption("r", OWNERSHIP, (1, 2, 3, 4), 2, PARAMS, 30.0, TokenRange(8, 16), 2**63 - 1)
@@ -56,7 +56,7 @@ BOTH = [("request_id", ""), ("router_id", ""), ("attempt", 0), ("session", 70_00
 )
 def test_an_offer_with_a_wrong_field_is_refused_by_its_name(field: str, wrong: object) -> None:
     message = offer_to_proto(OFFER)
-    setattr(message, field, wrong)
+    setattr(message.term if field in ("session", "attempt") else message, field, wrong)
     with pytest.raises(InvalidArgument) as caught:
         offer_from_proto(message)
     assert caught.value.field == field
@@ -73,7 +73,7 @@ def test_a_resume_with_an_empty_predicted_length_is_refused_by_its_name(low: int
 @pytest.mark.parametrize(("field", "wrong"), [*BOTH, ("generated_count", 4), ("timeout_s", -1.0)])
 def test_a_resume_with_a_wrong_field_is_refused_by_its_name(field: str, wrong: object) -> None:
     message = resumption_to_proto(RESUMPTION)
-    setattr(message, field, wrong)
+    setattr(message.term if field in ("session", "attempt") else message, field, wrong)
     with pytest.raises(InvalidArgument) as caught:
         resumption_from_proto(message)
     assert caught.value.field == field

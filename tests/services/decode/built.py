@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.sampling import FinishReason, ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest, TokenStep
 from kaveri.feeds.feed import RouterFeed, RouterFeeds
@@ -20,7 +20,7 @@ from services.decode.requests import AnswerLog, DecodeRequest, GainedTokens
 WAIT_S = 60.0
 PROMPT = tuple(range(1, 11))
 SERIALS = itertools.count(1)
-ROUTERS = Ownership(Owner(0, 1), "router")
+ROUTERS = Ownership(Term(0, 1), "router")
 
 
 def built_request(
@@ -52,5 +52,5 @@ def gain(owners: RequestOwners, request: DecodeRequest, index: int, finish: Fini
 async def next_batch(feed: RouterFeed, beat_s: float = 2 * WAIT_S) -> list[GainedTokens]:
     news = await asyncio.wait_for(feed.take(beat_s), WAIT_S)
     requests: list[Any] = [each for each in news if isinstance(each, DecodeRequest)]
-    taken = {each: each.log.take(each.request_id, each.ownership.owner, each.reader is not None) for each in requests}
+    taken = {each: each.log.take(each.request_id, each.ownership.term, each.reader is not None) for each in requests}
     return [taken.get(each, each) for each in news]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kaveri.domain.owner import Owner
+from kaveri.domain.owner import Term
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import EngineKey, TokenStep
@@ -10,7 +10,7 @@ from kaveri.lives.decoding import Landed, Running, State
 from services.decode.requests import AnswerLog, End
 from tests.services.decode.built import built_owners, built_request, gain, next_batch
 
-OWNER = Owner(0, 1)
+OWNER = Term(0, 1)
 
 
 def test_news_of_a_copy_are_sent_once_and_again_to_a_router_that_attaches() -> None:

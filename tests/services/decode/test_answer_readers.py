@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from transformers import AutoTokenizer
 
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import TokenStep
 from kaveri.errors import InvalidArgument, RequestNotFound, Unavailable, Unsupported
@@ -43,7 +43,7 @@ class AnswerReadHere:
         self.request = self.add("a")
 
     def add(self, request_id: str) -> DecodeRequest:
-        request = built_request(request_id, Ownership(Owner(2, 1), ROUTER, SECRET), **self.params)
+        request = built_request(request_id, Ownership(Term(2, 1), ROUTER, SECRET), **self.params)
         self.owners.add(request)
         return request
 

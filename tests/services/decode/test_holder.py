@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.replica import ReplicaOffer, Resumption
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.errors import InvalidArgument, NoCapacity, RequestAlreadyExists, StaleAttempt, Unavailable
@@ -82,7 +82,7 @@ def holder(store: Store) -> ReplicaHolder:
 
 
 def owned(session: int, attempt: int, secret: bytes = SECRET) -> Ownership:
-    return Ownership(Owner(session, attempt), f"router-{session}", secret)
+    return Ownership(Term(session, attempt), f"router-{session}", secret)
 
 
 def offer(number: int, session: int = 0, attempt: int = 1) -> ReplicaOffer:
@@ -111,7 +111,7 @@ def test_the_complete_copy_of_an_earlier_request_makes_room_for_one_that_uses_it
 ) -> None:
     holder.open(offer(1, session=1, attempt=2))
     holder._take(holder._held["r"], copy_holder.BareEvent.OWNER_GAVE_UP)
-    again = Ownership(Owner(0, 1), "router-9", b"the secret of another request")
+    again = Ownership(Term(0, 1), "router-9", b"the secret of another request")
     holder.open(replace(offer(1), ownership=again))
     assert store.keys == {ReplicaKey("r", 0, 1)}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kaveri.domain.attachment import Attachment
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.errors import RequestAlreadyExists, RequestNotFound
 from kaveri.feeds.expiring import ExpiringMap
 from kaveri.lives.decoding import InLine, Running, State
@@ -12,8 +12,8 @@ from services.decode.requests import DecodeRequest, ResumedHere
 from tests.services.decode.built import PROMPT, built_owners, built_request, next_batch, token
 
 SECRET = b"s" * 16
-FORMER = Ownership(Owner(0, 2), "router-0", SECRET)
-PRESENT = Ownership(Owner(1, 1), "router-1", SECRET)
+FORMER = Ownership(Term(0, 2), "router-0", SECRET)
+PRESENT = Ownership(Term(1, 1), "router-1", SECRET)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def add(owners: RequestOwners, state: State | None = None) -> DecodeRequest:
     owners.add(request)
     for index in range(1, 6):
         request.log.gain(token(request, index), None)
-    request.log.take("r", request.ownership.owner)
+    request.log.take("r", request.ownership.term)
     return request
 
 
@@ -39,15 +39,15 @@ async def test_a_stream_that_is_opened_again_gets_no_request_that_belongs_to_ano
     owners: RequestOwners, owner: Ownership
 ) -> None:
     request = add(owners)
-    (notice,) = owners.repeat(owner.router_id, [Awaited("r", owner.owner, 2)])
-    assert (notice.owner, notice.token_ids) == (owner.owner, [])
+    (notice,) = owners.repeat(owner.router_id, [Awaited("r", owner.term, 2)])
+    assert (notice.term, notice.token_ids) == (owner.term, [])
     assert "another owner" in notice.end.error
     assert not request.log.has_unsent, "its own router would get tokens again"
 
 
 async def test_a_stream_that_is_opened_again_goes_on_where_its_router_is(owners: RequestOwners) -> None:
     add(owners)
-    assert owners.repeat("router-1", [Awaited("r", PRESENT.owner, 3)]) == []
+    assert owners.repeat("router-1", [Awaited("r", PRESENT.term, 3)]) == []
     (gained,) = await next_batch(owners.feeds.open("router-1"))
     assert (gained.index, gained.token_ids) == (3, [103, 104, 105])
 
@@ -56,7 +56,7 @@ def test_only_the_owner_that_has_resumed_a_request_is_told_so(owners: RequestOwn
     request = add(owners)
     request.resumed = ResumedHere(8, None)  # type: ignore[arg-type]
     assert owners.resumed("r", PRESENT) is request
-    for other in (FORMER, PRESENT._replace(owner=Owner(1, 2)), PRESENT._replace(secret=b"another secret, too")):
+    for other in (FORMER, PRESENT._replace(term=Term(1, 2)), PRESENT._replace(secret=b"another secret, too")):
         assert owners.resumed("r", other) is None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Role
 from kaveri.engine.contract import EngineKey, EngineRequest, LetGo
@@ -59,7 +59,7 @@ class Bench:
 
         monkeypatch.setattr(self.replicator, "_close", close)
         engine_request = EngineRequest(KEY, (1, 2, 3), 0, ResolvedParams(max_tokens=20, seed=0))
-        ownership = Ownership(Owner(0, 1), "router-0", bytes(16))
+        ownership = Ownership(Term(0, 1), "router-0", bytes(16))
         self.request = DecodeRequest(
             "r", engine_request, ownership, 0.0, 60.0, BatchMember(3, 20), Landed(0.0), AnswerLog(1, 1)
         )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kaveri.domain.owner import Owner
+from kaveri.domain.owner import Term
 from kaveri.domain.sampling import FinishReason, Logprobs
 from kaveri.lives.decoding import RequestTimes
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
@@ -16,7 +16,7 @@ LOGPROBS = Logprobs(-1234.5678, tuple((LARGE_ID, -1234.5678) for _ in range(20))
 
 def gained(request_id: str, token_count: int, logprobs: bool = False, end: End = GOING_ON) -> GainedTokens:
     entries = [LOGPROBS] * token_count if logprobs else []
-    return GainedTokens(request_id, Owner(0, 1), 7, [LARGE_ID] * token_count, entries, end)
+    return GainedTokens(request_id, Term(0, 1), 7, [LARGE_ID] * token_count, entries, end)
 
 
 def sizes(messages: list[list[GainedTokens]]) -> list[int]:

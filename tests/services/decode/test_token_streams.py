@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import RequestAlreadyExists, StaleAttempt
 from kaveri.feeds.expiring import ExpiringMap
@@ -157,7 +157,7 @@ async def test_a_failure_wakes_its_stream() -> None:
 
 
 def of(session: int, attempt: int, router_id: str = "router", secret: bytes = b"") -> Ownership:
-    return Ownership(Owner(session, attempt), router_id, secret)
+    return Ownership(Term(session, attempt), router_id, secret)
 
 
 @pytest.fixture

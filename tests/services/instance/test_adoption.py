@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.feeds.feed import RouterFeed
 from kaveri.lives.prompt import Adopted, FirstTokenDrawn, RoomReserved
@@ -35,7 +35,7 @@ class Turns:
         sent = EngineRequest(EngineKey("a", 1), (1, 2), 0, params(2), stays=True)
         self.reported = asyncio.Event()
         self.feed = RouterFeed("router", ())
-        self.request = PrefillRequest("a", Ownership(Owner(0, 1), "router"), sent, 2, 1.0)
+        self.request = PrefillRequest("a", Ownership(Term(0, 1), "router"), sent, 2, 1.0)
 
     def report(self, _: PrefillRequest, report: object) -> None:
         self.happened.append(type(report).__name__)

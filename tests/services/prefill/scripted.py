@@ -171,8 +171,8 @@ class ScriptedDecodePeer(decode_pb2_grpc.DecodeServiceServicer, feed_pb2_grpc.Fe
 
     async def Abort(self, request: Any, context: Any) -> feed_pb2.AbortResponse:  # noqa: N802
         for attempt in request.attempts:
-            self.aborted.append((attempt.request_id, attempt.attempt))
-            self.aborted_reservations.append(attempt.reservation)
+            self.aborted.append((attempt.request_id, attempt.term.attempt))
+            self.aborted_reservations.append(attempt.term.placement)
             self.calls.append(f"abort {attempt.request_id}")
         return feed_pb2.AbortResponse()
 

@@ -10,7 +10,7 @@ import pytest
 
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.domain.length import TokenRange
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.engine.contract import EngineKey, EngineRequest, KvPushFailed
 from kaveri.errors import (
     DeadlineExceeded,
@@ -77,7 +77,7 @@ class PlacementWorld:
         key = EngineKey(request_id, self._number)
         engine_request = EngineRequest(key, (1,) * token_count, 0, params())
         deadline_s = time.monotonic() + timeout_s
-        ownership = Ownership(Owner(0, 3), "router")
+        ownership = Ownership(Term(0, 3), "router")
         request = PrefillRequest(request_id, ownership, engine_request, token_count, deadline_s, **fields)
         self.decode_placer.begin(request)
         return request
@@ -113,12 +113,12 @@ async def test_room_is_reserved_then_the_kv_is_pushed_to_the_ticket_and_the_rout
     decode = await world.decode()
     request = world.begin("a", 20, predicted_length=TokenRange(7, 9))
     await eventually(lambda: request.log.has_unsent)
-    assert request.log.take("a", request.ownership.owner).progress == (RoomReserved("decode-0", decode.incarnation),)
+    assert request.log.take("a", request.ownership.term).progress == (RoomReserved("decode-0", decode.incarnation),)
     ((key, ticket),) = world.engine.pushes
     assert key == request.engine_request.key
     assert ticket.token_count == 20
     (asked,) = decode.reserved
-    assert (asked.request_id, asked.attempt, asked.router_id) == ("a", 3, "router")
+    assert (asked.request_id, asked.term.attempt, asked.router_id) == ("a", 3, "router")
     assert (len(asked.token_ids), asked.generated_count) == (20, 0)
     assert (asked.predicted_length.low, asked.predicted_length.high) == (7, 9)
     assert 0 < asked.timeout_s <= 60
@@ -358,11 +358,11 @@ async def test_a_refusal_that_was_meant_for_a_former_session_is_no_end_the_prese
     request = world.begin("a")
     await eventually(lambda: decode.asked == ["a"])
     # The client has attached the request through another router, and that one was at the decode instance before.
-    request.ownership = Ownership(Owner(1, 3), "other router")
+    request.ownership = Ownership(Term(1, 3), "other router")
     decode.refusals = [RequestAlreadyExists("a")]
     decode.may_answer.set()
     await eventually(lambda: world.pushed() == ["a"])
-    assert [(asked.session, asked.router_id) for asked in decode.reserved] == [(0, "router"), (1, "other router")]
+    assert [(asked.term.session, asked.router_id) for asked in decode.reserved] == [(0, "router"), (1, "other router")]
     assert not world.failed
 
 
@@ -428,7 +428,7 @@ async def test_every_reserve_call_of_an_attempt_has_a_number_and_room_is_given_b
     request = world.begin("a")
     await eventually(lambda: len(first.reserved) + len(world.decodes[1].reserved) == 2)
     calls = [*first.reserved, *world.decodes[1].reserved]
-    assert [call.reservation for call in calls] == [1, 2]
+    assert [call.term.placement for call in calls] == [1, 2]
     await eventually(lambda: first.aborted_reservations == [1])
     world.decode_placer.end(request, handed_over=False)
     await eventually(lambda: world.decodes[1].aborted_reservations == [2])

@@ -3,7 +3,7 @@
 import pytest
 
 from kaveri.domain.attachment import Attachment
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.sampling import Logprobs
 from kaveri.engine.contract import FirstToken, KvPushed, PrefillStarted, PromptLogprobs
 from kaveri.lives.prompt import FirstTokenDrawn, PromptScored, RoomReserved, Started
@@ -16,7 +16,7 @@ ENTRY = Logprobs(-1.0, tuple((token_id, -2.0) for token_id in range(20)))
 
 
 def attach(world: RoleWorld, request_id: str, session: int) -> PrefillRequest:
-    ownership = Ownership(Owner(session, 1), "router", SECRET)
+    ownership = Ownership(Term(session, 1), "router", SECRET)
     world.role.attach(Attachment(request_id, ownership, (1,) * 20, 0))
     request = world.role._find(request_id)
     assert request is not None

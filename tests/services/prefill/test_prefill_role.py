@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kaveri.domain.attachment import Attachment
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import (
     EngineStopped,
@@ -75,12 +75,12 @@ class RoleWorld:
         )
 
     def accept(self, request_id: str, token_count: int = 20, attempt: int = 1, **fields: Any) -> PrefillRequest:
-        owned = Ownership(Owner(0, attempt), fields.pop("router_id", "router"), fields.pop("secret", b""))
+        owned = Ownership(Term(0, attempt), fields.pop("router_id", "router"), fields.pop("secret", b""))
         fields = {"generated_count": 0, "params": params(), "timeout_s": 60.0, **fields}
         return self.role.accept(request_id, owned, token_ids=(1,) * token_count, **fields)
 
     def abort(self, request_id: str, attempt: int, router_id: str) -> None:
-        self.role.abort(request_id, Ownership(Owner(0, attempt), router_id))
+        self.role.abort(request_id, Ownership(Term(0, attempt), router_id))
 
     def compute(self, request: PrefillRequest, finish: FinishReason | None = None) -> None:
         self.role.handle([PrefillStarted(request.engine_request.key)])
@@ -97,7 +97,7 @@ class RoleWorld:
 
 async def told(request: PrefillRequest) -> list[Any]:
     await eventually(lambda: request.log.has_unsent or request.log.ended, 10.0)
-    news = request.log.take(request.request_id, request.ownership.owner)
+    news = request.log.take(request.request_id, request.ownership.term)
     if not news.progress and request.log.error is not None:
         raise request.log.error
     return list(news.progress)
@@ -260,13 +260,13 @@ async def test_older_and_equal_attempts_are_refused_and_leave_the_newer_one_alon
 async def test_an_older_owner_does_not_have_a_prompt_computed_again_that_was_handed_over_to_a_newer_one() -> None:
     world, secret = RoleWorld(), bytes(16)
     later = world.accept("a", secret=secret)
-    world.role.attach(Attachment("a", Ownership(Owner(1, 1), "other", secret), (1,) * 20, 0))
+    world.role.attach(Attachment("a", Ownership(Term(1, 1), "other", secret), (1,) * 20, 0))
     world.hand_over_to_decode(later)
     with pytest.raises(RequestAlreadyExists):
         # Its router stood still meanwhile, and counts its attempt as lost.
         world.accept("a", attempt=2, secret=secret)
-    world.role.attach(Attachment("a", Ownership(Owner(2, 1), "other", secret), (1,) * 20, 0))
-    assert later.ownership.owner == Owner(2, 1)
+    world.role.attach(Attachment("a", Ownership(Term(2, 1), "other", secret), (1,) * 20, 0))
+    assert later.ownership.term == Term(2, 1)
     # Another client's request may have the same id.
     world.accept("a", attempt=2, secret=bytes(17))
     assert world.role.load().waiting_requests == 1
@@ -415,12 +415,12 @@ async def test_a_draining_instance_gives_back_what_it_has_not_begun() -> None:
     world = RoleWorld()
     begun, waits, other = world.accept("begun", 40), world.accept("waits", 40), world.accept("other", 40)
     assert world.engine.submitted_ids == ["begun"]
-    owner = Ownership(Owner(0, 1), "router")
+    owner = Ownership(Term(0, 1), "router")
     world.role.give_back("waits", owner)
     world.role.drain()
     for request_id in ("begun", "waits", "unknown"):
         world.role.give_back(request_id, owner)
-    world.role.give_back("other", Ownership(Owner(0, 1), "another router"))
+    world.role.give_back("other", Ownership(Term(0, 1), "another router"))
     with pytest.raises(Unavailable, match="draining") as refused:
         await told(waits)
     assert refused.value.retry_after_s
@@ -436,7 +436,7 @@ async def test_an_instance_that_takes_requests_gives_none_back() -> None:
     begun, waits = world.accept("begun", 40), world.accept("waits", 40)
     world.role.drain()
     world.role.undrain()
-    world.role.give_back("waits", Ownership(Owner(0, 1), "router"))
+    world.role.give_back("waits", Ownership(Term(0, 1), "router"))
     world.hand_over_to_decode(begun)
     await eventually(lambda: world.engine.submitted_ids[-1] == "waits", 5.0)
     world.hand_over_to_decode(waits)
@@ -532,14 +532,14 @@ async def test_ids_outside_the_vocabulary_are_refused() -> None:
     for largest, fits in ((999, True), (1000, False)):
         fields: dict[str, Any] = {"generated_count": 0, "params": params(), "timeout_s": 1.0}
         if fits:
-            assert world.role.accept("a", Ownership(Owner(0, 1), "router"), (1, largest), **fields)
+            assert world.role.accept("a", Ownership(Term(0, 1), "router"), (1, largest), **fields)
         else:
             with pytest.raises(InvalidArgument, match="below 1000"):
-                world.role.accept("b", Ownership(Owner(0, 1), "router"), (1, largest), **fields)
+                world.role.accept("b", Ownership(Term(0, 1), "router"), (1, largest), **fields)
 
 
 def test_a_log_gives_the_latest_of_each_kind_in_order_with_the_end() -> None:
-    log, owner = ReportLog(), Owner(0, 1)
+    log, owner = ReportLog(), Term(0, 1)
     log.put(Started(1.0))
     assert log.take("a", owner) == PromptNews("a", owner, (Started(1.0),))
     log.put(RoomReserved("d0", 1))
@@ -578,8 +578,8 @@ async def test_a_new_stream_repeats_what_its_router_waits_for_and_says_what_is_n
     request = world.accept("a")
     world.compute(request)
     await told(request)
-    for owner, is_known in ((Owner(0, 1), True), (Owner(0, 2), False)):
+    for owner, is_known in ((Term(0, 1), True), (Term(0, 2), False)):
         unknown = world.role.repeat("router", {"a": owner})
-        assert [(news.owner, news.ended) for news in unknown] == ([] if is_known else [(owner, True)])
+        assert [(news.term, news.ended) for news in unknown] == ([] if is_known else [(owner, True)])
     assert [type(each) for each in await told(request)] == [Started, FirstTokenDrawn]
     world.role.cancel(request)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.errors import KaveriError, RequestNotFound
-from kaveri.v1 import decode_pb2, decode_pb2_grpc, feed_pb2, prefill_pb2, sampling_pb2
+from kaveri.v1 import decode_pb2, decode_pb2_grpc, feed_pb2, prefill_pb2, sampling_pb2, term_pb2
 from kaveri.wire.replicas import replica_to_proto
 from kaveri.wire.status import abort
 from tests.services.router.scripted_answers import VOCAB_FLOOR, logprobs_at, token_at
@@ -88,9 +88,9 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         return not self.may_step.is_set()
 
     def start(self, request: prefill_pb2.SubmitRequest) -> None:
-        if (request.request_id, request.attempt) in self.aborted:
+        if (request.request_id, request.term.attempt) in self.aborted:
             return
-        self.reserved.pop((request.request_id, request.attempt), None)
+        self.reserved.pop((request.request_id, request.term.attempt), None)
         self._run(request, request.generated_count + 1, request.params)
 
     def _run(
@@ -102,28 +102,28 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         self.running[request.request_id] = ScriptedRequest(
             request.request_id,
             request.router_id,
-            request.attempt,
+            request.term.attempt,
             tuple(request.token_ids[: len(request.token_ids) - request.generated_count]),
             next_index,
             params.max_tokens,
             params.logprobs if params.HasField("logprobs") else None,
-            request.session,
+            request.term.session,
         )
         self._wake.set()
 
     def abandon(self, request: prefill_pb2.SubmitRequest) -> None:
-        self.reserved.pop((request.request_id, request.attempt), None)
+        self.reserved.pop((request.request_id, request.term.attempt), None)
         running = self.running.get(request.request_id)
-        if running is not None and (running.router_id, running.attempt) == (request.router_id, request.attempt):
+        if running is not None and (running.router_id, running.attempt) == (request.router_id, request.term.attempt):
             del self.running[request.request_id]
 
     async def attach(self, request: feed_pb2.AttachRequest) -> feed_pb2.AttachResponse:
         running = self.running.get(request.request_id)
-        if running is not None and (running.router_id, running.attempt) == (request.router_id, request.attempt):
+        if running is not None and (running.router_id, running.attempt) == (request.router_id, request.term.attempt):
             # Its own router may lack what went over a former stream.
             running.next_index = min(running.next_index, max(1, request.generated_count))
             return self._attached(running.max_tokens)
-        if (max_tokens := self.reserved.get((request.request_id, request.attempt))) is not None:
+        if (max_tokens := self.reserved.get((request.request_id, request.term.attempt))) is not None:
             return self._attached(max_tokens)
         if self.attach_refusal is not None:
             raise self.attach_refusal
@@ -153,11 +153,11 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
     def abort(self, request: feed_pb2.AbortRequest) -> None:
         self.abort_messages.append(request.by_router)
         for entry in request.attempts:
-            self.aborted.append((entry.request_id, entry.attempt))
-            self.reserved.pop((entry.request_id, entry.attempt), None)
+            self.aborted.append((entry.request_id, entry.term.attempt))
+            self.reserved.pop((entry.request_id, entry.term.attempt), None)
             running = self.running.get(entry.request_id)
             ours = running is not None and running.router_id == entry.router_id
-            if running is not None and ours and running.attempt <= entry.attempt:
+            if running is not None and ours and running.attempt <= entry.term.attempt:
                 del self.running[entry.request_id]
                 if self.holder is not None:
                     self.holder.copies.discard(entry.request_id)
@@ -170,9 +170,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
             yield feed_pb2.FollowResponse(incarnation=self.incarnation)
             for named in request.requests:
                 if not named.at_prefill and named.request_id not in self.running:
-                    gone = decode_pb2.RequestTokens(
-                        request_id=named.request_id, attempt=named.attempt, session=named.session, error="not here"
-                    )
+                    gone = decode_pb2.RequestTokens(request_id=named.request_id, term=named.term, error="not here")
                     yield feed_pb2.FollowResponse(requests=[gone])
             while True:
                 while self.silent or not (self._of(router_id) and self.may_step.is_set()):
@@ -200,8 +198,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
         for running in self._of(router_id):
             update = decode_pb2.RequestTokens(
                 request_id=running.request_id,
-                attempt=running.attempt,
-                session=running.session,
+                term=term_pb2.Term(session=running.session, attempt=running.attempt),
                 read_here=self.read_here,
             )
             if self.fail_next:

@@ -83,12 +83,12 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         self.release.set()
 
     def abort(self, name: decode_pb2.AttemptId) -> None:
-        task = self._running.get((name.router_id, name.request_id, name.attempt))
+        task = self._running.get((name.router_id, name.request_id, name.term.attempt))
         if task is not None:
             task.cancel()
         decode = self._decode_of()
         running = decode.running.get(name.request_id)
-        if running is not None and (running.router_id, running.attempt) == (name.router_id, name.attempt):
+        if running is not None and (running.router_id, running.attempt) == (name.router_id, name.term.attempt):
             del decode.running[name.request_id]
 
     def attach(self, request: feed_pb2.AttachRequest) -> feed_pb2.AttachResponse:
@@ -111,7 +111,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
     async def Submit(  # noqa: N802
         self, request: prefill_pb2.SubmitRequest, context: Any
     ) -> prefill_pb2.SubmitResponse:
-        key = request.router_id, request.request_id, request.attempt
+        key = request.router_id, request.request_id, request.term.attempt
         if key in self._told:
             for report in self._told[key]:
                 self._of(request.router_id).put_nowait(report)
@@ -144,8 +144,9 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
     def _report(
         self, request: prefill_pb2.SubmitRequest | feed_pb2.AttachRequest, report: prefill_pb2.PrefillReport
     ) -> None:
-        report.request_id, report.session, report.attempt = request.request_id, request.session, request.attempt
-        self._told.setdefault((request.router_id, request.request_id, request.attempt), []).append(report)
+        report.request_id = request.request_id
+        report.term.CopyFrom(request.term)
+        self._told.setdefault((request.router_id, request.request_id, request.term.attempt), []).append(report)
         self._of(request.router_id).put_nowait(report)
 
     async def _reports(self, request: prefill_pb2.SubmitRequest) -> AsyncIterator[prefill_pb2.PrefillReport]:
@@ -167,7 +168,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
                 yield prefill_pb2.PrefillReport(placed=_placed(vain, self._life_of(vain)))
             await self._before("placed")
             if not decode.running.get(request.request_id):
-                decode.reserved[request.request_id, request.attempt] = request.params.max_tokens
+                decode.reserved[request.request_id, request.term.attempt] = request.params.max_tokens
             yield prefill_pb2.PrefillReport(placed=_placed(decode.instance_id, decode.incarnation))
             if (
                 request.params.HasField("prompt_logprobs")

@@ -8,7 +8,7 @@ import pytest
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.cluster.store import RequestClaim
 from kaveri.domain.attachment import Attachment
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Role
 from kaveri.errors import Unavailable
 from kaveri.lives.request_values import InstanceLife
@@ -28,7 +28,7 @@ async def test_another_life_that_answers_at_the_address_is_not_followed_and_owns
         assert not feeds.is_connected(life._replace(incarnation=life.incarnation + 1))
         decode.incarnation += 1
         decode.attachable.add("one")
-        mine = Ownership(Owner(1, 1), "router", SECRET)
+        mine = Ownership(Term(1, 1), "router", SECRET)
         with pytest.raises(Unavailable, match="restarted"):
             await feeds.attach(record, Attachment("one", mine, PROMPT, 0))
         subscription = feeds._subscriptions["decode-0"]

@@ -173,7 +173,7 @@ async def test_attempts_of_an_id_that_is_used_again_go_on_counting(cluster: Scri
         await eventually(lambda: len(router.router.table) == 0)
         cluster.let_all_go()
         await collect(router.ask(request_id="mine", max_tokens=3))
-        assert sorted(request.attempt for request in cluster.taken()) == [1, 2]
+        assert sorted(request.term.attempt for request in cluster.taken()) == [1, 2]
 
 
 async def test_a_draining_router_refuses_new_requests_and_finishes_those_in_flight(cluster: ScriptedCluster) -> None:

@@ -36,8 +36,8 @@ async def test_a_request_refused_by_one_prefill_instance_goes_to_another(cluster
         for prefill in cluster.prefills.values():
             prefill.refusals = [NoCapacity("prefill", 0.1)]
         await finish(router.ask())
-        first, second = sorted(cluster.taken(), key=lambda request: request.attempt)[:2]
-        assert (first.attempt, second.attempt) == (1, 2)
+        first, second = sorted(cluster.taken(), key=lambda request: request.term.attempt)[:2]
+        assert (first.term.attempt, second.term.attempt) == (1, 2)
         assert all(len(prefill.requests) >= 1 for prefill in cluster.prefills.values()), "not the same one again"
 
 
@@ -46,7 +46,7 @@ async def test_what_a_prefill_that_breaks_may_have_reserved_is_given_back_everyw
     async with cluster.router(placement_policy=PlacementPolicy.ROUND_ROBIN) as router:
         for number in range(2):
             await collect(router.ask((300 + number,), request_id=f"r{number}"))
-        (lost,) = {request.request_id for request in cluster.taken() if request.attempt == 2}
+        (lost,) = {request.request_id for request in cluster.taken() if request.term.attempt == 2}
         decodes = cluster.decodes.values()
         await eventually(lambda: all((lost, 1) in decode.aborted for decode in decodes))
         assert {request_id for decode in decodes for request_id, _ in decode.aborted} == {lost}
@@ -64,7 +64,7 @@ async def test_a_decode_instance_killed_in_mid_stream_is_followed_by_another_wit
         last = await finish(call, responses)
         timing = last.timing
         assert (timing.attempts, timing.decode_instance_id) == (2, "decode-1")
-        second = next(request for request in cluster.taken() if request.attempt == 2)
+        second = next(request for request in cluster.taken() if request.term.attempt == 2)
         assert list(second.token_ids) == [*PROMPT, *answer(PROMPT, 7)]
         assert second.generated_count == 7
         assert second.params.seed == cluster.taken()[0].params.seed
@@ -89,7 +89,7 @@ async def test_requests_of_a_frozen_decode_instance_go_on_elsewhere_within_a_sec
         assert suspicions() > before
         assert "decode-0" in router.router.store.view().instances, "its lease is intact"
         await finish(call, responses)
-        (second,) = [request for request in cluster.taken() if request.attempt == 2]
+        (second,) = [request for request in cluster.taken() if request.term.attempt == 2]
         assert list(second.silent_decode_ids) == ["decode-0"], "prefill would place it there again"
         frozen.silent = False
         frozen.thawed.set()
@@ -152,7 +152,7 @@ async def test_an_attempt_that_is_older_than_another_overtakes_it(cluster: Scrip
         prefill.refusals = [StaleAttempt("again", 1, 6)]
     async with cluster.router() as router:
         await finish(router.ask(request_id="again"))
-        assert {request.attempt for request in cluster.taken()} <= {1, 7, 8}
+        assert {request.term.attempt for request in cluster.taken()} <= {1, 7, 8}
 
 
 async def test_an_attempt_number_beyond_the_limit_is_not_believed(cluster: ScriptedCluster) -> None:

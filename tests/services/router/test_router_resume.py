@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from kaveri.cluster.store import RequestClaim
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, StaleAttempt, Unsupported
 from kaveri.lives.request_values import Decoding, InstanceLife, Resuming, SeekingOwner
-from kaveri.v1 import decode_pb2, inference_pb2
+from kaveri.v1 import decode_pb2, inference_pb2, term_pb2
 from services.router import request_placer, subscriptions
 from services.router.accepted_request import OwnerHint, hint_to_proto
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster
@@ -84,7 +84,7 @@ async def test_the_holder_goes_on_with_the_requests_of_a_killed_instance(
     assert steps[2] == "attempt 2 resumed at decode-1"
     (taken,) = cluster.taken()
     (resume,) = holder.resumes
-    assert (resume.attempt, resume.generated_count) == (taken.attempt + 1, 10)
+    assert (resume.term.attempt, resume.generated_count) == (taken.term.attempt + 1, 10)
     assert tuple(resume.token_ids) == (*PROMPT, *answer(PROMPT, 10))
     timing = responses[-1].timing
     assert (timing.resumes, timing.attempts, timing.held_tokens, timing.recomputed_tokens) == (1, 2, 12, 1)
@@ -120,8 +120,8 @@ async def test_a_refused_request_is_computed_again_at_once(
         responses = await collecting
     assert tokens_of(responses) == answer(PROMPT, 20)
     assert len(holder.resumes) == 1, "one try at each holder"
-    _, second = sorted(cluster.taken(), key=lambda request: request.attempt)
-    assert second.attempt == (6 if isinstance(error, StaleAttempt) else 3)
+    _, second = sorted(cluster.taken(), key=lambda request: request.term.attempt)
+    assert second.term.attempt == (6 if isinstance(error, StaleAttempt) else 3)
     timing = responses[-1].timing
     assert (timing.attempts, timing.resumes, timing.held_tokens) == (2, 0, 0)
     assert timing.recomputed_tokens == len(PROMPT) + 10
@@ -208,7 +208,7 @@ async def test_attempts_after_a_re_attach_go_on_counting_however_long_it_ran(
         await cluster.kill("decode-0")
         assert answer(PROMPT, 5) + tokens_of(await rest_of(call)) == answer(PROMPT, 20)
     (attached,), (resume,) = owner.attached, holder.resumes
-    assert (attached.attempt, resume.attempt) == (1, 2)
+    assert (attached.term.attempt, resume.term.attempt) == (1, 2)
 
 
 async def test_a_copy_that_is_named_before_the_answer_to_an_attach_is_known_to_a_later_session(
@@ -256,10 +256,10 @@ async def test_what_an_earlier_session_still_has_elsewhere_is_ended(
         call = router.stub.Generate(request, timeout=20)
         await eventually(lambda: state_of(router, "one", 10) is not None)
         feeds, life = router.router.feeds, InstanceLife("decode-0", owner.incarnation)
-        late = decode_pb2.RequestTokens(request_id="one", attempt=2, index=9, token_ids=[7])
+        late = decode_pb2.RequestTokens(request_id="one", term=term_pb2.Term(attempt=2), index=9, token_ids=[7])
         feeds._deliver(life, late, 0.0)
         elsewhere = life._replace(instance_id="decode-1", incarnation=holder.incarnation)
-        over = decode_pb2.RequestTokens(request_id="one", attempt=3, error="gave up")
+        over = decode_pb2.RequestTokens(request_id="one", term=term_pb2.Term(attempt=3), error="gave up")
         feeds._deliver(elsewhere, over, 0.0)
         feeds._deliver(elsewhere, late, 0.0)
         await eventually(lambda: ("one", 2) in holder.aborted)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import structlog
 
-from kaveri.domain.owner import Owner, Ownership
+from kaveri.domain.owner import Ownership, Term
 from kaveri.lives.request_values import Ended, InstanceLife
 from kaveri.v1 import feed_pb2, sampling_pb2
 from services.router import metrics, subscriptions, token_feeds
@@ -172,10 +172,10 @@ async def test_an_abort_that_was_sent_again_is_remembered_as_new(
         feeds = router.router.feeds
         place = InstanceLife("decode-0", decode.incarnation)
         for request_id in ("a", "b", "a", "c"):
-            feeds.abort(request_id, Ownership(Owner(0, 1), feeds._stream_id), place)
+            feeds.abort(request_id, Ownership(Term(0, 1), feeds._stream_id), place)
         await eventually(lambda: len(decode.aborted) == 4)
-        feeds.disown("a", Owner(0, 1), "decode-0")
-        feeds.disown("b", Owner(0, 1), "decode-0")
+        feeds.disown("a", Term(0, 1), "decode-0")
+        feeds.disown("b", Term(0, 1), "decode-0")
         await eventually(lambda: len(decode.aborted) == 5)
         assert decode.aborted[4] == ("b", 1)
 
@@ -184,7 +184,7 @@ async def test_the_aborts_of_many_requests_reach_an_instance_in_few_messages(clu
     """The death of a prefill instance aborts each of its requests at every decode instance."""
     async with cluster.router() as router:
         for number in range(500):
-            router.router.feeds.abort(f"request {number}", Ownership(Owner(0, 1), "router"), None)
+            router.router.feeds.abort(f"request {number}", Ownership(Term(0, 1), "router"), None)
         for decode in cluster.decodes.values():
             await eventually(lambda decode=decode: len(decode.aborted) == 500)  # type: ignore[misc]
             assert decode.abort_messages == [True]

@@ -304,7 +304,7 @@ def abort_ignores_sessions() -> Iterator[None]:
     def make(original: Any) -> Any:
         def comparable(self: Any, held: Any) -> Any:
             owner = original(self, held)
-            return owner and owner._replace(session=held.owner.session)
+            return owner and owner._replace(session=held.term.session)
 
         return comparable
 
