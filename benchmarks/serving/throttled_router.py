@@ -85,7 +85,7 @@ async def serve(seconds: float) -> Answers:
     answers = Answers()
     config = StackConfig.of(prefill_count=1, decode_count=1, engine="fake", restart=False)
     async with LocalStack(config) as stack:
-        await stack.wait_until_ready(config.start_timeout_s)
+        await stack.wait_until_ready(config.supervision.start_timeout_s)
         async with throttled(stack.pids()["router-0"]):
             end_s = time.monotonic() + seconds
             await asyncio.gather(*(ask_until(end_s, each, stack.target, answers) for each in range(CLIENTS)))
@@ -96,7 +96,7 @@ def measure(options: Options, report: Report) -> None:
     """Both kinds of clients, one after the other."""
     seconds = options.choose(60.0, 20.0)
     report.workload = {"clients": CLIENTS, "answer_tokens": ANSWER_TOKENS, "seconds": seconds}
-    with mock.patch.object(liveness.Liveness.__init__, "__defaults__", (NEVER_S,)):
+    with mock.patch.multiple(liveness, SUSPECT_AFTER_S=NEVER_S, SUSPECT_UNHEARD_AFTER_S=NEVER_S):
         patient = asyncio.run(serve(seconds))
     ours = asyncio.run(serve(seconds))
     for name, answers in (("never suspect", patient), ("SDK", ours)):
