@@ -9,13 +9,7 @@ from dataclasses import dataclass, field, replace
 from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.replica import ReplicaOffer, Resumed, Resumption
 from kaveri.domain.view import InstanceLoad
-from kaveri.errors import (
-    InvalidArgument,
-    KaveriError,
-    NoCapacity,
-    RequestNotFound,
-    Unavailable,
-)
+from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, Unavailable
 from kaveri.kv.replicas.store import (
     ReplicaDropped,
     ReplicaEvent,

@@ -28,14 +28,7 @@ from kaveri.engine.contract import (
     StepTokens,
     TokenStep,
 )
-from kaveri.errors import (
-    EngineError,
-    KaveriError,
-    NoCapacity,
-    RequestAlreadyExists,
-    RequestCancelled,
-    Unavailable,
-)
+from kaveri.errors import EngineError, KaveriError, NoCapacity, RequestAlreadyExists, RequestCancelled, Unavailable
 from kaveri.feeds.feed import RouterFeeds
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket

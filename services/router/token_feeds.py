@@ -35,7 +35,7 @@ from kaveri.wire.messages import FINISH_FROM_PROTO, fault_from_proto
 from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
-from services.router.holders import Holders
+from services.router.recovery.holders import Holders
 from services.router.request_table import RequestTable
 from services.router.requests import RequestEntry
 from services.router.subscriptions import OpenStream, PromptTie, Subscription, Tie
@@ -427,7 +427,7 @@ class TokenFeeds:
                         lives.TokensReceived(term.attempt, life, update.index, update.token_ids, update.logprobs),
                         now_s,
                     )
-            entry.handle(_event_of(life, update), now_s)
+            entry.handle(_event_of(life, term.attempt, update), now_s)
             if update.moved:
                 self._subscriptions[life.instance_id].let_go_s = now_s
             if update.moved and isinstance(entry.state, lives.Lost) and entry.state.decode == life:
@@ -442,8 +442,10 @@ class TokenFeeds:
             entry.stop(InternalError(f"the router could not take in the tokens of request {update.request_id!r}"))
 
 
-def _event_of(life: lives.InstanceLife, update: decode_pb2.RequestTokens) -> lives.TokensReceived | lives.GivenUp:
-    attempt, finish = update.term.attempt, FINISH_FROM_PROTO[update.finish_reason]
+def _event_of(
+    life: lives.InstanceLife, attempt: int, update: decode_pb2.RequestTokens
+) -> lives.TokensReceived | lives.GivenUp:
+    finish = FINISH_FROM_PROTO[update.finish_reason]
     if finish is None and not update.error:
         return lives.TokensReceived(attempt, life, update.index, update.token_ids, update.logprobs)
     if update.replaced:
