@@ -348,7 +348,7 @@ RECOVERY = (
     Panel(
         "Resumes",
         "ops",
-        "What holders of copies were asked for. All but `resumed` and `pushed_on` are computed again.",
+        "What holders of copies were asked for. All but `resumed` are computed again.",
         _each_rate("kaveri_router_resumes_total", "outcome"),
     ),
     Panel(

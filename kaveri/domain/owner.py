@@ -9,7 +9,7 @@ from kaveri.errors import RequestAlreadyExists, StaleAttempt
 
 class Term(NamedTuple):
     """Session and attempt of a request's owner; the greater pair is newer. Sessions count a client's connections to its
-    request, attempts a router's tries in one session. An attempt's placements are numbered apart: they do not order
+    request, attempts its router's tries. An attempt's placements are numbered apart: they do not order
     owners."""
 
     session: int

@@ -10,14 +10,7 @@ import enum
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kaveri.errors import (
-    DeadlineExceeded,
-    EngineBroke,
-    EngineError,
-    KaveriError,
-    NoCapacity,
-    Unavailable,
-)
+from kaveri.errors import DeadlineExceeded, EngineBroke, EngineError, KaveriError, NoCapacity, Unavailable
 from kaveri.kv.transfer.ticket import Ticket
 
 

@@ -11,13 +11,7 @@ from kaveri.domain.view import ClusterView, Phase, ViewedInstance, takes_pushes
 from kaveri.errors import InvalidArgument, KaveriError, LayoutMismatch
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.demand import Demand
-from kaveri.policy.placement import (
-    AnyDecodePlacement,
-    blocks_there,
-    choose_decode,
-    choose_line,
-    largest_prompt,
-)
+from kaveri.policy.placement import AnyDecodePlacement, blocks_there, choose_decode, choose_line, largest_prompt
 from kaveri.policy.unconfirmed import KeyT, UnconfirmedWork
 
 

@@ -28,14 +28,7 @@ from kaveri.domain.sampling import FinishReason
 from kaveri.errors import ConfigError
 from kaveri.models import resolve_model
 from kaveri.predictor.buckets import bucket_of
-from kaveri.predictor.bundle import (
-    OWN_TOKENIZER,
-    SERVED_TOKENIZER,
-    Retokenizer,
-    cut_prompt,
-    max_input_tokens,
-    pad_rows,
-)
+from kaveri.predictor.bundle import OWN_TOKENIZER, SERVED_TOKENIZER, Retokenizer, cut_prompt, max_input_tokens, pad_rows
 from kaveri.predictor.labels import Label, Split, load_tokenizer, read_labels, token_ids_of
 from kaveri.predictor.manifest import MANIFEST_FILE, Manifest, write_manifest
 

@@ -17,14 +17,7 @@ from kaveri.kv.transfer.digest import DigestFactory, Digests, xxh3
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
-from kaveri.testing.transport_peer import (
-    Event,
-    PeerNursery,
-    Recorder,
-    fill_pool,
-    load_transport,
-    open_descriptors,
-)
+from kaveri.testing.transport_peer import Event, PeerNursery, Recorder, fill_pool, load_transport, open_descriptors
 from kaveri.testing.transport_runs import FREED
 
 SMALL_LAYOUT = KvLayout("conformance", 3, block_tokens=4, kv_head_count=2, head_dim=5, dtype="float32")

@@ -301,10 +301,10 @@ class Attached(_message.Message):
     max_tokens: _builtins.int
     """The request's SamplingParams.max_tokens: its first router has resolved it."""
     first_index: _builtins.int
-    """Index of the token that prefill draws, or drew, in this placement."""
+    """Index of the token that prefill draws, or drew, in this attempt."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens from generated_count to first_index: the client lacks them, and earlier placements have drawn them."""
+        """Tokens from generated_count to first_index: the client lacks them, and earlier attempts have drawn them."""
 
     @_builtins.property
     def resolved_params(self) -> _sampling_pb2.SamplingParams:

@@ -31,10 +31,10 @@ class Term(_message.Message):
     session: _builtins.int
     """The client's session, as in GenerateRequest: it counts how often the client has come back for its answer."""
     attempt: _builtins.int
-    """Which attempt of its router in that session, from 1 to 2^31 - 1."""
+    """Which attempt of its router, from 1 to 2^31 - 1; counted on over the sessions and requests of one id."""
     placement: _builtins.int
-    """Number of a prefill instance's call of Reserve among those of the attempt at one decode instance, rising from 1. 0:
-    not counted, or all of them.
+    """Number of a prefill instance's call of Reserve among those of the attempt, rising from 1. 0: not counted, or all of
+    them. Read by Reserve and Abort alone.
     """
     def __init__(
         self,

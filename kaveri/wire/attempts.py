@@ -41,11 +41,6 @@ def term_from_proto(message: term_pb2.Term) -> Term:
     return Term(message.session, message.attempt)
 
 
-def term_to_proto(term: Term, placement: int = 0) -> term_pb2.Term:
-    """Encode a term. placement: number of a call of Reserve, from 1 on. 0: not counted, or all."""
-    return term_pb2.Term(session=term.session, attempt=term.attempt, placement=placement)
-
-
 def check_request(request_id: str, session: int = 0, secret: bytes = b"") -> None:
     """Raise InvalidArgument, naming the field, if the request's id, session number or secret exceeds its limits. The
     error does not contain the secret."""
@@ -81,13 +76,9 @@ def ownership_from_proto(message: _NamesOwner) -> Ownership:
 
 def ownership_fields(request_id: str, ownership: Ownership, placement: int = 0) -> dict[str, Any]:
     """Return a request's id and owner as keyword arguments for a message. placement: number of a call of Reserve."""
-    term, router_id, secret = ownership
-    return {
-        "request_id": request_id,
-        "term": term_to_proto(term, placement),
-        "router_id": router_id,
-        "secret": secret,
-    }
+    (session, attempt), router_id, secret = ownership
+    term = term_pb2.Term(session=session, attempt=attempt, placement=placement)
+    return {"request_id": request_id, "term": term, "router_id": router_id, "secret": secret}
 
 
 def ownership_to_proto(request_id: str, ownership: Ownership, placement: int = 0) -> decode_pb2.AttemptId:

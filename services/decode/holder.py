@@ -9,13 +9,7 @@ from dataclasses import dataclass, field, replace
 from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.replica import ReplicaOffer, Resumed, Resumption
 from kaveri.domain.view import InstanceLoad
-from kaveri.errors import (
-    InvalidArgument,
-    KaveriError,
-    NoCapacity,
-    RequestNotFound,
-    Unavailable,
-)
+from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, Unavailable
 from kaveri.kv.replicas.store import (
     ReplicaDropped,
     ReplicaEvent,
@@ -127,7 +121,7 @@ class ReplicaHolder:
         known)."""
         if self._drained is not None:
             raise Unavailable("the holder is draining", retry_after_s=_RETRY_AFTER_S)
-        request_id, owner = offer.request_id, offer.ownership.term
+        request_id, term = offer.request_id, offer.ownership.term
         former = self._held.get(request_id)
         if former is not None:
             held = offer.ownership.comparable(former.offer.ownership)
@@ -141,14 +135,14 @@ class ReplicaHolder:
         self._instance.owners.note_owner(request_id, offer.ownership)
         if former is not None:
             self._take(former, copy_holder.EndRequested("replaced"))
-        key = ReplicaKey(request_id, owner.session, owner.attempt)
+        key = ReplicaKey(request_id, term.session, term.attempt)
         ticket = self._open(key, offer)
         self._held[request_id] = HeldReplica(key, offer, time.monotonic(), offer.token_count)
         get_logger().info(
             "replica_held",
             request_id=request_id,
-            attempt=owner.attempt,
-            session=owner.session,
+            attempt=term.attempt,
+            session=term.session,
             owner_id=offer.owner_id,
             tokens=offer.token_count,
         )
@@ -194,8 +188,8 @@ class ReplicaHolder:
         held = self._held.get(request_id)
         if held is None or 0 < number < held.offer.number:
             return
-        owner = ownership.comparable(held.offer.ownership)
-        if owner is not None and owner >= held.newest:
+        term = ownership.comparable(held.offer.ownership)
+        if term is not None and term >= held.newest:
             self._take(held, copy_holder.EndRequested("given_up" if isinstance(held.state, Complete) else "closed"))
 
     def drain(self) -> None:
@@ -334,12 +328,12 @@ class ReplicaHolder:
         recomputed_tokens = len(resumption.token_ids) - held_tokens
         self._metrics.count_resumed(held_tokens, recomputed_tokens)
         self.resumed_count += 1
-        owner, former = resumption.ownership.term, held.offer
+        term, former = resumption.ownership.term, held.offer
         get_logger().info(
             "request_resumed",
             request_id=request_id,
-            attempt=owner.attempt,
-            session=owner.session,
+            attempt=term.attempt,
+            session=term.session,
             owner_id=former.owner_id,
             held_tokens=held_tokens,
             recomputed_tokens=recomputed_tokens,

@@ -28,14 +28,7 @@ from kaveri.engine.contract import (
     StepTokens,
     TokenStep,
 )
-from kaveri.errors import (
-    EngineError,
-    KaveriError,
-    NoCapacity,
-    RequestAlreadyExists,
-    RequestCancelled,
-    Unavailable,
-)
+from kaveri.errors import EngineError, KaveriError, NoCapacity, RequestAlreadyExists, RequestCancelled, Unavailable
 from kaveri.feeds.feed import RouterFeeds
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
@@ -230,10 +223,10 @@ class DecodeInstance:
         request = self.owners.by_id.get(request_id)
         if request is None:
             return
-        owner = ownership.comparable(request.ownership)
-        if owner is None or owner < request.ownership.term:
+        term = ownership.comparable(request.ownership)
+        if term is None or term < request.ownership.term:
             return
-        if request.ownership.term == owner and 0 < placement < request.placement:
+        if request.ownership.term == term and 0 < placement < request.placement:
             # The room was given back and reserved again before this abort arrived.
             return
         self._take(request, decoding.EndRequested(by_router))
@@ -428,20 +421,20 @@ class DecodeInstance:
         """End an earlier request with this id, and return the place in line of an older attempt of the same request.
         Raises StaleAttempt or RequestAlreadyExists if the earlier one is newer."""
         former = self.owners.by_id.get(request_id)
-        owner = ownership.comparable(former.ownership) if former is not None else None
-        if former is not None and owner is not None:
-            is_late = owner == former.ownership.term and 0 < placement < former.placement
-            if owner < former.ownership.term or is_late:
-                raise owner.stale(request_id, former.ownership.term)
+        term = ownership.comparable(former.ownership) if former is not None else None
+        if former is not None and term is not None:
+            is_late = term == former.ownership.term and 0 < placement < former.placement
+            if term < former.ownership.term or is_late:
+                raise term.stale(request_id, former.ownership.term)
         self.owners.begin(request_id, ownership)
         if former is None:
             return None
         place = self._room.leave_line(request_id)
-        if owner is None:
+        if term is None:
             self._take(former, decoding.RivalCame(Rival.OTHER_REQUEST, RequestAlreadyExists(request_id)))
             return None
-        rival = Rival.NEWER_OWNER if former.ownership.term < owner else Rival.SAME_OWNER
-        self._take(former, decoding.RivalCame(rival, former.ownership.term.stale(request_id, owner)))
+        rival = Rival.NEWER_OWNER if former.ownership.term < term else Rival.SAME_OWNER
+        self._take(former, decoding.RivalCame(rival, former.ownership.term.stale(request_id, term)))
         return place
 
     def _open(

@@ -25,7 +25,7 @@ _OWNERS_REMEMBERED_COUNT = 65_536
 
 class Awaited(NamedTuple):
     request_id: str
-    owner: Term
+    term: Term
     next_index: int
     """Index of the first token that the router lacks."""
 
@@ -132,7 +132,7 @@ class RequestOwners:
         answer, or a session number that does not grow), StaleAttempt and RequestAlreadyExists (a newer attempt or
         session is known). Nothing changes on errors."""
         request_id, ownership, now_s = attachment.request_id, attachment.ownership, time.monotonic()
-        owner = ownership.term
+        term = ownership.term
         request = self._find(request_id, now_s)
         if request is None:
             raise RequestNotFound(request_id)
@@ -141,13 +141,13 @@ class RequestOwners:
                 # An earlier request had the same id.
                 raise RequestNotFound(request_id)
             raise wrong_secret()
-        if ownership.router_id != request.ownership.router_id and owner.session == request.ownership.term.session:
-            raise InvalidArgument("session", owner.session, f"above {request.ownership.term.session}, the present one")
-        if owner < request.ownership.term:
-            raise owner.stale(request_id, request.ownership.term)
+        if ownership.router_id != request.ownership.router_id and term.session == request.ownership.term.session:
+            raise InvalidArgument("session", term.session, f"above {request.ownership.term.session}, the present one")
+        if term < request.ownership.term:
+            raise term.stale(request_id, request.ownership.term)
         attached, next_index = _attached(request, attachment)
         self._note_newest(request_id, ownership, now_s)
-        if owner != request.ownership.term:
+        if term != request.ownership.term:
             self._change_owner(request, ownership)
         # A first token that the log lacks comes from prefill.
         request.log.send_from(max(next_index, request.log.first_index))
@@ -157,8 +157,8 @@ class RequestOwners:
         get_logger().info(
             "request_attached",
             request_id=request_id,
-            attempt=owner.attempt,
-            session=owner.session,
+            attempt=term.attempt,
+            session=term.session,
             next_index=attachment.generated_count,
             drawn=request.log.next_index,
         )
@@ -171,9 +171,9 @@ class RequestOwners:
         unknown: list[GainedTokens] = []
         for named in awaited:
             request = self._find(named.request_id, now_s)
-            if request is None or (request.ownership.router_id, request.ownership.term) != (router_id, named.owner):
+            if request is None or (request.ownership.router_id, request.ownership.term) != (router_id, named.term):
                 reason = "it is not here, or belongs to another owner"
-                unknown.append(GainedTokens(named.request_id, named.owner, named.next_index, end=End(error=reason)))
+                unknown.append(GainedTokens(named.request_id, named.term, named.next_index, end=End(error=reason)))
             else:
                 request.log.send_from(min(max(named.next_index, request.log.first_index), request.log.next_index))
         return unknown
@@ -194,9 +194,9 @@ class RequestOwners:
         """Record a session and attempt of a request that another instance runs. Raises StaleAttempt or
         RequestAlreadyExists if a newer one is known."""
         request = self.by_id.get(request_id)
-        owner = ownership.comparable(request.ownership) if request is not None else None
-        if request is not None and owner is not None and owner < request.ownership.term:
-            raise owner.stale(request_id, request.ownership.term)
+        term = ownership.comparable(request.ownership) if request is not None else None
+        if request is not None and term is not None and term < request.ownership.term:
+            raise term.stale(request_id, request.ownership.term)
         self._note_newest(request_id, ownership, time.monotonic())
 
     def note_loss(self, request: DecodeRequest, error: KaveriError) -> None:
@@ -206,15 +206,15 @@ class RequestOwners:
     def _note_newest(self, request_id: str, ownership: Ownership, now_s: float) -> None:
         """Record the newest attempt of a request. Raises StaleAttempt or RequestAlreadyExists if a newer one is known:
         among those with the same secret, or without a secret of the same router."""
-        owner = ownership.term
-        names: list[tuple[str | bytes, Term]] = [(ownership.router_id, Term(0, owner.attempt))]
+        term = ownership.term
+        names: list[tuple[str | bytes, Term]] = [(ownership.router_id, Term(0, term.attempt))]
         if ownership.secret:
-            names.append((ownership.secret, owner))
-        for name, named_owner in names:
+            names.append((ownership.secret, term))
+        for name, named_term in names:
             newest = self._newest.get((request_id, name), now_s)
-            if newest is not None and named_owner < newest:
-                raise named_owner.stale(request_id, newest)
-            self._newest.put((request_id, name), named_owner, now_s)
+            if newest is not None and named_term < newest:
+                raise named_term.stale(request_id, newest)
+            self._newest.put((request_id, name), named_term, now_s)
 
     def _change_owner(self, request: DecodeRequest, ownership: Ownership) -> None:
         self.drop(request)

@@ -424,7 +424,7 @@ class Replicator:
 
 
 def _log(request: DecodeRequest, holder_id: str) -> FilteringBoundLogger:
-    owner = request.ownership.term
+    term = request.ownership.term
     return get_logger().bind(
-        request_id=request.request_id, attempt=owner.attempt, session=owner.session, holder_id=holder_id
+        request_id=request.request_id, attempt=term.attempt, session=term.session, holder_id=holder_id
     )

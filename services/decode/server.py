@@ -185,8 +185,10 @@ def tokens_to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
         index=gained.index,
         token_ids=gained.token_ids,
     )
-    message.term.session, message.term.attempt = gained.term
+    message.term.attempt = gained.term.attempt
     # Set only what differs from the default: this runs for every request in every step.
+    if gained.term.session:
+        message.term.session = gained.term.session
     if gained.read_here:
         message.read_here = True
     if gained.logprobs:

@@ -184,13 +184,13 @@ class PrefillRole:
         """Mark all reports on a router's requests as unsent. owners: the router's session and attempt by request id.
         Returns error reports for requests that it does not own here."""
         unknown: list[PromptNews] = []
-        for request_id, owner in owners.items():
+        for request_id, term in owners.items():
             request = self._find(request_id)
-            if request is not None and (request.ownership.router_id, request.ownership.term) == (router_id, owner):
+            if request is not None and (request.ownership.router_id, request.ownership.term) == (router_id, term):
                 request.log.repeat()
             else:
                 error = Unavailable("the request is not at the prefill instance, or belongs to another owner")
-                unknown.append(PromptNews(request_id, owner, ended=True, error=error))
+                unknown.append(PromptNews(request_id, term, ended=True, error=error))
         return unknown
 
     def attach(self, attachment: Attachment) -> Attached:
@@ -198,7 +198,7 @@ class PrefillRole:
         reports are sent again. The former router gets RequestAlreadyExists. Raises RequestNotFound and InvalidArgument
         (another secret, prompt or answer, or a session number that does not grow). Nothing changes on errors."""
         request_id, ownership = attachment.request_id, attachment.ownership
-        owner = ownership.term
+        term = ownership.term
         life, request = self._lives.get(request_id), self._find(request_id)
         if request is None or request.log.error is not None:
             raise RequestNotFound(request_id)
@@ -207,9 +207,9 @@ class PrefillRole:
                 # Another request had this id before.
                 raise RequestNotFound(request_id)
             raise wrong_secret()
-        is_its_router = (ownership.router_id, owner) == (request.ownership.router_id, request.ownership.term)
-        if owner.session <= request.ownership.term.session and not is_its_router:
-            raise InvalidArgument("session", owner.session, f"above {request.ownership.term.session}, the present one")
+        is_its_router = (ownership.router_id, term) == (request.ownership.router_id, request.ownership.term)
+        if term.session <= request.ownership.term.session and not is_its_router:
+            raise InvalidArgument("session", term.session, f"above {request.ownership.term.session}, the present one")
         attached = _attached(request, attachment)
         if not is_its_router:
             # A later session that wants log-probabilities has the prompt computed again.
@@ -222,7 +222,7 @@ class PrefillRole:
             request.ownership = ownership
         self._repeat(request)
         self._metrics.attaches.inc()
-        get_logger().info("request_attached", request_id=request_id, attempt=owner.attempt, session=owner.session)
+        get_logger().info("request_attached", request_id=request_id, attempt=term.attempt, session=term.session)
         return attached
 
     def cancel(self, request: PrefillRequest) -> None:
@@ -237,8 +237,8 @@ class PrefillRole:
             # It may have overtaken the request.
             self._aborted.put(request_id, ownership, time.monotonic())
             return
-        owner = ownership.comparable(life.request.ownership)
-        if owner is not None and life.request.ownership.term <= owner:
+        term = ownership.comparable(life.request.ownership)
+        if term is not None and life.request.ownership.term <= term:
             self.cancel(life.request)
 
     def give_back(self, request_id: str, ownership: Ownership) -> None:
@@ -324,19 +324,19 @@ class PrefillRole:
         now_s = time.monotonic()
         kept = self._kept.get(request_id, now_s)
         for former_owner in (kept.ownership if kept is not None else None, self._aborted.get(request_id, now_s)):
-            owner = ownership.comparable(former_owner) if former_owner is not None else None
-            if former_owner is not None and owner is not None and owner <= former_owner.term:
-                raise owner.stale(request_id, former_owner.term)
+            term = ownership.comparable(former_owner) if former_owner is not None else None
+            if former_owner is not None and term is not None and term <= former_owner.term:
+                raise term.stale(request_id, former_owner.term)
         self._kept.pop(request_id)
         if (life := self._lives.get(request_id)) is None:
             return
-        former, owner = life.request, ownership.comparable(life.request.ownership)
+        former, term = life.request, ownership.comparable(life.request.ownership)
         # The router of another request must not place it again: the two would replace each other in turn.
         error: KaveriError = RequestAlreadyExists(request_id)
-        if owner is not None:
-            if owner <= former.ownership.term:
-                raise owner.stale(request_id, former.ownership.term)
-            error = former.ownership.term.stale(request_id, owner)
+        if term is not None:
+            if term <= former.ownership.term:
+                raise term.stale(request_id, former.ownership.term)
+            error = former.ownership.term.stale(request_id, term)
         self._happened(former, EndRequested(Outcome.REFUSED, error))
 
     def _begin(self, request: PrefillRequest, now_s: float, timeout_s: float) -> None:

@@ -57,7 +57,7 @@ class _ReserveCall:
     """Pending Reserve call to a decode instance."""
 
     target: ViewedInstance
-    owner: Term
+    term: Term
     """Session and attempt of the request at that time."""
     waits: bool
     patient_until_s: float
@@ -206,8 +206,8 @@ class RoomFinder:
         request.placement_count += 1
         answer = self._tasks.create_task(self._reserve(request, ask, request.placement_count))
         instance_id = ask.target.record.instance_id
-        owner = request.ownership.term
-        placement.calls[instance_id] = _ReserveCall(ask.target, owner, ask.waits, patient_until_s, answer)
+        term = request.ownership.term
+        placement.calls[instance_id] = _ReserveCall(ask.target, term, ask.waits, patient_until_s, answer)
 
     async def _reserve(self, request: PrefillRequest, ask: Ask, placement: int) -> Room | Exception:
         """Call Reserve. placement: number of this call among the request's. Returns errors: the instance's, or
@@ -269,7 +269,7 @@ class RoomFinder:
                     self.give_up(placement)
                     self._metrics.placements.labels("reserved").inc()
                     return room
-                case StaleAttempt() | RequestAlreadyExists() if call.owner < request.ownership.term:
+                case StaleAttempt() | RequestAlreadyExists() if call.term < request.ownership.term:
                     # It knew the new owner, who has attached the request since and may ask it.
                     self._forget(placement, instance_id)
                 case StaleAttempt() | RequestAlreadyExists() as error:

@@ -8,15 +8,10 @@ from grpc import aio
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.errors import InvalidArgument, KaveriError
 from kaveri.lives.prompt import FirstTokenDrawn, HandedOver, Progress, PromptScored, RoomReserved, Started
-from kaveri.v1 import prefill_pb2
+from kaveri.v1 import prefill_pb2, term_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceServicer
-from kaveri.wire.attempts import check_ownership, term_to_proto
-from kaveri.wire.messages import (
-    FINISH_TO_PROTO,
-    logprobs_to_proto,
-    params_from_proto,
-    prompt_logprobs_to_proto,
-)
+from kaveri.wire.attempts import check_ownership
+from kaveri.wire.messages import FINISH_TO_PROTO, logprobs_to_proto, params_from_proto, prompt_logprobs_to_proto
 from kaveri.wire.status import abort, error_to_bytes
 from services.prefill.requests import PromptNews
 from services.prefill.role import PrefillRole
@@ -56,7 +51,8 @@ class PrefillServer(PrefillServiceServicer):
 def reports_of(news: PromptNews) -> Iterator[prefill_pb2.PrefillReport]:
     """Pack a request's reports into as few messages as possible, with at most one report of each kind in a message."""
     kinds = set[type[Progress]]()
-    name, term = news.request_id, term_to_proto(news.term)
+    name, (session, attempt) = news.request_id, news.term
+    term = term_pb2.Term(session=session, attempt=attempt)
     report = prefill_pb2.PrefillReport(request_id=name, term=term)
     for entry in news.progress:
         for progress in _parts(entry) if isinstance(entry, PromptScored) else (entry,):

@@ -19,10 +19,10 @@ from kaveri.lives.request_values import InstanceLife
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.rpc.channels import Channels
 from kaveri.timeouts import CALL_TIMEOUT_S
-from kaveri.v1 import feed_pb2, prefill_pb2
+from kaveri.v1 import feed_pb2, prefill_pb2, term_pb2
 from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
-from kaveri.wire.attempts import ownership_fields, ownership_to_proto
+from kaveri.wire.attempts import ownership_to_proto
 from kaveri.wire.messages import FINISH_FROM_PROTO, params_to_proto
 from kaveri.wire.status import error_from_bytes, error_of, is_answer, is_unsent
 from services.router.requests import RequestEntry
@@ -112,7 +112,10 @@ class PrefillAttempts:
         also ends this call."""
         accepted = entry.accepted
         request = prefill_pb2.SubmitRequest(
-            **ownership_fields(entry.request_id, entry.ownership(attempt.number, self._stream_id)),
+            request_id=entry.request_id,
+            term=term_pb2.Term(session=accepted.session, attempt=attempt.number),
+            router_id=self._stream_id,
+            secret=accepted.secret,
             token_ids=(*accepted.prompt_token_ids, *entry.answer.token_ids),
             generated_count=attempt.first_index,
             params=params_to_proto(accepted.params),

@@ -10,24 +10,12 @@ from kaveri.cluster.store import ClusterStore
 from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance, phases_now
-from kaveri.errors import (
-    DeadlineExceeded,
-    EngineError,
-    InternalError,
-    InvalidArgument,
-    KaveriError,
-    LayoutMismatch,
-    ModelNotFound,
-    NoCapacity,
-    RequestAlreadyExists,
-    StaleAttempt,
-    Unavailable,
-)
+from kaveri.errors import InternalError, KaveriError, StaleAttempt, Unavailable
 from kaveri.feeds.expiring import ExpiringMap
 from kaveri.lives import request_values as lives
-from kaveri.lives.request_values import NO_LIFE, InstanceLife, holder_of
+from kaveri.lives.request_values import InstanceLife, holder_of
 from kaveri.policy.placement import choose_prefill, missing_phases
-from kaveri.policy.retry import RetryLimits, RetryState, Setback, after_setback
+from kaveri.policy.retry import RetryLimits, RetryState, Setback
 from kaveri.policy.waits import PREFILL_LOOK_S as _LONGEST_WAIT_S
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
@@ -35,15 +23,14 @@ from kaveri.timeouts import ATTEMPT_REMEMBERED_S
 from kaveri.wire.attempts import MAX_ATTEMPT
 from services.router import metrics
 from services.router.config import RouterConfig
-from services.router.holders import Holders
 from services.router.prefill_attempts import PrefillAttempts
-from services.router.recovery import Found, Missing, TakeOver
+from services.router.recovery.holders import Holders
+from services.router.recovery.losses import NON_RETRYABLE, after_loss
+from services.router.recovery.take_over import Found, Missing, TakeOver, note_search
 from services.router.requests import RequestEntry
 from services.router.token_feeds import TokenFeeds
 
 _ATTEMPTS_COUNT = 65_536
-_NON_RETRYABLE = (InvalidArgument, LayoutMismatch, ModelNotFound, DeadlineExceeded, RequestAlreadyExists, EngineError)
-"""Errors that the request would meet on any other instance too."""
 
 
 class RequestPlacer:
@@ -205,7 +192,7 @@ class RequestPlacer:
                 await self._follow(entry, number, target)
             match entry.state:
                 case lives.Lost() as lost:
-                    retry = self._after_loss(entry, lost, prefill, retry)
+                    retry = after_loss(entry, lost, prefill, retry, self._limits, self._rng.random())
                 case state:
                     assert isinstance(state, lives.Ended), state
                     return
@@ -226,53 +213,6 @@ class RequestPlacer:
         if replica is None or not self._feeds.is_connected(holder_of(replica)):
             return None
         return replica
-
-    def _after_loss(
-        self, entry: RequestEntry, lost: lives.Lost, prefill: InstanceRecord | None, retry: RetryState
-    ) -> RetryState:
-        """Record a lost attempt, and return the retry state for the next one. Raises its error if there is none.
-        prefill: the instance that the attempt was sent to; None: it was resumed."""
-        if lost.setback is Setback.REFUSED:
-            entry.account.timing.attempts -= 1
-            if isinstance(lost.error, RequestAlreadyExists):
-                raise lost.error
-            return retry
-        if lost.setback in (Setback.LOST, Setback.BROKEN):
-            entry.note_loss(str(lost.error), lost.decode or lost.attempt.prefill)
-            metrics.LOST_ATTEMPTS.inc()
-            get_logger().warning(
-                "attempt_lost",
-                request_id=entry.request_id,
-                attempt=lost.attempt.number,
-                prefill_instance_id=lost.attempt.prefill.instance_id,
-                decode_instance_id=lost.decode.instance_id if lost.decode is not None else "",
-                generated_tokens=lost.next_index,
-                error=str(lost.error),
-            )
-        else:
-            entry.account.timing.attempts -= 1
-            if lost.replica is None:
-                # With a replica, the request only leaves an instance that drains.
-                self._note_delay(entry, str(lost.error))
-        if isinstance(lost.error, _NON_RETRYABLE):
-            raise lost.error
-        after = after_setback(
-            retry,
-            self._limits,
-            lost.setback,
-            prefill if lost.is_prefills_fault else None,
-            time.monotonic(),
-            self._rng.random(),
-            lost.error.retry_after_s if isinstance(lost.error, NoCapacity) else 0.0,
-        )
-        if after is None:
-            raise lost.error
-        return after
-
-    def _note_delay(self, entry: RequestEntry, reason: str) -> None:
-        if not entry.delay_noted:
-            entry.delay_noted = True
-            get_logger().info("placement_delayed", request_id=entry.request_id, attempt=0, reason=reason)
 
     async def _choose(self, entry: RequestEntry, retry: RetryState) -> ViewedInstance:
         """Wait until a prefill instance has room for the request. Before its next await, the caller must register the
@@ -299,7 +239,7 @@ class RequestPlacer:
                     if target is not None:
                         return target
                 has_waited = True
-                self._note_delay(entry, "every prefill instance is full, or has just failed the request")
+                entry.note_delay("every prefill instance is full, or has just failed the request")
                 rest_s = min(resting.values(), default=now_s + _LONGEST_WAIT_S) - now_s
                 await self._line.wait(entry, min(rest_s, _LONGEST_WAIT_S), rests=bool(resting))
         finally:
@@ -332,7 +272,7 @@ class RequestPlacer:
             if isinstance(found, Found) and found.tie is not None:
                 self._feeds.drop(found.tie)
             return found
-        _note_search(entry, found)
+        note_search(entry, found)
         if isinstance(found, Missing):
             entry.account.timing.attempts -= 1
             now_s = time.monotonic()
@@ -355,32 +295,12 @@ class RequestPlacer:
                 await self._prefills.read(entry, attempt, found.tie, over)
             await over
         if isinstance(entry.state, lives.Lost):
-            if isinstance(entry.state.error, _NON_RETRYABLE):
+            if isinstance(entry.state.error, NON_RETRYABLE):
                 raise entry.state.error
             if entry.state.setback in (Setback.LOST, Setback.BROKEN):
                 metrics.LOST_ATTEMPTS.inc()
                 entry.note_loss(str(entry.state.error), entry.state.decode or entry.state.attempt.prefill)
         return found
-
-
-def _note_search(entry: RequestEntry, found: Found | Missing) -> None:
-    match found:
-        case Found(_, prefill, decode):
-            outcome = "taken_over"
-        case Missing.OWNER_LOST:
-            outcome, prefill, decode = "owner_lost", NO_LIFE, None
-        case Missing.NOWHERE:
-            outcome, prefill, decode = "placed_again", NO_LIFE, None
-    metrics.REATTACHES.labels(outcome=outcome).inc()
-    get_logger().info(
-        "request_reattached",
-        request_id=entry.request_id,
-        session=entry.accepted.session,
-        received_tokens=len(entry.answer.token_ids),
-        outcome=outcome,
-        prefill_instance_id=prefill.instance_id,
-        decode_instance_id="" if decode is None else decode.instance_id,
-    )
 
 
 class PlacementLine:

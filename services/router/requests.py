@@ -14,6 +14,7 @@ from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import DeadlineExceeded, KaveriError, RequestAlreadyExists, Unavailable
 from kaveri.lives import request_values as lives
 from kaveri.lives.request import step
+from kaveri.telemetry.logs import get_logger
 from kaveri.text.answer import Answer
 from services.router.accepted_request import AcceptedRequest, OwnerHint
 from services.router.request_account import RequestAccount
@@ -211,6 +212,12 @@ class RequestEntry:
         holder = None if replica is None else lives.holder_of(replica)
         if holder != self._hint.holder:
             self._note_hint(replace(self._hint, holder=holder))
+
+    def note_delay(self, reason: str) -> None:
+        """Log, once per request, that it waits for an instance."""
+        if not self.delay_noted:
+            self.delay_noted = True
+            get_logger().info("placement_delayed", request_id=self.request_id, attempt=0, reason=reason)
 
     def note_loss(self, cause: str, former: lives.InstanceLife) -> None:
         """Record the loss of instance `former`."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 from grpc import aio
 
@@ -62,6 +62,11 @@ class RouterParts(Protocol):
     def draining(self) -> bool: ...
 
 
+Stage = Literal["admit", "reserve", "tokenize", "claim", "place", "relay"]
+"""Stages of a request at its router, in order; place and relay run side by side. Spans, and `stage` in logs, have these
+names; a `place` span is one wait for an instance. Admit and reserve take no time and have no span."""
+
+
 @dataclass(slots=True)
 class GenerateProgress:
     """Progress of one Generate call, for its logs, span and token limits. The call fills it in."""
@@ -73,6 +78,9 @@ class GenerateProgress:
     """Set once the request was validated."""
     span: OpenSpan | None = None
     """Span of the call; None: it is not traced."""
+    stage: Stage = "admit"
+    since_s: float = 0.0
+    """time.monotonic() at which the stage began."""
 
     @property
     def tokens(self) -> int:
@@ -101,7 +109,16 @@ class GenerateProgress:
         return {
             "request_id": self.request_id[:MAX_REQUEST_ID_BYTES],
             "attempt": self.entry.attempt_number if self.entry is not None else 0,
+            "stage": self.stage,
         }
+
+
+def _enter(progress: GenerateProgress, stage: Stage) -> None:
+    """Begin a stage; write the former one's span."""
+    now_s = time.monotonic()
+    if progress.span is not None and progress.stage not in ("admit", "reserve"):
+        progress.span.write(progress.stage, progress.since_s, now_s)
+    progress.stage, progress.since_s = stage, now_s
 
 
 @contextlib.contextmanager
@@ -118,6 +135,7 @@ def _traced(progress: GenerateProgress, context: ServicerContext, arrived_s: flo
         raise
     finally:
         if span is not None:
+            _enter(progress, progress.stage)
             span.end(time.monotonic(), error_in_span(error), **progress.span_attributes())
 
 
@@ -279,6 +297,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         router, request_id = self._router, progress.request_id
         params = self._admit(request, request_id)
+        _enter(progress, "reserve")
         remaining_s = context.time_remaining()
         timeout_s = router.config.default_timeout_s if remaining_s is None else remaining_s
         is_public = bool(progress.key_name)
@@ -297,8 +316,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         metrics.IN_FLIGHT.inc()
         accepted: AcceptedRequest | None = None
         try:
+            _enter(progress, "tokenize")
             accepted = await accept()
-            tokenized_s = time.monotonic()
+            _enter(progress, "claim")
+            tokenized_s = progress.since_s
             is_drawn = not request.session and bool(request.secret) and request_id == id_drawn_from(request.secret)
             if is_drawn or not request.request_id:
                 # No other client can use the id.
@@ -306,8 +327,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             elif stored := await router.claims.open(claim, timeout_s):
                 accepted = replace(accepted, received=replace(accepted.received, owner=hint_from_store(stored)))
             answer = await router.intake.begin_answer(accepted)
-            if progress.span is not None:
-                progress.span.write("tokenize", arrived_s, tokenized_s, tokens=len(accepted.prompt_token_ids))
             account = RequestAccount(request_id, request.session, tokenized_s, progress.span)
             entry = progress.entry = RequestEntry(
                 accepted, answer, account, router.placer.act, partial(router.claims.note, claim)
@@ -316,6 +335,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             # A later session that no router knows of is the first to be accepted: routers before failed or refused.
             if accepted.received == NOTHING_RECEIVED and not was_accepted:
                 router.recent.note_arrival(arrived_s)
+            _enter(progress, "relay")
             await self._answer(entry, context, names_tokens=request.token_texts, is_public=is_public)
         except asyncio.CancelledError:
             if slot.interruption is None:

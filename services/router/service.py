@@ -34,13 +34,13 @@ from services.router import metrics
 from services.router.claims import RequestClaims
 from services.router.cluster_server import ClusterServicer
 from services.router.config import RouterConfig
-from services.router.holders import Holders
 from services.router.intake import Intake
 from services.router.metrics import metrics_targets
 from services.router.monitor import Monitor
 from services.router.peers import has_another_router, router_addresses
 from services.router.public_server import PublicServicer
-from services.router.recovery import Departures
+from services.router.recovery.departures import Departures
+from services.router.recovery.holders import Holders
 from services.router.request_placer import RequestPlacer
 from services.router.request_table import RecentRequests, RequestTable
 from services.router.server import InferenceServicer

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 
 from grpc import aio
 
-from kaveri.domain.owner import Term
 from kaveri.domain.view import InstanceRecord
 from kaveri.errors import KaveriError, Unavailable
 from kaveri.lives.request_values import Attempt, GivenUp, InstanceLife
 from kaveri.timeouts import CONNECT_GRACE_S
-from kaveri.v1 import feed_pb2, prefill_pb2
-from kaveri.wire.attempts import term_to_proto
+from kaveri.v1 import feed_pb2, prefill_pb2, term_pb2
 from services.router.requests import RequestEntry
 
 
@@ -144,7 +142,7 @@ class Subscription:
         return [
             feed_pb2.FollowedRequest(
                 request_id=tie.entry.request_id,
-                term=term_to_proto(Term(tie.entry.accepted.session, tie.number)),
+                term=term_pb2.Term(session=tie.entry.accepted.session, attempt=tie.number),
                 next_index=len(tie.entry.answer.token_ids),
                 at_prefill=tie.at_prefill,
             )

@@ -30,12 +30,12 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import CALL_TIMEOUT_S, REOPEN_GRACE_S, TICK_S
 from kaveri.v1 import decode_pb2, feed_pb2, prefill_pb2
 from kaveri.v1.feed_pb2_grpc import FeedServiceStub
-from kaveri.wire.attempts import attached_from_proto, attachment_to_proto, ownership_to_proto, term_from_proto
+from kaveri.wire.attempts import attached_from_proto, attachment_to_proto, ownership_to_proto
 from kaveri.wire.messages import FINISH_FROM_PROTO, fault_from_proto
 from kaveri.wire.replicas import replica_from_proto
 from kaveri.wire.status import error_of
 from services.router import metrics
-from services.router.holders import Holders
+from services.router.recovery.holders import Holders
 from services.router.request_table import RequestTable
 from services.router.requests import RequestEntry
 from services.router.subscriptions import OpenStream, PromptTie, Subscription, Tie
@@ -184,7 +184,7 @@ class TokenFeeds:
 
     def _abort_at(self, record: InstanceRecord, name: decode_pb2.AttemptId) -> None:
         """Send an Abort, together with the others of this iteration of the event loop."""
-        noted = record.instance_id, name.request_id, term_from_proto(name.term)
+        noted = record.instance_id, name.request_id, Term(name.term.session, name.term.attempt)
         self._aborted.put(noted, time.monotonic())
         unsent = self._unsent.setdefault(record.address, [])
         unsent.append(name)
@@ -384,7 +384,7 @@ class TokenFeeds:
             call.cancel()
 
     def _deliver_report(self, subscription: Subscription, report: prefill_pb2.PrefillReport) -> None:
-        entry, term = self._table.get(report.request_id), term_from_proto(report.term)
+        entry, term = self._table.get(report.request_id), Term(report.term.session, report.term.attempt)
         tie = subscription.ties.get((entry, True)) if entry is not None else None
         if isinstance(tie, PromptTie) and (tie.entry.accepted.session, tie.number) == term:
             tie.is_there = True
@@ -399,7 +399,7 @@ class TokenFeeds:
             self.disown(report.request_id, term, subscription.instance_id)
 
     def _deliver(self, life: lives.InstanceLife, update: decode_pb2.RequestTokens, now_s: float) -> None:
-        entry, term = self._table.get(update.request_id), term_from_proto(update.term)
+        entry, term = self._table.get(update.request_id), Term(update.term.session, update.term.attempt)
         has_ended = update.finish_reason or update.error
         if entry is None:
             # The request may have ended before its placement arrived.
@@ -427,7 +427,7 @@ class TokenFeeds:
                         lives.TokensReceived(term.attempt, life, update.index, update.token_ids, update.logprobs),
                         now_s,
                     )
-            entry.handle(_event_of(life, update), now_s)
+            entry.handle(_event_of(life, term.attempt, update), now_s)
             if update.moved:
                 self._subscriptions[life.instance_id].let_go_s = now_s
             if update.moved and isinstance(entry.state, lives.Lost) and entry.state.decode == life:
@@ -442,8 +442,10 @@ class TokenFeeds:
             entry.stop(InternalError(f"the router could not take in the tokens of request {update.request_id!r}"))
 
 
-def _event_of(life: lives.InstanceLife, update: decode_pb2.RequestTokens) -> lives.TokensReceived | lives.GivenUp:
-    attempt, finish = update.term.attempt, FINISH_FROM_PROTO[update.finish_reason]
+def _event_of(
+    life: lives.InstanceLife, attempt: int, update: decode_pb2.RequestTokens
+) -> lives.TokensReceived | lives.GivenUp:
+    finish = FINISH_FROM_PROTO[update.finish_reason]
     if finish is None and not update.error:
         return lives.TokensReceived(attempt, life, update.index, update.token_ids, update.logprobs)
     if update.replaced:

@@ -79,7 +79,7 @@ async def test_one_trace_over_gateway_router_prefill_and_decode(receiver: SpanRe
         by_service.setdefault(service, set()).add(span.name)
     assert by_service == {
         "kaveri-gateway": {"POST /v1/completions"},
-        "kaveri-router": {"generate", "tokenize", "place", "attempt"},
+        "kaveri-router": {"generate", "tokenize", "claim", "place", "relay", "attempt"},
         "kaveri-prefill": {"prefill.queue", "prefill.chunk", "prefill", "prefill.place", "kv.push", "prefill.request"},
         "kaveri-decode": {"decode.room", "kv.landing", "decode.admission", "decode"},
     }

@@ -9,7 +9,7 @@ import pytest
 from grpc import aio
 
 from kaveri.v1 import inference_pb2, sampling_pb2
-from services.router import recovery
+from services.router.recovery import take_over
 from tests.services.conftest import eventually
 from tests.services.prompts import prompt
 from tests.services.session_client import GRACE_S, SECRET, WAIT_S, SessionClient, SessionRouters, computed
@@ -215,8 +215,8 @@ async def test_a_forged_hint_and_a_store_that_is_away_or_empty_cost_nothing_but_
 async def test_no_more_instances_are_asked_than_there_may_be_when_no_hint_holds(
     cluster: Any, routers: SessionRouters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "_ASKED_TOGETHER", 2)
-    monkeypatch.setattr(recovery, "_MOST_ASKED", 3)
+    monkeypatch.setattr(take_over, "_ASKED_TOGETHER", 2)
+    monkeypatch.setattr(take_over, "_MOST_ASKED", 3)
     await cluster.prefill()
     for number in range(5):
         await cluster.decode(f"decode-{number}")

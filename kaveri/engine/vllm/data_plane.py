@@ -12,14 +12,7 @@ from functools import partial
 from kaveri.addresses import join_address, split_address
 from kaveri.config.settings import MAX_PORT
 from kaveri.engine.kv_plane import Granted, PlaneEvent, PlaneListener
-from kaveri.engine.vllm.rank import (
-    BlockStaged,
-    LostListener,
-    Rank,
-    RankCall,
-    RankEvent,
-    RankSetup,
-)
+from kaveri.engine.vllm.rank import BlockStaged, LostListener, Rank, RankCall, RankEvent, RankSetup
 from kaveri.errors import ConfigError, EngineError
 from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
 from kaveri.kv.transfer.gathering import Gathering, TransferStep

@@ -6,14 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kaveri.engine.kv_plane import PoolPlane, Source
-from kaveri.engine.vllm.rank import (
-    BlockStaged,
-    LostListener,
-    PromptChunk,
-    RankCall,
-    RankListener,
-    RankSetup,
-)
+from kaveri.engine.vllm.rank import BlockStaged, LostListener, PromptChunk, RankCall, RankListener, RankSetup
 from kaveri.errors import KaveriError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool

@@ -11,9 +11,10 @@ from structlog.testing import capture_logs
 from kaveri.cluster.store import RequestClaim
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Phase, Role
 from kaveri.v1 import inference_pb2
-from services.router import metrics, recovery, service
+from services.router import metrics, service
 from services.router.peers import has_another_router
-from services.router.recovery import Departures
+from services.router.recovery import departures
+from services.router.recovery.departures import Departures
 from services.router.request_table import RequestTable
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import (
@@ -259,7 +260,7 @@ def test_only_an_instance_that_lets_no_request_go_for_three_seconds_is_helped(mo
     """Otherwise requests in transit were moved again, and lost what their replicas lacked."""
     clock = SimpleNamespace(now_s=0.0, let_go_s=0.0)
     feeds: Any = SimpleNamespace(let_go_s=lambda life: clock.let_go_s)
-    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(departures, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     looked: list[float] = []
     table: Any = SimpleNamespace(entries=lambda: looked.append(clock.now_s) or ())
     load = InstanceLoad(state=InstanceState.DRAINING)
