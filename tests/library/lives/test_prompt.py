@@ -286,6 +286,13 @@ GIVES_BACK: list[tuple[State, list[Action]]] = [
 ]
 
 
+def test_a_request_whose_push_has_failed_takes_the_next_place_that_is_found() -> None:
+    failed = KvPushFailed(KEY, "broken")
+    state, actions = step(Pushing(TERMS, PromptComputed(1.0), 1.0), failed, 2.0)
+    assert actions == (FindAnotherPlace(failed),)
+    assert isinstance(step(state, PLACED, 3.0)[0], Pushing)
+
+
 @pytest.mark.parametrize(("state", "gives_back"), GIVES_BACK)
 def test_an_early_end_gives_back_what_the_state_holds_and_nothing_else(state: State, gives_back: list[Action]) -> None:
     ended, actions = step(state, EndRequested(Outcome.CANCELLED), 3.0)
