@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import psutil
+
 from kaveri.config.services import ServiceKind
 from kaveri.local import stack as local_stack
 from kaveri.local.config import StackConfig, service_command, service_environment
@@ -208,11 +210,20 @@ def _written(host: str, port: int) -> str:
     return "".join(f"{int(part):02X}" for part in reversed(host.split("."))) + f":{port:04X}"
 
 
+def family_of(pid: int) -> list[psutil.Process]:
+    """Return a process and its children: vLLM's engine has a process of its own, which receives KV."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    return []
+
+
 def _socket_inodes(pid: int | None) -> Iterator[str]:
-    folder = f"/proc/{pid}/fd"
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            with contextlib.suppress(OSError):
-                target = os.readlink(f"{folder}/{name}")
-                if target.startswith("socket:["):
-                    yield target.removeprefix("socket:[").removesuffix("]")
+    for process in family_of(pid) if pid is not None else ():
+        folder = f"/proc/{process.pid}/fd"
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                with contextlib.suppress(OSError):
+                    target = os.readlink(f"{folder}/{name}")
+                    if target.startswith("socket:["):
+                        yield target.removeprefix("socket:[").removesuffix("]")

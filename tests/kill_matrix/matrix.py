@@ -5,7 +5,6 @@ import contextlib
 import os
 import random
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
@@ -16,13 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from kaveri import AsyncClient
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.local.config import StackConfig
 from kaveri.local.process import ChildProcess
 from kaveri.local.stack import LocalStack
 from tests.kill_matrix.cluster import LOGPROB_TOLERANCE, Rest, count_events, stack_settings
-from tests.kill_matrix.links import CLIENT, REDIS, Links
+from tests.kill_matrix.links import CLIENT, REDIS, Links, family_of
 from tests.kill_matrix.load import AskedRequest, MatrixLoad
 from tests.kill_matrix.plan import Aim, DrawnFault, HitKind, MatrixQuestion, draw_fault, draw_questions
 from tests.support.local_cluster import LocalCluster
@@ -168,12 +169,15 @@ class KillMatrix:
             case HitKind.KILLED | HitKind.DRAINED:
                 await self._restart(target, fault.lasts_s, drains=fault.kind is HitKind.DRAINED)
             case HitKind.FROZEN:
-                process = self._cluster.stack.process(target)
-                process.send_signal(signal.SIGSTOP)
+                frozen = family_of(self._cluster.stack.pids().get(target, 0))
+                for process in frozen:
+                    process.suspend()
                 try:
                     await asyncio.sleep(fault.lasts_s)
                 finally:
-                    process.send_signal(signal.SIGCONT)
+                    for process in frozen:
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            process.resume()
             case HitKind.CUT_OFF | HitKind.LINK_CUT:
                 await self._cut(fault, target)
 
