@@ -231,6 +231,15 @@ async def test_the_time_of_a_request_has_a_limit() -> None:
     assert now_s + LONGEST_REQUEST_S <= request.deadline_s < now_s + LONGEST_REQUEST_S + 60
 
 
+async def test_the_same_attempt_of_another_router_is_refused() -> None:
+    world = RoleWorld()
+    first = world.accept("a", secret=bytes(16))
+    with pytest.raises(StaleAttempt):
+        world.accept("a", secret=bytes(16), router_id="another router")
+    world.role.cancel(first)
+    assert world.count("cancelled") == 1
+
+
 async def test_older_and_equal_attempts_are_refused_and_leave_the_newer_one_alone() -> None:
     world = RoleWorld()
     older = world.accept("a", attempt=2)
