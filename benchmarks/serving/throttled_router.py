@@ -8,8 +8,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -49,22 +51,28 @@ class Answers:
             self.wrong += 1
 
 
-@contextlib.asynccontextmanager
-async def throttled(process: int) -> AsyncIterator[None]:
+_THROTTLE = """
+import os, signal, sys, time
+process, running_s, stopped_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+while os.getppid() != 1:
+    os.kill(process, signal.SIGSTOP)
+    time.sleep(stopped_s)
+    os.kill(process, signal.SIGCONT)
+    time.sleep(running_s)
+"""
+
+
+@contextlib.contextmanager
+def throttled(process: int) -> Iterator[None]:
     """Stop the process for most of the time while the context is open."""
-
-    async def alternate() -> None:
-        while True:
-            os.kill(process, signal.SIGSTOP)
-            await asyncio.sleep(STOPPED_S)
-            os.kill(process, signal.SIGCONT)
-            await asyncio.sleep(RUNNING_S)
-
-    alternating = asyncio.create_task(alternate())
+    # In a process of its own: as a task beside the clients it gives the router the more time the busier they are.
+    arguments = (str(process), str(RUNNING_S), str(STOPPED_S))
+    throttle = subprocess.Popen([sys.executable, "-c", _THROTTLE, *arguments])
     try:
         yield
     finally:
-        alternating.cancel()
+        throttle.kill()
+        throttle.wait()
         os.kill(process, signal.SIGCONT)
 
 
@@ -88,7 +96,7 @@ async def serve(seconds: float) -> Answers:
     config = StackConfig.of(prefill_count=1, decode_count=1, engine="fake", restart=False)
     async with LocalStack(config) as stack:
         await stack.wait_until_ready(config.supervision.start_timeout_s)
-        async with throttled(stack.pids()["router-0"]):
+        with throttled(stack.pids()["router-0"]):
             end_s = time.monotonic() + seconds
             await asyncio.gather(*(ask_until(end_s, each, stack.target, answers) for each in range(CLIENTS)))
     return answers
