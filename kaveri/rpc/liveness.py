@@ -50,7 +50,7 @@ class Liveness:
         self._prompt: dict[str, None] = {}
         """Peers that answer fast."""
         self._asked_s: dict[str, float] = {}
-        """Time of the last ping sent to each peer."""
+        """Time of the last ping to each peer; infinite while it is unanswered: more would only burden a slow peer."""
         self._running = False
         self._tasks: dict[asyncio.Task[None], None] = {}
 
@@ -104,7 +104,7 @@ class Liveness:
                 pause_s = BEAT_AFTER_S if target in self._prompt else _SLOW_BEAT_AFTER_S
                 is_rested = now_s - self._asked_s.get(target, float("-inf")) >= pause_s
                 if is_rested and self._watch.silence_s(target) >= BEAT_AFTER_S:
-                    self._asked_s[target] = now_s
+                    self._asked_s[target] = float("inf")
                     self._start(self._ask(target))
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
@@ -125,6 +125,8 @@ class Liveness:
             # A peer of a former version does not know the call; its error proves that it is alive.
             if error.code() in _UNREACHED:
                 return
+        finally:
+            self._asked_s[target] = asked_s
         if target not in self._answered:
             self._answered[target] = None
             for call in self._waiting.get(target, ()):

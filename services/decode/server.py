@@ -82,10 +82,7 @@ class DecodeServer(DecodeServiceServicer):
             )
         except KaveriError as error:
             await abort(context, error)
-        return decode_pb2.ReserveResponse(
-            ticket=ticket_to_proto(ticket),
-            incarnation=self._incarnation,
-        )
+        return decode_pb2.ReserveResponse(ticket=ticket_to_proto(ticket), incarnation=self._incarnation)
 
     async def OpenReplica(  # noqa: N802
         self, request: decode_pb2.OpenReplicaRequest, context: aio.ServicerContext[Any, Any]
@@ -180,11 +177,7 @@ def _token_bytes(gained: GainedTokens, position: int) -> int:
 
 
 def tokens_to_proto(gained: GainedTokens) -> decode_pb2.RequestTokens:
-    message = decode_pb2.RequestTokens(
-        request_id=gained.request_id,
-        index=gained.index,
-        token_ids=gained.token_ids,
-    )
+    message = decode_pb2.RequestTokens(request_id=gained.request_id, index=gained.index, token_ids=gained.token_ids)
     message.term.attempt = gained.term.attempt
     # Set only what differs from the default: this runs for every request in every step.
     if gained.term.session:

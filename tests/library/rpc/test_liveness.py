@@ -63,3 +63,18 @@ async def test_a_call_with_nowhere_else_to_go_waits_on_while_others_of_its_peer_
     await asyncio.wait_for(later.suspected.wait(), 30)
     assert not alone.suspected.is_set()
     liveness.close()
+
+
+async def test_a_peer_that_does_not_answer_is_not_asked_again_meanwhile() -> None:
+    asked = []
+
+    async def no_answer(target: str) -> None:
+        asked.append(target)
+        await asyncio.Event().wait()
+
+    liveness, call = Liveness(no_answer), HeldCall()
+    liveness.begin(call)
+    # It is suspected after more than one interval between beats.
+    await asyncio.wait_for(call.suspected.wait(), 30)
+    assert asked == ["peer"]
+    liveness.close()
