@@ -18,7 +18,7 @@ from kaveri.workload.requests import PlannedRequest, RequestLengths
 from kaveri.workload.run_columns import RunColumns
 from kaveri.workload.summary import Slo, summarize
 from services.decode import holder, replicator
-from services.router import holders
+from services.router.recovery import holders
 from tests.library.simulator.test_failures import dying
 from tests.library.simulator.test_simulate import LATENCY, colocated_of, decoder_of, poisson, run_whole, spec_of
 

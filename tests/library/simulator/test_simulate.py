@@ -39,6 +39,7 @@ from kaveri.workload.summary import Slo
 from services.instance import service
 from services.prefill import decode_placer
 from services.router import request_placer
+from services.router.recovery import losses
 
 LATENCY = load_latency_model("opt-13b-a100-tp2")
 NO_OTHERS = {"prefill_count": 0, "decode_count": 0, "colocated_count": 1}
@@ -237,7 +238,7 @@ def test_overheads_are_paid_at_every_hop_and_step() -> None:
 
 def test_services_and_simulator_call_the_same_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert router.choose_prefill is request_placer.choose_prefill is choose_prefill  # type: ignore[attr-defined]
-    assert router.after_setback is request_placer.after_setback  # type: ignore[attr-defined]
+    assert router.after_setback is losses.after_setback  # type: ignore[attr-defined]
     assert prefill.RoomSearch is decode_placer.RoomSearch is RoomSearch  # type: ignore[attr-defined]
     requests = poisson(40, 20.0)
 
