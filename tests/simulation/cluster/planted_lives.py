@@ -9,8 +9,10 @@ from kaveri.cluster.membership import Membership
 from kaveri.cluster.memory_store import MemoryCluster
 from kaveri.lives import request as request_life
 from kaveri.text.answer import Answer
+from services.decode.requests import AnswerLog
 from services.router.token_feeds import TokenFeeds
-from tests.simulation.cluster.planting import planted, replaced
+from tests.simulation.cluster.kv_receiver import SimulatedReceiver
+from tests.simulation.cluster.planting import nothing, planted, replaced
 
 
 class _AnyOther(int):
@@ -147,4 +149,27 @@ def prompt_positions_ignored() -> Iterator[None]:
         return append_prompt
 
     with replaced(Answer, "append_prompt", make):
+        yield
+
+
+@planted
+def answer_goes_on_where_it_stopped() -> Iterator[None]:
+    """Decode sends a router that asks for an answer only what none was sent, whatever index it names."""
+    with replaced(AnswerLog, "send_from", lambda _: nothing):
+        yield
+
+
+@planted
+def landed_before_its_digest() -> Iterator[None]:
+    """Decode goes on with the KV of a prompt without a look at its digest."""
+
+    def make(original: Any) -> Any:
+        def problem(self: Any, landing: Any, *args: Any) -> str | None:
+            found: str | None = original(self, landing, *args)
+            is_digest = found is not None and found.startswith("wrong digest")
+            return None if is_digest and not landing.ticket.is_open else found
+
+        return problem
+
+    with replaced(SimulatedReceiver, "_problem", make):
         yield

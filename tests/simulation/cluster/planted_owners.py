@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from kaveri.client.sessions import Sessions
+from kaveri.cluster.memory_store import MemoryStore
 from kaveri.domain.owner import Ownership
 from kaveri.domain.sampling import SamplingParams
 from kaveri.lives.request_values import Placed
@@ -118,4 +119,19 @@ def streams_repeat_for_any_router() -> Iterator[None]:
         return repeat
 
     with replaced(RequestOwners, "repeat", make):
+        yield
+
+
+@planted
+def claims_of_others_closed() -> Iterator[None]:
+    """A router that has ended a request closes the claim that a later session has at another router."""
+
+    def make(original: Any) -> Any:
+        async def close_requests(self: Any, claims: Any) -> bool:
+            present = [self.cluster.request(claim.request_id) for claim in claims]
+            return bool(await original(self, [claim for claim in present if claim is not None]))
+
+        return close_requests
+
+    with replaced(MemoryStore, "close_requests", make):
         yield

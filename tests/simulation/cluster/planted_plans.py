@@ -330,6 +330,25 @@ PLANS: dict[str, Plan] = {
         ],
         max_model_len=320,
     ),
+    "copy_of_other_tokens_used": story(
+        cluster(routers=2, decodes=3, step_s=0.04),
+        [request("moved", prompt_tokens=100, max_tokens=200)],
+        [
+            # decode-2 draws other tokens than decode-0, whose copy is at decode-1. The store does not hear of that.
+            *(_cut(FaultKind.CUT, "router-0", other, 0.95, 9.0) for other in ("store", "decode-0", "decode-1")),
+            Fault(kind=FaultKind.KILL, at_s=6.0, target="router-0"),
+            *(Fault(kind=FaultKind.RESTART, at_s=6.0, target=lost, lasts_s=0.05) for lost in ("decode-2", "prefill-0")),
+        ],
+        max_model_len=320,
+        divergent=True,
+        orphan_grace_s=8.0,
+        replication=ReplicationMode.RING,
+    ),
+    "claims_of_others_closed": story(
+        cluster(routers=2, step_s=0.05),
+        [request("same", max_tokens=100), request("same", 1.5, max_tokens=20)],
+        [_reset("client-0", "router-0", at_s=0.6)],
+    ),
     "late_abort_obeyed": story(
         cluster(prefills=2, step_s=0.05),
         [request("twice", max_tokens=100)],
