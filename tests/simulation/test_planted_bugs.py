@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from kaveri.text.tokenizer import ModelTokenizer
-from tests.simulation.cluster import planted, planted_blame, planted_lives, planted_owners, planted_replicas
+from tests.simulation.cluster import (
+    planted,
+    planted_blame,
+    planted_lives,
+    planted_owners,
+    planted_replicas,
+    planted_terms,
+)
 from tests.simulation.cluster.draw import draw_plan
 from tests.simulation.cluster.planted_plans import PLANS
 from tests.simulation.cluster.planting import PLANTED
@@ -42,7 +49,7 @@ def test_nothing_of_a_planted_bug_is_left(name: str) -> None:
             patched.append((owner, attribute, getattr(owner, attribute)))
             return replaced(owner, attribute, make)
 
-        for module in (planted, planted_blame, planted_replicas, planted_owners, planted_lives):
+        for module in (planted, planted_blame, planted_lives, planted_owners, planted_replicas, planted_terms):
             patching.setattr(module, "replaced", watched)
         with PLANTED[name].apply():
             assert all(getattr(owner, attribute) is not was for owner, attribute, was in patched)

@@ -15,6 +15,7 @@ from tests.simulation.cluster.answer_checks import (
 from tests.simulation.cluster.network import KEEPALIVE_S
 from tests.simulation.cluster.outcomes import RequestOutcome
 from tests.simulation.cluster.plan import Fault, FaultKind, Plan
+from tests.simulation.cluster.store import STORE_NAME
 from tests.simulation.cluster.world import World
 
 Check = Callable[[World], list[str]]
@@ -71,6 +72,8 @@ def _unexplained(world: World, outcome: RequestOutcome) -> str | None:
         case RequestCancelled():
             return None if outcome.cancelled_s is not None else "although its client did not cancel it"
         case RequestAlreadyExists():
+            if outcome.chunks and not _may_lose_claims(world.plan):
+                return "although the id was its own"
             return None if _may_be_in_flight(world, outcome) else "although no living router has it"
         case EngineError(reason=reason):
             is_named = outcome.request_id in world.draws.deaths and repr(outcome.request_id) in reason
@@ -97,6 +100,14 @@ def _may_be_in_flight(world: World, outcome: RequestOutcome) -> bool:
         if now_s - died_s < known_s if died_s is not None else ended_s is None or now_s - ended_s < _CUT_OFF_S:
             return True
     return False
+
+
+def _may_lose_claims(plan: Plan) -> bool:
+    """Whether another router may get an id that is in flight: the store has lost its claim, or takes its router for
+    dead, or the other router cannot ask."""
+    return any(
+        fault.kind in (*_AT_THE_STORE, *_STOPPING) or STORE_NAME in (fault.target, fault.other) for fault in plan.faults
+    )
 
 
 def is_survivable(plan: Plan) -> bool:

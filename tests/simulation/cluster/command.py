@@ -183,8 +183,8 @@ def _planted(name: str | None) -> contextlib.AbstractContextManager[None]:
     from tests.simulation.cluster.planting import PLANTED
 
     # They import every service.
-    for module in ("planted", "planted_blame", "planted_replicas", "planted_owners", "planted_lives"):
-        importlib.import_module(f"tests.simulation.cluster.{module}")
+    for module in ("", "_blame", "_lives", "_owners", "_replicas", "_terms"):
+        importlib.import_module(f"tests.simulation.cluster.planted{module}")
     return PLANTED[name].apply()
 
 

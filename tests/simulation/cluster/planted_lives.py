@@ -4,9 +4,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from kaveri.client.received import Received
+from kaveri.cluster.membership import Membership
+from kaveri.cluster.memory_store import MemoryCluster
 from kaveri.lives import request as request_life
+from kaveri.text.answer import Answer
+from services.decode.requests import AnswerLog
 from services.router.token_feeds import TokenFeeds
-from tests.simulation.cluster.planting import planted, replaced
+from tests.simulation.cluster.kv_receiver import SimulatedReceiver
+from tests.simulation.cluster.planting import nothing, planted, replaced
 
 
 class _AnyOther(int):
@@ -69,4 +75,101 @@ def overlap_appended_twice() -> Iterator[None]:
         return taken
 
     with replaced(request_life, "_taken", make):
+        yield
+
+
+@planted
+def new_life_unnoticed() -> Iterator[None]:
+    """A process takes the heartbeats of an instance's new life for those of its former one."""
+
+    def make(original: Any) -> Any:
+        def learn(self: Any, record: Any, *args: Any, **named: Any) -> None:
+            member = self._members.get(record.instance_id)
+            original(self, record if member is None else member.record, *args, **named)
+
+        return learn
+
+    with replaced(Membership, "learn", make):
+        yield
+
+
+@planted
+def claims_of_former_lives_kept() -> Iterator[None]:
+    """The store takes a router's present life for the one that has claimed an id."""
+
+    def make(original: Any) -> Any:
+        def is_registered(self: Any, instance_id: str, incarnation: int) -> bool:
+            held = self._held.get(instance_id)
+            return bool(original(self, instance_id, incarnation if held is None else held.record.incarnation))
+
+        return is_registered
+
+    with replaced(MemoryCluster, "is_registered", make):
+        yield
+
+
+@planted
+def repeated_tokens_kept() -> Iterator[None]:
+    """A client that reads at a decode instance keeps tokens that it has already, as if they came next."""
+
+    def make(original: Any) -> Any:
+        def rest_of(self: Any, response: Any) -> Any:
+            response.index = len(self.token_ids)
+            return original(self, response)
+
+        return rest_of
+
+    with replaced(Received, "rest_of", make):
+        yield
+
+
+@planted
+def repeated_text_kept() -> Iterator[None]:
+    """A client that reads at a decode instance keeps text that it has already, as if it came next."""
+
+    def make(original: Any) -> Any:
+        def rest_of(self: Any, response: Any) -> Any:
+            response.first_character = self.characters
+            return original(self, response)
+
+        return rest_of
+
+    with replaced(Received, "rest_of", make):
+        yield
+
+
+@planted
+def prompt_positions_ignored() -> Iterator[None]:
+    """The router appends what is said of a prompt in the order in which it comes, wherever it belongs."""
+
+    def make(original: Any) -> Any:
+        def append_prompt(self: Any, first: int, entries: Any) -> None:
+            original(self, self._prompt.reported_count, entries)
+
+        return append_prompt
+
+    with replaced(Answer, "append_prompt", make):
+        yield
+
+
+@planted
+def answer_goes_on_where_it_stopped() -> Iterator[None]:
+    """Decode sends a router that asks for an answer only what none was sent, whatever index it names."""
+    with replaced(AnswerLog, "send_from", lambda _: nothing):
+        yield
+
+
+@planted
+def landed_before_its_digest() -> Iterator[None]:
+    """Decode goes on with the KV of a prompt without a look at its digest."""
+
+    def make(original: Any) -> Any:
+        def problem(self: Any, landing: Any, *args: Any) -> str | None:
+            found: str | None = original(self, landing, *args)
+            is_digest = found is not None and found.startswith("wrong digest")
+            return None if is_digest and not landing.ticket.is_open else found
+
+        return problem
+
+    with replaced(SimulatedReceiver, "_problem", make):
         yield

@@ -48,6 +48,10 @@ def _replicated(decodes: int, faults: list[Fault], orphan_grace_s: float = 2.0, 
     )
 
 
+_TWICE = (request("same", max_tokens=150), request("same", 0.5, max_tokens=150, router="router-1"))
+"""Two requests with one id. Both are in flight only where the store has lost the first one's claim."""
+
+
 PLANS: dict[str, Plan] = {
     "index_ignored": story(
         cluster(step_s=0.05),
@@ -210,8 +214,19 @@ PLANS: dict[str, Plan] = {
     ),
     "replaced_owner_not_told": story(
         cluster(routers=2),
-        [request("same", max_tokens=150), request("same", 0.5, max_tokens=150, router="router-1")],
+        _TWICE,
         [Fault(kind=FaultKind.STORE_EMPTIED, at_s=0.3)],
+    ),
+    "secrets_ignored": story(cluster(routers=2), _TWICE, [Fault(kind=FaultKind.STORE_EMPTIED, at_s=0.3)]),
+    "streams_repeat_for_any_router": story(
+        cluster(routers=2),
+        _TWICE,
+        [
+            Fault(kind=FaultKind.STORE_EMPTIED, at_s=0.3),
+            # What decode-0 says to the first one's router is lost with the stream.
+            _cut(FaultKind.CUT_ONE_WAY, "decode-0", "router-0", 0.48, 0.45),
+            _reset("router-0", "decode-0", at_s=0.85),
+        ],
     ),
     "stream_goes_on_where_it_broke": story(
         cluster(step_s=0.05),
@@ -314,6 +329,96 @@ PLANS: dict[str, Plan] = {
             Fault(kind=FaultKind.RESTART, at_s=1.2, target="prefill-0", lasts_s=0.5),
         ],
         max_model_len=320,
+    ),
+    "copy_of_other_tokens_used": story(
+        cluster(routers=2, decodes=3, step_s=0.04),
+        [request("moved", prompt_tokens=100, max_tokens=200)],
+        [
+            # decode-2 draws other tokens than decode-0, whose copy is at decode-1. The store does not hear of that.
+            *(_cut(FaultKind.CUT, "router-0", other, 0.95, 9.0) for other in ("store", "decode-0", "decode-1")),
+            Fault(kind=FaultKind.KILL, at_s=6.0, target="router-0"),
+            *(Fault(kind=FaultKind.RESTART, at_s=6.0, target=lost, lasts_s=0.05) for lost in ("decode-2", "prefill-0")),
+        ],
+        max_model_len=320,
+        divergent=True,
+        orphan_grace_s=8.0,
+        replication=ReplicationMode.RING,
+    ),
+    "claims_of_others_closed": story(
+        cluster(routers=2, step_s=0.05),
+        [request("same", max_tokens=100), request("same", 1.5, max_tokens=20)],
+        [_reset("client-0", "router-0", at_s=0.6)],
+    ),
+    "late_abort_obeyed": story(
+        cluster(prefills=2, step_s=0.05),
+        [request("twice", max_tokens=100)],
+        [
+            # The Abort of the first attempt comes when decode-0 has the second one.
+            _slow("router-0", "decode-0", 1.0, 4.0),
+            Fault(kind=FaultKind.RESTART, after=_ALL_WRITTEN, at_s=0.0, target="prefill-0", lasts_s=0.05),
+            Fault(kind=FaultKind.RESTART, after=_ALL_WRITTEN, at_s=0.0, target="prefill-1", lasts_s=0.05),
+        ],
+        max_model_len=320,
+    ),
+    "late_attach_obeyed": story(
+        cluster(routers=2, step_s=0.05),
+        [request("a", max_tokens=150)],
+        [
+            # router-1 asks late, when the client has come back to router-0.
+            _slow("router-1", "decode-0", 0.6, 4.0, at_s=0.8),
+            _reset("client-0", "router-0", at_s=1.0),
+            _reset("client-0", "router-1", at_s=1.2),
+        ],
+        max_model_len=320,
+    ),
+    "late_attach_of_a_prompt_obeyed": story(
+        cluster(routers=2, step_s=0.1, chunk_tokens=16),
+        [request("a", prompt_tokens=150, max_tokens=20)],
+        [
+            _slow("router-1", "prefill-0", 0.4, 4.0),
+            _reset("client-0", "router-0", at_s=0.1),
+            _reset("client-0", "router-1", at_s=0.3),
+        ],
+        max_model_len=320,
+    ),
+    "claims_of_former_lives_kept": story(
+        cluster(routers=2),
+        [
+            # router-0 dies before it has closed the claim, and another life of it is there at once.
+            replace(request("same", max_tokens=100), cancel_after_s=0.28),
+            request("same", 0.6, max_tokens=100, router="router-1"),
+        ],
+        [Fault(kind=FaultKind.RESTART, at_s=0.3, target="router-0", lasts_s=0.05)],
+    ),
+    "tokens_of_a_client_not_compared": story(
+        cluster(routers=2, decodes=2, step_s=0.05),
+        [_LONG],
+        [
+            # decode-1 draws on, and does not hear that decode-0 has the request.
+            _cut(FaultKind.CUT, "router-0", "decode-1", 1.0, 9.0),
+            Fault(kind=FaultKind.KILL, at_s=4.0, target="router-0"),
+            Fault(kind=FaultKind.RESTART, at_s=4.0, target="decode-0", lasts_s=0.05),
+        ],
+        max_model_len=320,
+        divergent=True,
+        orphan_grace_s=30.0,
+    ),
+    "placed_by_any": story(
+        tuple(
+            replace(each, step_s=0.4, chunk_tokens=16) if each.name.startswith("prefill") else each
+            for each in cluster(routers=2, prefills=2, step_s=0.05)
+        ),
+        [request("a", prompt_tokens=100, max_tokens=100)],
+        [
+            # prefill-1 does not hear that decode-0 has the request from prefill-0, where router-1 cannot ask for it.
+            _cut(FaultKind.CUT, "router-0", "prefill-1", 0.05, 7.0),
+            _cut(FaultKind.CUT, "prefill-1", "decode-0", 0.7, 7.0),
+            _cut(FaultKind.CUT, "router-1", "prefill-0", 1.9, 7.0),
+            Fault(kind=FaultKind.KILL, at_s=2.0, target="router-0"),
+        ],
+        max_model_len=320,
+        divergent=True,
+        orphan_grace_s=30.0,
     ),
 }
 """By the name of the planted bug. None of them shows a violation without it."""

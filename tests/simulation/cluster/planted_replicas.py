@@ -5,6 +5,7 @@ from typing import Any
 
 from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.kv.replicas.replicas import Replicas
+from services.decode import holder as decode_holder
 from services.decode.holder import ReplicaHolder
 from services.decode.replicator import Replicator
 from tests.simulation.cluster.kv_receiver import SimulatedReceiver
@@ -83,4 +84,19 @@ def tail_sent_unfinished() -> Iterator[None]:
 def tail_not_sent() -> Iterator[None]:
     """A request that is let go leaves its holder without the tokens behind the last whole block."""
     with replaced(Replicas, "_add_tail", lambda _: nothing):
+        yield
+
+
+@planted
+def copy_of_other_tokens_used() -> Iterator[None]:
+    """A holder goes on with a request from a copy of other tokens than its router has."""
+
+    def make(original: Any) -> Any:
+        def usable_tokens(held: tuple[int, ...], resumption: Any, block_tokens: int) -> int:
+            named = (*resumption.token_ids[: len(held)], *held[len(resumption.token_ids) :])
+            return int(original(named, resumption, block_tokens))
+
+        return usable_tokens
+
+    with replaced(decode_holder, "usable_tokens", make):
         yield
