@@ -104,11 +104,12 @@ async def serve(seconds: float) -> Answers:
 
 def measure(options: Options, report: Report) -> None:
     """Both kinds of clients in turn, a new stack each time."""
-    seconds, pairs = options.choose((60.0, 4), (20.0, 1))
+    seconds = options.choose(60.0, 20.0)
     report.workload = {"clients": CLIENTS, "answer_tokens": ANSWER_TOKENS, "seconds": seconds}
     runs: dict[str, list[Answers]] = {"never suspect": [], "SDK": []}
     # Each kind comes first as often as second: a machine that slows down or recovers meanwhile favours neither.
-    for name in ("never suspect", "SDK", "SDK", "never suspect")[: 2 * pairs] * (pairs // 2 or 1):
+    order = ("never suspect", "SDK", "SDK", "never suspect")
+    for name in options.choose(2 * order, order[:2]):
         after_s = (liveness.SUSPECT_AFTER_S, liveness.SUSPECT_UNHEARD_AFTER_S) if name == "SDK" else (NEVER_S, NEVER_S)
         with mock.patch.multiple(liveness, SUSPECT_AFTER_S=after_s[0], SUSPECT_UNHEARD_AFTER_S=after_s[1]):
             runs[name].append(asyncio.run(serve(seconds)))

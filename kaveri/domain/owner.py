@@ -9,8 +9,7 @@ from kaveri.errors import RequestAlreadyExists, StaleAttempt
 
 class Term(NamedTuple):
     """Session and attempt of a request's owner; the greater pair is newer. Sessions count a client's connections to its
-    request, attempts its router's tries. An attempt's placements are numbered apart: they do not order
-    owners."""
+    request, attempts its router's tries. Unlike the message of this name it has no placement: that orders no owners."""
 
     session: int
     attempt: int
@@ -24,7 +23,7 @@ class Term(NamedTuple):
 
 
 class Ownership(NamedTuple):
-    """Owner of a request: its term, and what identifies the request beside its id, secret or router."""
+    """Owner of a request: its term, and the secret or router that identifies the request beside its id."""
 
     term: Term
     router_id: str

@@ -60,7 +60,7 @@ class OpenReplicaRequest(_message.Message):
     """
     @_builtins.property
     def term(self) -> _term_pb2.Term:
-        """The owner's."""
+        """The owner's term."""
 
     @_builtins.property
     def layout(self) -> _kv_pb2.KvLayout:
@@ -228,7 +228,7 @@ class ResumeRequest(_message.Message):
     """As in SubmitRequest."""
     @_builtins.property
     def term(self) -> _term_pb2.Term:
-        """The new owner's: above the former owner's, or the same as in an earlier call."""
+        """The new owner's term: above the former owner's, or the same as in an earlier call."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -333,7 +333,7 @@ class ReserveRequest(_message.Message):
     """As in SubmitRequest."""
     @_builtins.property
     def term(self) -> _term_pb2.Term:
-        """The owner's, with the number of this call. An older owner of the same request is aborted first. So is another request
+        """The owner's term and the number of this call. An older owner of the same request is aborted first. So is another request
         with the same id, and its router gets an error on its stream. A later placement of the attempt at this instance
         replaces an earlier one; an earlier one that comes late is refused with ABORTED.
         """
@@ -491,7 +491,7 @@ class RequestTokens(_message.Message):
     """A client reads the answer here (FORM_TEXT): tokens come in larger pieces, and the router need not pass them on."""
     @_builtins.property
     def term(self) -> _term_pb2.Term:
-        """The owner's."""
+        """The owner's term."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

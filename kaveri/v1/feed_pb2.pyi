@@ -110,7 +110,7 @@ class FollowedRequest(_message.Message):
     """The router waits for reports on the prompt, all of which are repeated; otherwise for tokens."""
     @_builtins.property
     def term(self) -> _term_pb2.Term:
-        """The owner's."""
+        """The owner's term."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class AttachRequest(_message.Message):
     """Characters (Unicode code points) of text that the client has."""
     @_builtins.property
     def term(self) -> _term_pb2.Term:
-        """The new owner's: above the present owner's, or the same. With FORM_TEXT the client's present session alone."""
+        """The new owner's term: above the present owner's, or the same. With FORM_TEXT the client's present session alone."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

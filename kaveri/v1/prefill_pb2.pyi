@@ -134,7 +134,7 @@ class PrefillReport(_message.Message):
     """The request's id."""
     @_builtins.property
     def term(self) -> _term_pb2.Term:
-        """The owner's."""
+        """The owner's term."""
 
     @_builtins.property
     def started(self) -> Global___PrefillStarted:

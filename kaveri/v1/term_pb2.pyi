@@ -18,9 +18,10 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Term(_message.Message):
-    """An owner of a request, and one of its placements. Of two owners the newer one holds: (session, attempt) orders them. Of
-    two placements of one attempt neither is better: an instance keeps the later call, and once one of them has drawn a
-    token, another one ends the attempt. A term never says which request is meant: its id and secret do.
+    """Identifies an owner of a request and, for Reserve and Abort, one placement. (session, attempt) orders owners: the newer
+    one holds. Placements of one attempt are not ordered so: an instance keeps the later call of Reserve, and a second
+    placement that draws tokens after the first one has ends the attempt. The request itself is identified by its id and
+    secret, never by a term.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

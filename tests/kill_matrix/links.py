@@ -211,7 +211,7 @@ def _written(host: str, port: int) -> str:
 
 
 def family_of(pid: int) -> list[psutil.Process]:
-    """Return a process and its children: vLLM's engine has a process of its own, which receives KV."""
+    """Return a process and its children, such as the one of vLLM's engine, which receives KV. Empty if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]

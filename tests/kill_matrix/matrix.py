@@ -169,10 +169,10 @@ class KillMatrix:
             case HitKind.KILLED | HitKind.DRAINED:
                 await self._restart(target, fault.lasts_s, drains=fault.kind is HitKind.DRAINED)
             case HitKind.FROZEN:
-                frozen = family_of(self._cluster.stack.pids().get(target, 0))
-                for process in frozen:
-                    process.suspend()
+                frozen = family_of(self._cluster.stack.process(target).pid)
                 try:
+                    for process in frozen:
+                        process.suspend()
                     await asyncio.sleep(fault.lasts_s)
                 finally:
                     for process in frozen:

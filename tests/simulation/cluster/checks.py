@@ -103,8 +103,8 @@ def _may_be_in_flight(world: World, outcome: RequestOutcome) -> bool:
 
 
 def _may_lose_claims(plan: Plan) -> bool:
-    """Whether another router may get an id that is in flight: the store has lost its claim, or takes its router for
-    dead, or the other router cannot ask."""
+    """Return True if the plan's faults can give another router an id that is in flight: the store loses the claim or
+    considers its router dead, or the other router cannot reach the store."""
     return any(
         fault.kind in (*_AT_THE_STORE, *_STOPPING) or STORE_NAME in (fault.target, fault.other) for fault in plan.faults
     )

@@ -80,7 +80,7 @@ def overlap_appended_twice() -> Iterator[None]:
 
 @planted
 def new_life_unnoticed() -> Iterator[None]:
-    """A process takes the heartbeats of an instance's new life for those of its former one."""
+    """A process treats heartbeats of an instance's new life as those of its former one."""
 
     def make(original: Any) -> Any:
         def learn(self: Any, record: Any, *args: Any, **named: Any) -> None:
@@ -95,7 +95,7 @@ def new_life_unnoticed() -> Iterator[None]:
 
 @planted
 def claims_of_former_lives_kept() -> Iterator[None]:
-    """The store takes a router's present life for the one that has claimed an id."""
+    """The store keeps the claims of a router's former life while a later life of it is registered."""
 
     def make(original: Any) -> Any:
         def is_registered(self: Any, instance_id: str, incarnation: int) -> bool:

@@ -1,4 +1,4 @@
-"""Planted bugs of sessions and attempts: each takes what comes late of a former one. See planted.py."""
+"""Planted bugs of sessions and attempts: each accepts late messages of a former one. See planted.py."""
 
 import time
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def late_abort_of_a_prompt_obeyed() -> Iterator[None]:
 
 @planted
 def abort_outlasts_its_attempt() -> Iterator[None]:
-    """Prefill takes an Abort that has come before its request for one of all later attempts too."""
+    """An Abort that reaches prefill before its request ends all later attempts too."""
 
     def make(original: Any) -> Any:
         def end_former(self: Any, request_id: str, ownership: Any) -> None:
@@ -107,7 +107,7 @@ def late_attach_of_a_prompt_obeyed() -> Iterator[None]:
 
 @planted
 def reports_of_any_attempt() -> Iterator[None]:
-    """The router takes what prefill reports of earlier sessions and attempts for news of the present one."""
+    """The router treats prefill's reports on earlier sessions and attempts as reports on the present one."""
 
     def make(original: Any) -> Any:
         def deliver(self: Any, subscription: Any, report: Any) -> None:
