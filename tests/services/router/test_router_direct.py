@@ -69,7 +69,7 @@ async def test_a_request_whose_reader_was_interrupted_counts_as_a_lost_attempt(c
             await _interrupt(cluster, router)
     assert _counts() == (lost + 1, ended + 1)
     (line,) = [line for line in logs if line["event"] == "request_interrupted"]
-    assert line["request_id"] == "one"
+    assert (line["request_id"], line["stage"]) == ("one", "relay")
     assert "decode-0: broken" in line["error"]
 
 
@@ -85,6 +85,7 @@ async def test_an_interrupted_request_keeps_its_slot_and_accounts_for_the_time_w
                     await rest_of(router.stub.Generate(other, timeout=WITHIN_S))
             rest = await rest_of(router.stub.Generate(ask_again(received), timeout=WITHIN_S))
             await rest_of(router.stub.Generate(ask(request_id="two"), timeout=WITHIN_S))
+    assert [line["stage"] for line in logs if line["event"] == "request_failed"] == ["reserve", "reserve"]
     assert received + tokens_of(rest) == answer(PROMPT, 20)
     timing = rest[-1].timing
     assert timing.stall_s > 0
