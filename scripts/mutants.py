@@ -60,7 +60,7 @@ class Mutant:
             )
         if self.find == self.replace:
             raise ValueError(f"{self.mutant_id}: `replace` equals `find`")
-        path.write_text(source.replace(self.find, self.replace))
+        _write_source(path, source.replace(self.find, self.replace).encode())
 
 
 def load(lists: Path = LISTS) -> list[Mutant]:
@@ -169,15 +169,20 @@ def _try(mutant: Mutant, copy: Path) -> tuple[str, str]:
         print(error, file=sys.stderr)
         return "untried", ""
     finally:
-        (copy / mutant.file).write_bytes(original)
+        _write_source(copy / mutant.file, original)
+
+
+def _write_source(path: Path, source: bytes) -> None:
+    path.write_bytes(source)
+    # A mutant of the same size, written within the same second, would be taken for what was compiled.
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+        compiled.unlink()
 
 
 def _run_tests(tests: Sequence[str], copy: Path) -> tuple[str, str]:
-    # No byte code: a mutant of the same size, written within the same second, would be taken for what was compiled.
     environment = dict(
         os.environ,
         PYTHONPATH=str(copy),
-        PYTHONDONTWRITEBYTECODE="1",
         HYPOTHESIS_STORAGE_DIRECTORY=str(copy / ".hypothesis"),
     )
     options = ("-x", "-q", "-p", "no:cacheprovider", f"--timeout={_LONGEST_TEST_S}")
