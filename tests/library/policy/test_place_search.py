@@ -1,4 +1,4 @@
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kaveri.policy.room_search import PlaceSearch, draws_more, place_search
@@ -16,6 +16,8 @@ def test_a_place_is_sought_early_only_where_a_push_can_use_it(
         assert search is not PlaceSearch.AFTER_FIRST_TOKEN
 
 
+@example(prompt_tokens=10, generated_count=2, max_tokens=60, max_model_len=13)
+@example(prompt_tokens=10, generated_count=2, max_tokens=3, max_model_len=60)
 @given(st.integers(1, 30), st.integers(0, 29), st.integers(1, 60), st.integers(2, 60))
 def test_more_is_drawn_if_the_answer_and_the_model_both_have_room_for_a_second_token(
     prompt_tokens: int, generated_count: int, max_tokens: int, max_model_len: int
