@@ -56,6 +56,7 @@ def test_last_event_is_the_last() -> None:
     shared.put(_FIRST)
     shared.stop("why")
     shared.put(_SECOND)
+    shared.publish()
     shared.stop("again")
     shared.close()
     assert heard == [_FIRST, EngineStopped("why")]
