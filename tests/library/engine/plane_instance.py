@@ -46,7 +46,7 @@ class PlaneInstance:
         *,
         first_block: int = 0,
         token_count: int = TOKENS,
-        expires_in_s: float = 60.0,
+        expires_in_s: float = 10 * SOON_S,
     ) -> Ticket:
         """Return a ticket for KV of the source, after a round trip through its wire format."""
         parts = ticket_parts(source, self.layout, self.plane.endpoints)

@@ -153,7 +153,7 @@ def test_abort_that_overtakes_the_opening_of_a_push_still_ends_it(
     runner.hold()
     prefill.prefill(request)
     runner.wait_until_held()
-    prefill.push_to(request.key, decode.reserve(request, 60.0).result())
+    prefill.push_to(request.key, decode.reserve(request, 10 * SOON_S).result())
     runner.let_go()
     wait_until_free(prefill)
     decode.abort(request.key)
@@ -177,7 +177,7 @@ def test_abort_that_overtakes_the_grant_of_a_ticket_cancels_the_reservation(
 
     monkeypatch.setattr(KvReceiver, "lease", overtaken)
     with pytest.raises(RequestCancelled):
-        decode.reserve(request, 60.0).result(SOON_S)
+        decode.reserve(request, 10 * SOON_S).result(SOON_S)
     wait_until_free(decode)
     assert decoded.events == []
 
