@@ -186,8 +186,8 @@ class MarkTests(TransportSuite):
         ticket = world.grant(8, 2.0, source_blocks=_SOURCE)
         world.sender.open(ticket)
         for index in range(8):
-            # Takes longer than the limit in total.
-            world.require_released(world.grant(1, expires_in_s=0.3))
+            # In total, longer than the limit and the sender's grace.
+            world.require_released(world.grant(1, expires_in_s=0.45))
             self._write(world, ticket, index, index + 1)
             world.sender.mark(ticket.transfer_id, index + 1, b"")
             self._require_marked(world, ticket, index + 1)

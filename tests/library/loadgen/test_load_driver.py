@@ -83,7 +83,8 @@ async def test_an_open_loop_sends_at_the_planned_times_and_records_every_token()
 async def test_with_as_many_in_flight_as_allowed_the_next_is_sent_late() -> None:
     service = GatedService(full=2)
     async with serving(service) as target, AsyncClient(target) as client:
-        run = await run_open(client, planned(*[0.0] * 6), SETTINGS, 2, nothing)
+        async with asyncio.timeout(2 * SETTINGS.timeout_s):
+            run = await run_open(client, planned(*[0.0] * 6), SETTINGS, 2, nothing)
     assert service.most_at_once == 2
     first_end_s = min(record.last_s for record in run.records if record.arrivals_s)
     assert all(record.sent_s >= first_end_s > record.due_s == 0.0 for record in run.records[2:])
