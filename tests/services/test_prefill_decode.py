@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kaveri.feeds.expiring import ExpiringMap
 from kaveri.v1 import predictor_pb2
 from tests.services.conftest import OVER_EACH_TRANSPORT, TIGHT, eventually
 from tests.services.prompts import prompt
@@ -106,6 +107,12 @@ async def test_decode_ends_an_older_attempt_for_a_newer_and_refuses_the_older(cl
     assert decode.held_blocks == cluster.blocks(61)
     with refuses(grpc.StatusCode.ABORTED):
         await decode.reserve("a", 15, attempt=1)
+    # Also when the instance has forgotten which attempts it was told of.
+    owners = decode.service.owners
+    remembered, owners._newest = owners._newest, ExpiringMap(0)
+    with refuses(grpc.StatusCode.ABORTED):
+        await decode.reserve("a", 15, attempt=1)
+    owners._newest = remembered
     await decode.abort("a", attempt=3)
     await decode.abort("a", attempt=3)
     await decode.abort("unknown")
