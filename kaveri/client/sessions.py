@@ -139,8 +139,8 @@ class Sessions:
         self._begin_session(self._calls[-1].target)
 
     async def _go_on(self, failure: RouterFailed) -> None:
-        """Begin the next session (Generate call), preferably at another router. Raises failure.error if none is
-        left."""
+        """Begin the next session (Generate call), preferably at another router. If a router may have the request, any
+        is tried again, after a pause; else failure.error is raised once all have failed."""
         call = self._calls[-1]
         self._routers.targets.failed(call.target, time.monotonic())
         if self._request.session == _MAX_SESSION or (self.received.token_ids and not self.received.max_tokens):

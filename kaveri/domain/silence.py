@@ -19,7 +19,7 @@ class SilenceWatch(Generic[PeerT]):
     all are slow, suspicions slow them further."""
 
     def __init__(self, after_s: float, now_s: float) -> None:
-        """after_s: silence after which a peer that was never late is suspected. now_s: of a monotonic clock."""
+        """after_s: silence after which a peer is suspected; one that was late recently gets more. now_s: monotonic."""
         self.after_s = after_s
         self._most_s = max(after_s, min(MOST_PATIENCE * after_s, MOST_PATIENCE_S))
         self.elapsed_s = 0.0

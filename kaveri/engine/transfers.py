@@ -125,7 +125,7 @@ class Transfers(Generic[OwnerT]):
 
     @property
     def endpoints(self) -> tuple[KvEndpoint, ...]:
-        """Addresses where pushes are accepted, rank by rank."""
+        """Addresses that accept pushes: rank 0's in order of preference, then rank 1's, and so on."""
         return tuple(endpoint for of_rank in self._plane.endpoints for endpoint in of_rank)
 
     def is_pushing(self) -> bool:

@@ -114,7 +114,7 @@ class RouterFeeds:
         return router_id in self._feeds
 
     def open(self, router_id: str) -> RouterFeed:
-        """Create the feed of a router's new stream. It takes over the items of an older stream, which ends."""
+        """Create the feed of a router's new stream, with all items that have unsent news. An older stream ends."""
         self._end_grace(router_id)
         former = self._feeds.get(router_id)
         unsent = dict.fromkeys(item for phase in self._phases for item in phase.unsent_of(router_id))

@@ -176,7 +176,7 @@ class HandOverReported:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """Event of a request: prefill's reports on it have ended, or are no longer waited for."""
+    """Event of a request: prefill sends no more reports on it, with `error` because it failed."""
 
     error: KaveriError | None = None
     was_reached: bool = True
@@ -319,7 +319,7 @@ class Lost:
 
     @property
     def is_prefills_fault(self) -> bool:
-        """True if prefill is to blame for the loss: it reported no KV hand-over, or was the decode instance too."""
+        """True if the prefill instance is to blame: it reported no KV hand-over, or it was the decode instance too."""
         same = self.decode is not None and self.decode.instance_id == self.attempt.prefill.instance_id
         return same or self.leg in (PrefillLeg.WORKING, PrefillLeg.BROKEN)
 

@@ -62,7 +62,7 @@ class ModelShape:
 
     @property
     def kv_token_bytes(self) -> int:
-        """KV bytes per token, over all layers."""
+        """Bytes of KV cache per token: K and V of all layers of the whole model."""
         return _NUMBER_BYTES * 2 * self.layers * self.hidden_size * self.kv_heads // self.heads
 
 

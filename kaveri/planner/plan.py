@@ -142,7 +142,7 @@ def best_per_gpu(options: Sequence[PhaseOption]) -> PhaseOption:
 
 def cheapest(options: Sequence[PhaseOption], rate_per_s: float) -> PhaseOption:
     """Return the configuration that needs the fewest GPUs at that rate: best_per_gpu() at high rates. At low rates,
-    half an idle instance costs more than a worse configuration."""
+    a small instance can be cheaper than a more efficient large one that is mostly idle."""
     able = [option for option in options if option.goodput_per_s > 0]
     least = min(instances(option, rate_per_s) * option.parallelism.gpus for option in able)
     return best_per_gpu([one for one in able if instances(one, rate_per_s) * one.parallelism.gpus == least])

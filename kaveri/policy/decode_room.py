@@ -163,7 +163,7 @@ class DecodeRoom:
         place.asked, place.overtaken = False, ()
 
     def has_ahead_of_line(self, needed_blocks: int, room: FreeRoom, now_s: float) -> bool:
-        """Return True if enough KV blocks are free for a request that bypasses the queue."""
+        """Return True for a request that bypasses the queue if enough KV blocks are free, but for those kept."""
         return needed_blocks <= self._open_blocks(room, now_s)
 
     def refusal(self, room: FreeRoom, now_s: float) -> NoCapacity:

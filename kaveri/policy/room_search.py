@@ -25,9 +25,9 @@ class PlaceSearch(enum.Enum):
 
 
 def place_search(token_count: int, chunk_tokens: int, draws_more: bool, at_first_token: bool) -> PlaceSearch:
-    """Return when to search a decode instance for a prompt in prefill. token_count, chunk_tokens: tokens to compute, in
-    total and per chunk. draws_more: True if decode has tokens to sample. at_first_token: True if no KV will be pushed,
-    so an earlier search gains nothing."""
+    """Return when to start the search for a decode instance. token_count, chunk_tokens: tokens to compute, in total and
+    per chunk. An earlier search than at the first token gains nothing if decode has no tokens to sample (draws_more is
+    False) or no KV will be pushed (at_first_token)."""
     if at_first_token or not draws_more:
         return PlaceSearch.AFTER_FIRST_TOKEN
     # A prompt of one chunk has no second chunk to overlap the push with. With its place found during its computation,

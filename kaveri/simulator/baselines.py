@@ -219,7 +219,7 @@ class _BaselineInstance:
     # Results of a step.
 
     def _computed(self, one: _BaselineRequest) -> None:
-        """Record that all tokens of a request are computed and its next one is sampled."""
+        """Record the end of a prefill or recomputation: the request joins the running batch, or ends."""
         one.computed = one.tokens
         one.drawn += 1
         if one.drawn == 1:

@@ -49,7 +49,7 @@ class LossAccount:
         self.recomputed_tokens += tokens - held_tokens
 
     def drew(self, drawn_s: float) -> None:
-        """Record the time of the first token after a loss, which ends the stall."""
+        """Record the time of a token, which ends the stall if there was a loss."""
         if not math.isnan(self.since_s):
             self.stall_s += drawn_s - self.since_s
             self.since_s = math.nan

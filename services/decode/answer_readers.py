@@ -60,7 +60,7 @@ class ReadPart(NamedTuple):
 
 
 class AnswerReader:
-    """Direct read of one answer by one client: from this decode instance, not through a router."""
+    """Server side of a direct read: sends one answer from this decode instance to one client, without a router."""
 
     def __init__(self, request: DecodeRequest, stream: "CallerStream", answer: Answer, asked: AnswerAsked) -> None:
         """stream: shared by the client's answers. answer: detokenizer state after the tokens that the client has."""

@@ -101,7 +101,7 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """True if log-probabilities of its prompt tokens are reported while they are computed."""
+        """True while the prompt is computed and its log-probabilities are reported; False in later attempts."""
         is_first = self.phase is SequencePhase.PREFILLING and self.draw_index == 0
         return is_first and self.params.prompt_logprobs is not None
 

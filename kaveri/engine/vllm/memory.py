@@ -95,8 +95,8 @@ def _is_one_run(tensor: Tensor) -> bool:
 class Mirror:
     """Copy in host memory of a KV cache on a device: pushes read from it, and incoming transfers write to it.
 
-    Block i of the pool mirrors block i of the cache. Copies wait for the device: a chunk's KV is copied after the whole
-    chunk, so a push overlaps with later chunks, not with the layers of its own. Called only by the engine's thread.
+    Block i of the pool mirrors block i of the cache. Copies block until the device is done: KV is copied after a step,
+    so a push overlaps with later steps, not with the layers of its own. Called only by the thread that computes.
 
     cache: [layer_count, block_count, block_bytes], uint8, on any device: a view of vLLM's own memory.
     """

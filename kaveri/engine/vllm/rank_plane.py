@@ -58,7 +58,7 @@ class StagedCopies:
 
 
 class RankPlane:
-    """KV transfers of a tensor-parallel rank in this process (a Rank). Thread-safe, except for the calls about a step,
+    """Implementation of Rank in the process that has the rank's memory. Thread-safe, except for the calls about a step,
     which belong to the computing thread. layout: of the whole engine. pool: of this rank."""
 
     def __init__(self, layout: KvLayout, pool: KvPool) -> None:

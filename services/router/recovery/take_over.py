@@ -52,9 +52,9 @@ class Missing(enum.Enum):
 class TakeOver:
     """Finds the instances that have the request of a re-attached client, and makes them continue it for this router.
 
-    Hints, of the cluster store before the client, name the instances to ask first, if they have not restarted. If no
-    hint holds, all are asked: in batches, at most 256 per phase, for a few requests at a time. If a hint names a
-    replica's holder and the request's instance does not answer, the holder resumes the request before all are asked."""
+    Asks the instances of a hint first: the cluster store's, or else the client's. If they have restarted or do not have
+    the request, up to 256 others per phase are asked, in small batches and for few requests at a time. If the decode
+    instance of the hint does not answer, the holder of its replica, if named, resumes the request before that."""
 
     def __init__(self, store: ClusterStore, feeds: TokenFeeds, stream_id: str) -> None:
         self._store = store

@@ -66,7 +66,7 @@ _RECEIVER, _SENDER = 0, 1
 
 
 class CollectiveTransport(SocketTransport):
-    """Transport over torch.distributed's point-to-point calls, named as its backend, "gloo" or "nccl". TCP addresses.
+    """Transport over torch.distributed's point-to-point calls, "gloo" or "nccl". Endpoints are TCP addresses.
 
     Raises ConfigError when torch, or the backend in it, or a required GPU is missing.
     """
