@@ -185,7 +185,9 @@ class ScriptedDecodePeer(decode_pb2_grpc.DecodeServiceServicer, feed_pb2_grpc.Fe
         return [kind for kind, of_request in kinds_and_ids if of_request == request_id]
 
     async def start(self, **load: Any) -> None:
-        self._server = aio.server(options=[("grpc.so_reuseport", 0)])
+        # As instances do, it admits the keep-alive of its callers.
+        pings = ("grpc.http2.min_ping_interval_without_data_ms", 5_000)
+        self._server = aio.server(options=[("grpc.so_reuseport", 0), pings])
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server)
         feed_pb2_grpc.add_FeedServiceServicer_to_server(self, self._server)
         self._address = f"127.0.0.1:{add_port(self._server)}"

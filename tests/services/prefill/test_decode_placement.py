@@ -72,7 +72,7 @@ class PlacementWorld:
             await decode.start(**load)
         return decode
 
-    def begin(self, request_id: str, token_count: int = 20, timeout_s: float = 60.0, **fields: Any) -> PrefillRequest:
+    def begin(self, request_id: str, token_count: int = 20, timeout_s: float = 600.0, **fields: Any) -> PrefillRequest:
         self._number += 1
         key = EngineKey(request_id, self._number)
         engine_request = EngineRequest(key, (1,) * token_count, 0, params())
@@ -121,7 +121,7 @@ async def test_room_is_reserved_then_the_kv_is_pushed_to_the_ticket_and_the_rout
     assert (asked.request_id, asked.term.attempt, asked.router_id) == ("a", 3, "router")
     assert (len(asked.token_ids), asked.generated_count) == (20, 0)
     assert (asked.predicted_length.low, asked.predicted_length.high) == (7, 9)
-    assert 0 < asked.timeout_s <= 60
+    assert 0 < asked.timeout_s <= 600
     assert world.outcome("reserved") == 1
     world.decode_placer.begin(request)
     world.decode_placer.end(request, handed_over=True)
