@@ -40,8 +40,9 @@ async def test_a_stream_that_breaks_between_living_processes_costs_no_attempt(
     await cluster.all_free()
 
 
+@pytest.mark.parametrize("computed_tokens", [0, 16], ids=["at once", "once it is computed"])
 async def test_a_submission_whose_answer_is_lost_is_repeated_and_computed_once(
-    cluster: Any, routers: SessionRouters, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, routers: SessionRouters, monkeypatch: pytest.MonkeyPatch, computed_tokens: int
 ) -> None:
     submit, lost = PrefillServer.Submit, []
 
@@ -51,6 +52,7 @@ async def test_a_submission_whose_answer_is_lost_is_repeated_and_computed_once(
         response = await submit(self, request, context)
         if not lost:
             lost.append(request.request_id)
+            await eventually(lambda: computed(cluster) >= computed_tokens, "the first chunk is computed")
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Stream removed (Socket closed)")
         return response
 

@@ -56,11 +56,13 @@ async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
 class Ticks:
     def __init__(self) -> None:
         self.longest_cpu_s = 0.0
+        self.turns = 0
 
     async def count(self) -> None:
         before_cpu_s = time.thread_time()
         while True:
             await asyncio.sleep(0.001)
+            self.turns += 1
             now_cpu_s = time.thread_time()
             self.longest_cpu_s = max(self.longest_cpu_s, now_cpu_s - before_cpu_s)
             before_cpu_s = now_cpu_s
@@ -102,6 +104,7 @@ async def test_a_long_text_is_tokenized_while_the_loop_turns(tokenizer: ModelTok
     deadline_s = time.monotonic() + 120
     with pytest.raises(InvalidArgument, match="tokens"):
         await tokenizer.encode(long, 300_000, deadline_s)
+    assert ticks.turns > 20, "the interpreter is free meanwhile"
     messages = [Message(role="user", content=long[:500_000])] * 4 + [Message(role="user", content="<|end|>" * 10_000)]
     with pytest.raises(InvalidArgument, match="tokens"):
         await tokenizer.encode_chat(messages, 300_000, deadline_s)
@@ -127,6 +130,10 @@ async def test_as_much_input_as_fits_is_taken(tokenizer: ModelTokenizer) -> None
     with pytest.raises(InvalidArgument) as caught:
         await tokenizer.encode_chat(messages, 99, deadline_s)
     assert (caught.value.field, caught.value.limit) == ("prompt.messages", "at most 99 messages")
+    half = [Message(role="user", content="a" * (50 * tokenizer.longest_token_bytes + 1))]
+    with pytest.raises(InvalidArgument, match="bytes") as caught:
+        await tokenizer.encode_chat(2 * half, 100, deadline_s)
+    assert caught.value.field == "prompt.messages"
 
 
 async def test_tokenizing_ends_with_the_requests_deadline(tokenizer: ModelTokenizer) -> None:
