@@ -156,8 +156,8 @@ def test_a_request_whose_holder_is_lost_while_it_is_let_go_goes_on(run: Run) -> 
 
 
 def test_requests_whose_holder_has_no_room_stay_where_they_are(run: Run) -> None:
-    requests = [request(f"r{number}", 0.5, prompt_tokens=100, max_tokens=100) for number in range(6)]
-    drain = Fault(kind=FaultKind.UNDRAIN, at_s=1.5, target="decode-0", lasts_s=4.0)
+    requests = [request(f"r{number}", 0.5, prompt_tokens=100, max_tokens=220) for number in range(6)]
+    drain = Fault(kind=FaultKind.UNDRAIN, at_s=1.5, target="decode-0", lasts_s=6.0)
     instances = cluster(decodes=2, step_s=0.02, block_count=42)
     result = run(
         story(
