@@ -326,12 +326,6 @@ def test_a_client_is_sent_back_to_where_its_tokens_came_from_when_prefill_names_
     assert result.counts["outcome:length"] == 2 + 2
 
 
-def test_a_prompt_that_is_attached_while_the_stream_of_its_instance_is_opened_again_is_answered(run: Run) -> None:
-    """Its reports went over the former stream, and the next one was open without it: the request hung. Seed 6025 of the
-    simulation found it."""
-    run(draw_plan(6025))
-
-
 def test_a_search_that_its_client_ends_expects_no_reports_of_the_instances_that_have_answered(run: Run) -> None:
     """One prefill instance had answered, another one was cut off: the reports of the first were awaited for ever. Seed
     910675 of the simulation found it."""

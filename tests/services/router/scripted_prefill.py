@@ -52,6 +52,8 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         """Number of next calls, to give requests back, that are lost."""
         self.handed_over_to: ScriptedDecode | None = None
         """Instance that already has every request attached here."""
+        self.when_attached: list[Callable[[], object]] = []
+        """Each is called once, at the next Attach, whose reports are lost."""
         self.gives_back = asyncio.Event()
         self.knows_prompt_logprobs = True
         self.joins = False
@@ -96,10 +98,14 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         if decode is None:
             raise RequestNotFound(request.request_id)
         placed = _placed(decode.instance_id, decode.incarnation)
-        for report in (
+        reports = (
             prefill_pb2.PrefillReport(placed=placed),
             prefill_pb2.PrefillReport(handed_over=prefill_pb2.PrefillHandedOver(), ended=prefill_pb2.PrefillEnded()),
-        ):
+        )
+        if self.when_attached:
+            self.when_attached.pop()()
+            reports = ()
+        for report in reports:
             self._report(request, report)
         attached = attached_to_proto(Attached(ResolvedParams(max_tokens=20, temperature=0.0), first_index=0))
         return feed_pb2.AttachResponse(attached=attached, incarnation=self.incarnation)

@@ -41,6 +41,14 @@ async def test_a_request_refused_by_one_prefill_instance_goes_to_another(cluster
         assert all(len(prefill.requests) >= 1 for prefill in cluster.prefills.values()), "not the same one again"
 
 
+async def test_a_silent_prefill_instance_gets_no_request_while_there_is_another(cluster: ScriptedCluster) -> None:
+    async with cluster.router(placement_policy=PlacementPolicy.ROUND_ROBIN) as router:
+        router.router.feeds.silent_ids = frozenset({"prefill-0"})
+        for number in range(2):
+            await finish(router.ask(request_id=f"r{number}"))
+    assert len(cluster.prefills["prefill-1"].requests) == 2
+
+
 async def test_what_a_prefill_that_breaks_may_have_reserved_is_given_back_everywhere(cluster: ScriptedCluster) -> None:
     cluster.prefills["prefill-0"].break_before = "placed"
     async with cluster.router(placement_policy=PlacementPolicy.ROUND_ROBIN) as router:

@@ -160,6 +160,21 @@ async def test_the_next_life_of_a_hinted_owner_is_not_asked_for_what_the_holder_
     assert (rest[-1].timing.resumes, owner.attached) == (1, [])
 
 
+async def test_a_prompt_whose_stream_breaks_while_it_is_attached_is_attached_again(
+    cluster: ScriptedCluster, owner: ScriptedDecode
+) -> None:
+    prefill = cluster.prefills["prefill-0"]
+    prefill.handed_over_to = owner
+    owner.attachable.add("one")
+    async with cluster.router() as router:
+        life = InstanceLife("prefill-0", prefill.incarnation)
+        await eventually(lambda: router.router.feeds.is_connected(life))
+        prefill.when_attached = [lambda: router.router.feeds._subscriptions["prefill-0"].break_off("in the test")]
+        rest = await rest_of(router.stub.Generate(ask_again(answer(PROMPT, 10), OwnerHint(life)), timeout=20))
+    assert answer(PROMPT, 10) + tokens_of(rest) == answer(PROMPT, 20)
+    assert rest[-1].timing.attempts == 1
+
+
 @pytest.mark.parametrize("hinted", ["decode", "prefill", "decode, the store by a former one", "none"])
 @pytest.mark.parametrize("known_at_prefill", [False, True])
 async def test_a_client_that_has_more_than_a_former_owner_is_placed_again(
