@@ -14,6 +14,7 @@ from services.predictor.worker import WorkerThread
 from tests.services.conftest import eventually
 
 LONG = 10
+WAIT_S = 30.0
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ async def test_a_full_queue_refuses_a_call_as_a_whole(batcher: PredictionBatcher
     full = ask(batcher, *([number] for number in range(7)))
     await eventually(lambda: batcher.waiting_count == 7, "they wait")
     with pytest.raises(NoCapacity, match="predictor"):
-        await batcher.predict([[1], [2]])
+        await asyncio.wait_for(batcher.predict([[1], [2]]), WAIT_S)
     assert batcher.waiting_count == 7
     last = ask(batcher, [4])
     model.free.set()
@@ -151,9 +152,9 @@ async def test_who_waits_when_it_stops_is_told(model: Any, worker: WorkerThread)
     calls = [await hold_up(batcher, model), ask(batcher, [1], [2])]
     await eventually(lambda: batcher.waiting_count == 2, "they wait")
     running.cancel()
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    assert [type(outcome) for outcome in outcomes] == [Unavailable, Unavailable]
+    outcomes = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), WAIT_S)
     model.free.set()
+    assert [type(outcome) for outcome in outcomes] == [Unavailable, Unavailable]
 
 
 async def test_it_is_idle_only_when_nothing_is_computed_and_nothing_waits(
