@@ -183,6 +183,7 @@ def _run_tests(tests: Sequence[str], copy: Path) -> tuple[str, str]:
     environment = dict(
         os.environ,
         PYTHONPATH=str(copy),
+        HYPOTHESIS_PROFILE="mutants",
         HYPOTHESIS_STORAGE_DIRECTORY=str(copy / ".hypothesis"),
     )
     options = ("-x", "-q", "-p", "no:cacheprovider", f"--timeout={_LONGEST_TEST_S}")

@@ -10,11 +10,13 @@ from unittest import mock
 
 import pytest
 import structlog
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # No test asserts on time spent, and so no example of a property has a limit either. A failing seed is printed.
 settings.register_profile("kaveri", deadline=None, print_blob=True)
-settings.load_profile("kaveri")
+# For planted bugs, where it is enough that a test fails: a failure is not made smaller, which takes minutes.
+settings.register_profile("mutants", deadline=None, phases=(Phase.explicit, Phase.generate))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kaveri"))
 
 # Read by torch when it is first imported, here and in every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

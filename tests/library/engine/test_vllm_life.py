@@ -268,6 +268,8 @@ def test_a_preempted_answer_goes_on_with_its_next_token() -> None:
     state: State = _example(VllmRunning)
     state, (first,) = step(state, Drawn(7, 5, None, None))
     state, _ = step(state, Signal.BLOCKS_TAKEN)
+    assert isinstance(state, Evicted)
+    assert (state.computed, state.promised) == (0, 0), "its KV is gone"
     state, _ = step(state, Scheduled(0))
     _, (second,) = step(state, Drawn(8, 6, None, None))
     assert isinstance(first, TokenStep)
