@@ -191,7 +191,12 @@ def test_a_receiver_that_freezes_while_the_pair_meets_holds_up_neither_the_push_
         transport = limited(CollectiveTransport("gloo"), connect_timeout_s=1.0)
         with sending(KvPool(LAYOUT, 8), [transport]) as (sender, pushed):
             sender.open(ticket)
-            assert "meeting the other side: not within 1 s" in failure(pushed, ticket)
+            try:
+                assert "meeting the other side: not within 1 s" in failure(pushed, ticket)
+            except BaseException:
+                # Otherwise the sender could not end.
+                peer.signal(signal.SIGCONT)
+                raise
         peer.signal(signal.SIGCONT)
         wait_until(lambda: set(threading.enumerate()) <= threads, "no thread is left")
 
