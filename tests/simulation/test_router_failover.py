@@ -1,5 +1,7 @@
 """A router dies, hangs or is cut off from its client in each phase of a request: the answer goes on, computed once."""
 
+import dataclasses
+
 import pytest
 
 from kaveri.text.tokenizer import ModelTokenizer
@@ -59,3 +61,19 @@ def test_an_instance_that_hangs_and_leaves_while_it_is_asked_for_a_request_does_
         max_model_len=320,
     )
     assert run_schedule(plan, tokenizer).violations == []
+
+
+def test_a_request_that_reports_on_its_prompt_begins_again_when_its_router_dies_before_the_first_token(
+    tokenizer: ModelTokenizer,
+) -> None:
+    """Seed 948448 of the simulation: a check took the second computation of the prompt for a fault."""
+    dies = Fault(kind=FaultKind.RESTART, at_s=0.9, target="router-0", lasts_s=3.0)
+    moved = request("moved", 0.5, prompt_tokens=200, max_tokens=20)
+    moved = dataclasses.replace(moved, params=dataclasses.replace(moved.params, prompt_logprobs=2))
+    requests = [request("before", max_tokens=2), moved]
+    result = run_schedule(
+        story(cluster(routers=2, step_s=0.1), requests, [dies], max_model_len=320), tokenizer, lines=True
+    )
+    assert result.violations == []
+    prompts = [line for line in result.lines if "start      /kaveri.v1.PrefillService/Submit " in line]
+    assert any("session: 1" in line for line in prompts if 'request_id: "moved"' in line)

@@ -53,7 +53,8 @@ def check_attempts(world: World) -> list[str]:
 
 def check_router_deaths(world: World) -> list[str]:
     """The death of one of several routers, or its drain, costs no prompt and no token: each request runs once at
-    prefill and once at decode, at most."""
+    prefill and once at decode, at most. Only a request that reports on its prompt begins again: see
+    docs/fault-tolerance.md."""
     plan = world.plan
     routers = [instance.name for instance in plan.routers]
     deaths = (FaultKind.KILL, FaultKind.RESTART, FaultKind.DRAIN, FaultKind.UNDRAIN)
@@ -62,11 +63,12 @@ def check_router_deaths(world: World) -> list[str]:
     if len(routers) < 2 or len(plan.faults) != 1 or others:
         return []
     sent = [outcome.request_id for outcome in world.outcomes]
+    reports = {outcome.request_id for outcome in world.outcomes if outcome.params.prompt_logprobs is not None}
     counts = Counter(run.key.request_id for run in world.draws.computed)
     return [
         f"{request_id} was computed {counts[request_id]} times, and only routers had ended"
         for request_id in dict.fromkeys(sent)
-        if counts[request_id] > 2 and sent.count(request_id) == 1
+        if counts[request_id] > (4 if request_id in reports else 2) and sent.count(request_id) == 1
     ]
 
 
