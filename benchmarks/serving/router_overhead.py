@@ -4,7 +4,8 @@ The instances (benchmarks/support/instant_instances.py) have no engine, no queue
 process, so only the router's work and gRPC's are measured. The clients run in this process. All share the machine, so
 throughput per core is taken from the router's CPU time: tokens per CPU second at 64 streams of one token per engine
 step, beside a plain pass-through of the same streams, run in turn. On a busy machine a CPU second does less (caches,
-hyper-threads); the ratio to the pass-through is not affected.
+hyper-threads); the ratio to the pass-through is not affected. It depends on gRPC's event engine (GRPC_EXPERIMENTS),
+with which the pass-through costs a third more and the router little more.
 """
 
 import asyncio
