@@ -11,8 +11,9 @@ from prometheus_client import REGISTRY
 
 from kaveri.errors import InvalidArgument, NoCapacity, StaleAttempt
 from kaveri.policy.placement import PlacementPolicy
+from kaveri.text.tokenizer import ModelTokenizer
 from services.router import token_feeds
-from tests.services.router.cluster_script import ScriptedCluster, read_once_placed
+from tests.services.router.cluster_script import ScriptedCluster, read_once_placed, scripted_cluster
 from tests.services.router.scripted_answers import (
     PROMPT,
     answer,
@@ -109,30 +110,31 @@ async def test_requests_of_a_frozen_decode_instance_go_on_elsewhere_within_a_sec
 
 
 async def test_a_stall_of_the_router_behind_a_suspicion_costs_no_attempt(
-    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Here the instance answers from the same process, which a loaded machine may keep from running for a while.
+    # Here the instance answers and sends heartbeats from the same process, which also stalls.
     monkeypatch.setattr(token_feeds, "REOPEN_GRACE_S", 1.0)
-    decode = cluster.decodes["decode-0"]
-    cluster.place_on = "decode-0"
-    decode.keeps_running = True
-    async with cluster.router(suspect_after_s=0.2) as router:
-        decode.pause_at = 7
-        call, responses = await read_once_placed(cluster, router, "kept", "decode-0")
-        await eventually(lambda: decode.is_paused)
-        before = suspicions()
-        decode.silent = True
-        await eventually(lambda: suspicions() > before)
-        decode.silent = False
-        # The answer to the new stream comes while the loop is blocked.
-        time.sleep(1.5 * token_feeds.REOPEN_GRACE_S)  # noqa: ASYNC251
-        await eventually(lambda: not router.router.feeds.silent_ids)
-        running = router.router.feeds._silence
-        until_s = running.elapsed_s + 2 * token_feeds.REOPEN_GRACE_S
-        await eventually(lambda: running.elapsed_s > until_s)
-        decode.may_step.set()
-        last = await finish(call, responses)
-        assert last.timing.attempts == 1
+    async with scripted_cluster(tokenizer, 2, 2, lease_ttl_s=30.0) as cluster:
+        decode = cluster.decodes["decode-0"]
+        cluster.place_on = "decode-0"
+        decode.keeps_running = True
+        async with cluster.router(suspect_after_s=0.2) as router:
+            decode.pause_at = 7
+            call, responses = await read_once_placed(cluster, router, "kept", "decode-0")
+            await eventually(lambda: decode.is_paused)
+            before = suspicions()
+            decode.silent = True
+            await eventually(lambda: suspicions() > before)
+            decode.silent = False
+            # The answer to the new stream comes while the loop is blocked.
+            time.sleep(1.5 * token_feeds.REOPEN_GRACE_S)  # noqa: ASYNC251
+            await eventually(lambda: not router.router.feeds.silent_ids)
+            running = router.router.feeds._silence
+            until_s = running.elapsed_s + 2 * token_feeds.REOPEN_GRACE_S
+            await eventually(lambda: running.elapsed_s > until_s)
+            decode.may_step.set()
+            last = await finish(call, responses)
+            assert last.timing.attempts == 1
 
 
 async def test_a_gap_in_the_tokens_is_a_lost_attempt_and_not_a_hole_in_the_answer(cluster: ScriptedCluster) -> None:
