@@ -37,7 +37,6 @@ BENCHMARKS = (
     "serving.replication_overhead_vllm",
     "serving.replica_memory",
     "serving.migration",
-    "serving.flip",
     "serving.rolling_restart",
     "serving.false_suspicion",
     "serving.huge_input",

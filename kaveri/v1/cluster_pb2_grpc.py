@@ -191,3 +191,90 @@ class ClusterService(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class DrainServiceStub(object):
+    """Takes instances out of service, and back, while they live. Served by every process for itself; a router passes on
+    what names another instance. Errors: INVALID_ARGUMENT (no such instance is in the cluster, or another one answers
+    here), UNAVAILABLE (the instance cannot be reached, or is ending), UNAUTHENTICATED (a router with API keys and no TLS
+    was given no admin key).
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Drain = channel.unary_unary(
+                '/kaveri.v1.DrainService/Drain',
+                request_serializer=kaveri_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
+                _registered_method=True)
+
+
+class DrainServiceServicer(object):
+    """Takes instances out of service, and back, while they live. Served by every process for itself; a router passes on
+    what names another instance. Errors: INVALID_ARGUMENT (no such instance is in the cluster, or another one answers
+    here), UNAVAILABLE (the instance cannot be reached, or is ending), UNAUTHENTICATED (a router with API keys and no TLS
+    was given no admin key).
+    """
+
+    def Drain(self, request, context):
+        """The instance takes no new requests from now on, and is no candidate for any. It finishes, gives back or sends
+        elsewhere what it has, as after SIGTERM, but lives on. It drains until Drain with `undo`, or until its process ends.
+        Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_DrainServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kaveri_dot_v1_dot_cluster__pb2.DrainRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_cluster__pb2.DrainResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kaveri.v1.DrainService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kaveri.v1.DrainService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class DrainService(object):
+    """Takes instances out of service, and back, while they live. Served by every process for itself; a router passes on
+    what names another instance. Errors: INVALID_ARGUMENT (no such instance is in the cluster, or another one answers
+    here), UNAVAILABLE (the instance cannot be reached, or is ending), UNAUTHENTICATED (a router with API keys and no TLS
+    was given no admin key).
+    """
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kaveri.v1.DrainService/Drain',
+            kaveri_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
+            kaveri_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -92,3 +92,55 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_ClusterServiceServicer_to_server(servicer: ClusterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class DrainServiceStub:
+    """Takes instances out of service, and back, while they live. Served by every process for itself; a router passes on
+    what names another instance. Errors: INVALID_ARGUMENT (no such instance is in the cluster, or another one answers
+    here), UNAVAILABLE (the instance cannot be reached, or is ending), UNAUTHENTICATED (a router with API keys and no TLS
+    was given no admin key).
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> DrainServiceAsyncStub: ...
+    Drain: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]
+    """The instance takes no new requests from now on, and is no candidate for any. It finishes, gives back or sends
+    elsewhere what it has, as after SIGTERM, but lives on. It drains until Drain with `undo`, or until its process ends.
+    Idempotent.
+    """
+
+@_typing.type_check_only
+class DrainServiceAsyncStub(DrainServiceStub):
+    """Takes instances out of service, and back, while they live. Served by every process for itself; a router passes on
+    what names another instance. Errors: INVALID_ARGUMENT (no such instance is in the cluster, or another one answers
+    here), UNAVAILABLE (the instance cannot be reached, or is ending), UNAUTHENTICATED (a router with API keys and no TLS
+    was given no admin key).
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Drain: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]  # type: ignore[assignment]
+    """The instance takes no new requests from now on, and is no candidate for any. It finishes, gives back or sends
+    elsewhere what it has, as after SIGTERM, but lives on. It drains until Drain with `undo`, or until its process ends.
+    Idempotent.
+    """
+
+class DrainServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Takes instances out of service, and back, while they live. Served by every process for itself; a router passes on
+    what names another instance. Errors: INVALID_ARGUMENT (no such instance is in the cluster, or another one answers
+    here), UNAVAILABLE (the instance cannot be reached, or is ending), UNAUTHENTICATED (a router with API keys and no TLS
+    was given no admin key).
+    """
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _cluster_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.DrainResponse, _abc.Awaitable[_cluster_pb2.DrainResponse]]:
+        """The instance takes no new requests from now on, and is no candidate for any. It finishes, gives back or sends
+        elsewhere what it has, as after SIGTERM, but lives on. It drains until Drain with `undo`, or until its process ends.
+        Idempotent.
+        """
+
+def add_DrainServiceServicer_to_server(servicer: DrainServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -95,9 +95,7 @@ def router_host(router: "Router") -> ServiceHost:
     public: RpcServer | None = None
     if config.public_port and router.callers is not None:
         public = _public_server(config, PublicServicer(servicer, router.callers))
-    host = ServiceHost(config, router.store, record, router, names, register, public=public, operators=operators)
-    host.next_order = router.monitor.next_order
-    return host
+    return ServiceHost(config, router.store, record, router, names, register, public=public, operators=operators)
 
 
 def _vllm_grpc() -> ModuleType:
@@ -179,7 +177,7 @@ class Router:
             await self.channels.close()
 
     def load(self) -> InstanceLoad:
-        return InstanceLoad(running_requests=len(self.table), fencing_token=self.monitor.fencing_token)
+        return InstanceLoad(running_requests=len(self.table))
 
     def drain(self) -> None:
         if not self.draining:
