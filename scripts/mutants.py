@@ -186,7 +186,7 @@ def _run_tests(tests: Sequence[str], copy: Path) -> tuple[str, str]:
         HYPOTHESIS_PROFILE="mutants",
         HYPOTHESIS_STORAGE_DIRECTORY=str(copy / ".hypothesis"),
     )
-    # A test that has failed may take as long again to clean up.
+    # Fixtures are not limited: behind a failure they may take as long as the test.
     limits = (f"--timeout={_LONGEST_TEST_S}", "-o", "timeout_func_only=true")
     options = ("-x", "-q", "-p", "no:cacheprovider", *limits)
     command = (sys.executable, "-m", "pytest", *options, *tests)

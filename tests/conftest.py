@@ -14,7 +14,7 @@ from hypothesis import Phase, settings
 
 # No test asserts on time spent, and so no example of a property has a limit either. A failing seed is printed.
 settings.register_profile("kaveri", deadline=None, print_blob=True)
-# For planted bugs, where it is enough that a test fails: a failure is not made smaller, which takes minutes.
+# For mutants: any failure will do, so examples are not shrunk, which takes minutes.
 settings.register_profile("mutants", deadline=None, phases=(Phase.explicit, Phase.generate))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kaveri"))
 

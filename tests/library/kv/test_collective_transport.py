@@ -194,7 +194,7 @@ def test_a_receiver_that_freezes_while_the_pair_meets_holds_up_neither_the_push_
             try:
                 assert "meeting the other side: not within 1 s" in failure(pushed, ticket)
             except BaseException:
-                # Otherwise the sender could not end.
+                # Closing the sender would wait for the frozen receiver.
                 peer.signal(signal.SIGCONT)
                 raise
         peer.signal(signal.SIGCONT)
