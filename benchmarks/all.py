@@ -37,6 +37,7 @@ BENCHMARKS = (
     "serving.replication_overhead_vllm",
     "serving.replica_memory",
     "serving.migration",
+    "serving.flip",
     "serving.rolling_restart",
     "serving.false_suspicion",
     "serving.huge_input",

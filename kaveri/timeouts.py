@@ -29,6 +29,8 @@ STRAGGLER_S = 5.0
 """Time that an instance refuses late calls of ended attempts. Short, because clients may use a request id again."""
 ATTEMPT_REMEMBERED_S = 60.0
 """Time that a router remembers the number of placements (attempts) of a request id."""
+DRAIN_RETRY_S = 1.0
+"""Retry time told to requests that a draining instance refuses."""
 LEASE_S = 2.0
 """Default lease of an instance: long enough for a process that is busy or has little CPU to renew it."""
 LEADER_LEASE_S = 2.0

@@ -27,8 +27,8 @@ from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
 from kaveri.rpc.server import open_channel
-from kaveri.v1 import cluster_pb2
-from kaveri.v1.cluster_pb2_grpc import DrainServiceStub
+from kaveri.v1 import instance_pb2
+from kaveri.v1.instance_pb2_grpc import InstanceServiceStub
 
 REQUESTS = 32
 CONTEXTS = (256, 4_096)
@@ -68,10 +68,10 @@ class Drains:
 async def drained_s(target: str, name: str) -> float:
     """Drains an instance; the seconds until it has no request left."""
     async with open_channel(target) as channel:
-        stub = DrainServiceStub(channel)
+        stub = InstanceServiceStub(channel)
         began_s = time.monotonic()
         async with asyncio.timeout(DRAIN_S):
-            request = cluster_pb2.DrainRequest(instance_id=name)
+            request = instance_pb2.DrainRequest(instance_id=name)
             while (await stub.Drain(request, timeout=RPC_S)).requests:  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_S)
         return time.monotonic() - began_s
@@ -80,7 +80,7 @@ async def drained_s(target: str, name: str) -> float:
 async def undrain(target: str, name: str) -> None:
     """Lets it take requests again."""
     async with open_channel(target) as channel:
-        await DrainServiceStub(channel).Drain(cluster_pb2.DrainRequest(instance_id=name, undo=True), timeout=RPC_S)
+        await InstanceServiceStub(channel).Drain(instance_pb2.DrainRequest(instance_id=name, undo=True), timeout=RPC_S)
 
 
 async def measure_context(context: int, count: int) -> Drains:

@@ -11,7 +11,7 @@ from kaveri.cli.options import option
 from kaveri.client.defaults import DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from kaveri.v1 import cluster_pb2
+    from kaveri.v1 import instance_pb2
 
 _TIMEOUT_S = 10.0
 _LOOK_EVERY_S = 0.25
@@ -59,15 +59,15 @@ async def _drain(instance: str, target: str, wait: bool, timeout_s: float) -> No
         print(f"{instance} is drained")
 
 
-async def _ask(instance: str, target: str, undo: bool = False) -> "cluster_pb2.DrainResponse":
+async def _ask(instance: str, target: str, undo: bool = False) -> "instance_pb2.DrainResponse":
     from kaveri.cli.routers import call_options, first_answer, open_channels
-    from kaveri.v1 import cluster_pb2
-    from kaveri.v1.cluster_pb2_grpc import DrainServiceStub
+    from kaveri.v1 import instance_pb2
+    from kaveri.v1.instance_pb2_grpc import InstanceServiceStub
 
-    request = cluster_pb2.DrainRequest(instance_id=instance, undo=undo)
+    request = instance_pb2.DrainRequest(instance_id=instance, undo=undo)
     async with open_channels(target) as channels:
         return await first_answer(
-            channels, lambda _, channel: DrainServiceStub(channel).Drain(request, **call_options(_TIMEOUT_S))
+            channels, lambda _, channel: InstanceServiceStub(channel).Drain(request, **call_options(_TIMEOUT_S))
         )
 
 

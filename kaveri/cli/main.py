@@ -60,6 +60,7 @@ _COMMANDS = (
     ListedCommand("trace", "Show where a request spent its time.", "trace:trace", tls=True),
     ListedCommand("drain", "Let an instance take no new requests.", "drain:drain", tls=True),
     ListedCommand("undrain", "Let a drained instance take requests again.", "drain:undrain", tls=True),
+    ListedCommand("flip", "Change the phases that an instance serves.", "flip:flip", tls=True),
     ListedCommand("generate", "Generate an answer to one prompt.", "generate:generate", tls=True),
     ListedCommand("chat", "Talk with a model.", "chat:chat", tls=True),
     ListedCommand("bench", "Drive a cluster with a workload, and report.", "bench:bench", tls=True),

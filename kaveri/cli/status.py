@@ -12,7 +12,7 @@ from kaveri.client.defaults import DEFAULT_TARGET
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kaveri.domain.view import ClusterView, InstanceLoad
+    from kaveri.domain.view import ClusterView, InstanceLoad, ViewedInstance
 
 _INTERVAL_S = 0.5
 _TIMEOUT_S = 5.0
@@ -75,6 +75,13 @@ async def _show(target: str, as_json: bool, watch: bool) -> None:
                 view = await first_answer(channels, lambda _, channel: cluster_view(channel, _TIMEOUT_S))
 
 
+def _phases(shown: "ViewedInstance") -> str:
+    from kaveri.domain.view import phases_now
+
+    served = "+".join(f"{phase} (ends)" if phase in shown.load.ending_phases else phase for phase in phases_now(shown))
+    return f"{served}; {shown.load.phase_fault}" if shown.load.phase_fault else served
+
+
 def _of_copies(load: "InstanceLoad") -> tuple[str, ...]:
     memory = f"{load.replica_free_bytes >> 20}/{load.replica_total_bytes >> 20}" if load.replica_total_bytes else ""
     counts = load.replica_counts
@@ -99,8 +106,6 @@ def _as_json(view: "ClusterView") -> dict[str, object]:
 def _as_table(view: "ClusterView", target: str) -> "Table":
     from rich.table import Table
 
-    from kaveri.domain.view import phases_now
-
     away = "" if view.store_connected else "; Redis is away: this is the last view known"
     table = Table(title=f"{target}{away}", title_justify="left")
     for name in ("instance", "role", "phases", "state", "model", "address"):
@@ -115,7 +120,7 @@ def _as_table(view: "ClusterView", target: str) -> "Table":
         table.add_row(
             instance_id,
             record.role,
-            "+".join(phases_now(shown)),
+            _phases(shown),
             load.state if instance_id in view.instances else f"ignored: version {record.version}",
             record.model,
             record.address,

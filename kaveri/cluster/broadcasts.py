@@ -2,10 +2,10 @@
 holders of KV replicas; and detects changes to broadcast at once. Pure: no clock, no I/O. From TetriInfer's cluster
 monitor (arXiv 2401.11181, section 3.2)."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from kaveri.domain.view import ClusterView, InstanceState, InstanceStatus, is_broadcast, status_now
+from kaveri.domain.view import ClusterView, InstanceStatus, is_broadcast, status_now
 
 _TIGHT = 4
 """An instance is tight when less than 1/_TIGHT of its KV blocks is free."""
@@ -15,7 +15,7 @@ _TIGHT = 4
 class Told:
     """Content of the last broadcast, to be compared with a newer view."""
 
-    lives: frozenset[tuple[str, int, InstanceState]] = frozenset()
+    lives: frozenset[tuple[Hashable, ...]] = frozenset()
     free_blocks_when_tight: Mapping[str, int] = field(default_factory=dict)
     """Free KV blocks by instance id, for tight instances."""
     numbers: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ def has_new_loads(told: Told, view: ClusterView) -> bool:
 
 def is_news(told: Told, view: ClusterView) -> bool:
     """Return True if the view has a change since the last broadcast that must not wait for the next one: an instance
-    joined, drains or left, or one with few free KV blocks, for which requests may wait, has more."""
+    joined, left, drains or changes its phases, or one with few free KV blocks, which requests may await, has more."""
     lives = view.broadcast_lives()
     if lives is not told.lives and lives != told.lives:
         return True

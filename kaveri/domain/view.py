@@ -4,7 +4,7 @@ import enum
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import update_wrapper
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import KvEndpoint
@@ -14,7 +14,7 @@ ValueT = TypeVar("ValueT")
 ParamsT = ParamSpec("ParamsT")
 
 
-WIRE = 3
+WIRE = 4
 """Version of the contracts (protos/), raised with each incompatible change. Processes ignore other versions."""
 
 
@@ -45,6 +45,20 @@ class InstanceState(enum.StrEnum):
 
     READY = "ready"
     DRAINING = "draining"
+
+
+class PhaseOrder(NamedTuple):
+    """Number of an order to change an instance's phases. A greater one replaces a smaller one."""
+
+    fencing_token: int = 0
+    """Token of the router that led the cluster monitor; 0: the command that started the instance."""
+    number: int = 0
+    """Count of that leader's orders, from 1. 0: no order is stated."""
+
+
+NO_ORDER = PhaseOrder()
+FIRST_ORDER = PhaseOrder(0, 1)
+"""Order of the command that started an instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +140,15 @@ class InstanceLoad(WorkLoad):
     light_requests: int = 0
     """Decode: all other requests here."""
     phases: tuple[Phase, ...] = ()
-    """Phases served now, if phase_order is not 0; otherwise it serves all in its record."""
+    """Phases served now, if phase_order is stated; otherwise it serves all in its record."""
     ending_phases: tuple[Phase, ...] = ()
     """Phases that take no new requests and end with their last request; a subset of `phases`."""
-    phase_order: int = 0
-    """Number of the order that set `phases`. 1: the command that started the instance. 0: not stated."""
+    phase_order: PhaseOrder = NO_ORDER
+    """Newest order to change `phases`."""
+    phase_fault: str = ""
+    """Reason for which the newest order was taken back. Empty: it holds."""
+    fencing_token: int = 0
+    """Router: its token as the leader of the cluster monitor. 0: it does not lead."""
     replica_free_bytes: int = 0
     """Free host memory for replicas of other instances' requests."""
     replica_total_bytes: int = 0
@@ -167,7 +185,14 @@ class InstanceStatus:
 
 def phases_now(instance: ViewedInstance) -> tuple[Phase, ...]:
     """Phases (prefill, decode) that the instance serves now, also while it drains."""
-    return instance.load.phases if instance.load.phase_order else instance.record.phases
+    return instance.load.phases if instance.load.phase_order != NO_ORDER else instance.record.phases
+
+
+def accepts(instance: ViewedInstance, phase: Phase) -> bool:
+    """Return True if the instance takes new requests for the phase: it serves it, not only to its end, and does not
+    drain."""
+    load = instance.load
+    return load.state is InstanceState.READY and phase in phases_now(instance) and phase not in load.ending_phases
 
 
 def takes_pushes(instance: ViewedInstance) -> bool:
@@ -222,10 +247,7 @@ class ClusterView:
         return tuple(
             each
             for _, each in sorted(self.instances.items())
-            if phase in phases_now(each)
-            and phase not in each.load.ending_phases
-            and each.load.state is InstanceState.READY
-            and model in (None, each.record.model)
+            if accepts(each, phase) and model in (None, each.record.model)
         )
 
     @once_per_view
@@ -238,16 +260,27 @@ class ClusterView:
             and each.load.state is InstanceState.READY
         )
 
+    def leader(self) -> ViewedInstance | None:
+        """Return the router that leads the cluster monitor, according to the last heartbeats; None if unknown."""
+        leading = [each for each in self.instances.values() if each.load.fencing_token]
+        return max(leading, key=lambda each: each.load.fencing_token, default=None)
+
     @once_per_view
     def addresses(self) -> frozenset[str]:
         """Addresses of all instances."""
         return frozenset(instance.record.address for instance in self.instances.values())
 
     @once_per_view
-    def broadcast_lives(self) -> frozenset[tuple[str, int, InstanceState]]:
-        """Id, incarnation and state of every instance whose load is broadcast (see is_broadcast)."""
+    def broadcast_lives(self) -> frozenset[tuple[Hashable, ...]]:
+        """Id, incarnation, state and phases of every instance whose load is broadcast (see is_broadcast)."""
         return frozenset(
-            (instance_id, instance.record.incarnation, instance.load.state)
+            (
+                instance_id,
+                instance.record.incarnation,
+                instance.load.state,
+                instance.load.phases,
+                instance.load.ending_phases,
+            )
             for instance_id, instance in self.instances.items()
             if is_broadcast(instance)
         )

@@ -4,14 +4,14 @@ The engine's events reach the event loop in one call per batch, so that neither 
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.running_clock import RunningClock
-from kaveri.domain.view import Phase, Role
+from kaveri.domain.view import Phase, PhaseOrder, Role
 from kaveri.engine.contract import Engine, EngineEvent, EngineStats, EngineStopped
 from kaveri.hosting.config import InstanceConfig
 from kaveri.hosting.served_phases import ServedPhases
@@ -57,9 +57,14 @@ class EngineHost(ServiceHost):
         self._trial: Trial | None = None
         """Receives the engine's events until the engine has proved that it can run its model."""
 
-    async def switch(self, phases: Sequence[Phase], order: int) -> bool:
-        """Serve exactly these phases. order: number of the command, ignored unless above all earlier ones. Returns
-        False if it is ignored or overtaken, or during a drain. Raises InvalidArgument for an unsupported phase."""
+    def order_phases(self, phases: Collection[Phase], order: PhaseOrder, deadline_s: float) -> bool:
+        """Serve exactly these phases from now on. See ServedPhases.order(). Raises Unavailable if the process is
+        ending."""
+        self.require_going_on()
+        return self._phases.order(phases, order, deadline_s)
+
+    async def switch(self, phases: Collection[Phase], order: PhaseOrder) -> bool:
+        """Serve exactly these phases, and return when the others have ended. See ServedPhases.switch()."""
         return await self._phases.switch(phases, order)
 
     async def serve(self, stopping: asyncio.Event) -> int:

@@ -1,22 +1,24 @@
 """The phases of one engine instance: supported ones, served ones, and the switch between them."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from kaveri.domain.view import InstanceLoad, Phase
+from kaveri.domain.view import FIRST_ORDER, InstanceLoad, Phase, PhaseOrder
 from kaveri.engine.contract import EngineEvent
 from kaveri.errors import InvalidArgument
 from kaveri.hosting.service_host import HostedService
 from kaveri.telemetry.logs import get_logger
-
-FIRST_ORDER = 1
-"""Number of the initial order: the command that says which phases to serve."""
+from kaveri.timeouts import DRAIN_RETRY_S
 
 
 class PhaseService(HostedService, Protocol):
     """Interface of an instance's work in one phase, prefill or decode. All methods are called on the event loop."""
+
+    def drain(self, retry_after_s: float = DRAIN_RETRY_S) -> None:
+        """Refuse new requests from now on, with this retry time. 0: the phase is served elsewhere. Idempotent."""
 
     @property
     def is_idle(self) -> bool:
@@ -39,45 +41,79 @@ class ServedPhases:
         """Phases of the newest order. Others may still have requests."""
         for phase, service in services.items():
             if phase not in self.ordered:
-                service.drain()
+                service.drain(0.0)
         self._order = FIRST_ORDER
+        self._settled = self.ordered
+        """Phases of the newest order that was carried out: those to go back to."""
+        self._fault = ""
+        self._carrying: asyncio.Task[None] | None = None
+        """Waits for the end of the phases that the newest order has switched off."""
         self._stopping = False
         self.on_change: Callable[[], object] = lambda: None
         """Called when the phases in load() change."""
         self.on_loads: Callable[[Mapping[Phase, InstanceLoad], Collection[Phase]], object] = lambda _, __: None
         """Called by load(), with the load of each served phase and the phases that accept requests."""
 
-    async def switch(self, phases: Sequence[Phase], order: int) -> bool:
-        """Serve exactly these phases. Returns once no request is left in phases that are switched off.
+    def order(self, phases: Collection[Phase], order: PhaseOrder, deadline_s: float = 0.0) -> bool:
+        """Serve exactly these phases from now on; those that are switched off end with their last request. During a
+        drain no phase starts; undrain() starts those of the newest order.
 
-        order: number of this command, ignored unless above all earlier ones. During a drain no phase starts; undrain()
-        starts those of the newest order. Returns False if it was ignored or overtaken by a newer one, or the instance
-        drains. Raises InvalidArgument for a phase that the engine does not support. If cancelled, the order stands."""
+        order: ignored unless above all earlier ones. deadline_s: seconds for the requests of phases that are switched
+        off, after which the order is taken back: those of the last order that was carried out are served again. 0: no
+        limit. Returns False if a newer order is known, or other phases were ordered under its number. Raises
+        InvalidArgument for a phase that the engine does not support."""
         unknown = [phase for phase in phases if phase not in self.services]
         if unknown:
             raise InvalidArgument("phases", unknown[0].value, f"one of {', '.join(self.services)}")
         if order <= self._order:
+            return order == self._order and (self.ordered == frozenset(phases) or bool(self._fault))
+        self._order, self._fault = order, ""
+        get_logger().info("phases_ordered", phases=sorted(phases), phase_order=order)
+        self._serve(frozenset(phases))
+        if self._carrying is not None:
+            self._carrying.cancel()
+        self._carrying = asyncio.create_task(self._carry_out(deadline_s or None), name="phases end")
+        return True
+
+    async def switch(self, phases: Collection[Phase], order: PhaseOrder, deadline_s: float = 0.0) -> bool:
+        """Like order(), but return once no request is left in phases that are switched off. Returns False if the order
+        was ignored, overtaken by a newer one or taken back, or the instance drains. If cancelled, the order stands."""
+        if order <= self._order or not self.order(phases, order, deadline_s) or self._carrying is None:
             return False
-        self._order, self.ordered = order, frozenset(phases)
-        get_logger().info("phases_ordered", phases=sorted(self.ordered), phase_order=order)
+        await asyncio.wait((self._carrying,))
+        return self._order == order and not self._fault and not self._stopping
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for service in self.services.values():
+                    tasks.create_task(service.run())
+        finally:
+            if self._carrying is not None:
+                self._carrying.cancel()
+
+    def _serve(self, phases: frozenset[Phase]) -> None:
+        self.ordered = phases
         for phase, service in self.services.items():
-            if phase not in self.ordered:
-                service.drain()
+            if phase not in phases:
+                service.drain(0.0)
             elif not self._stopping:
                 service.undrain()
         self.on_change()
-        for phase, service in self.services.items():
-            if phase not in self.ordered:
-                await service.wait_idle()
-                if self._order != order:
-                    return False
-                self.on_change()
-        return not self._stopping
 
-    async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for service in self.services.values():
-                tasks.create_task(service.run())
+    async def _carry_out(self, deadline_s: float | None) -> None:
+        ending = [service for phase, service in self.services.items() if phase not in self.ordered]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                for service in ending:
+                    await service.wait_idle()
+                    self.on_change()
+        if all(service.is_idle for service in ending):
+            self._settled = self.ordered
+            return
+        self._fault = f"requests of the phase that was to end were left after {deadline_s:g} s"
+        self._serve(self._settled)
+        get_logger().warning("phases_taken_back", phases=sorted(self.ordered), phase_order=self._order)
 
     def load(self) -> InstanceLoad:
         ending = tuple(
@@ -87,7 +123,13 @@ class ServedPhases:
         # Without a phase it still has an engine, whose blocks every phase reports.
         loads = {phase: self.services[phase].load() for phase in served or tuple(self.services)[:1]}
         self.on_loads(loads, () if self._stopping else self.ordered)
-        return replace(_combined(loads), phases=served, ending_phases=ending, phase_order=self._order)
+        return replace(
+            _combined(loads),
+            phases=served,
+            ending_phases=ending,
+            phase_order=self._order,
+            phase_fault=self._fault,
+        )
 
     def drain(self) -> None:
         self._stopping = True
@@ -96,9 +138,7 @@ class ServedPhases:
 
     def undrain(self) -> None:
         self._stopping = False
-        for phase, service in self.services.items():
-            if phase in self.ordered:
-                service.undrain()
+        self._serve(self.ordered)
 
     async def wait_idle(self) -> None:
         # New requests are already refused.

@@ -3,7 +3,7 @@
 import asyncio
 import importlib.metadata
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -11,9 +11,9 @@ from grpc import aio
 
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Role
-from kaveri.errors import Unavailable
-from kaveri.hosting import drain_server
+from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase, PhaseOrder, Role
+from kaveri.errors import InvalidArgument, Unavailable
+from kaveri.hosting import instance_server
 from kaveri.hosting.metrics import BUILD_INFO
 from kaveri.rpc.process import ServiceConfig
 from kaveri.rpc.server import RpcServer
@@ -21,7 +21,7 @@ from kaveri.security.callers import Callers
 from kaveri.security.posture import open_ports
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import check_order
-from kaveri.v1.cluster_pb2_grpc import add_DrainServiceServicer_to_server
+from kaveri.v1.instance_pb2_grpc import add_InstanceServiceServicer_to_server
 
 BROKEN_STATUS = 1
 """Exit status of a failed service: its engine broke, or its work failed."""
@@ -108,8 +108,8 @@ class ServiceHost:
         operators: Callers | None = None,
     ) -> None:
         """service_names: full names of the gRPC services, whose servicers `register` adds. store: already connected.
-        server: replaces the gRPC server, and with it DrainService. public: an additional server. operators: checks that
-        callers of DrainService present an admin key; None: every caller that the port admits."""
+        server: replaces the gRPC server, and with it InstanceService. public: an additional server. operators: checks
+        that callers of InstanceService present an admin key; None: every caller that the port admits."""
         check_order()
         self.record = record
         """Registration in the cluster. Has an address once `started` is set."""
@@ -117,6 +117,8 @@ class ServiceHost:
         """State for the heartbeats."""
         self.started = asyncio.Event()
         """Set once requests are accepted."""
+        self.next_order: Callable[[], PhaseOrder | None] = lambda: None
+        """Numbers an order to an instance. None unless this process leads the cluster monitor."""
         self._config = config
         self._store = store
         self._hosted = hosted
@@ -189,8 +191,7 @@ class ServiceHost:
 
     async def undrain(self) -> bool:
         """Accept requests again. Returns False if it was not draining. Raises Unavailable if the process is ending."""
-        if self._stopping:
-            raise Unavailable(f"{self.record.instance_id} is ending: it cannot take requests again")
+        self.require_going_on()
         if self.state is InstanceState.READY:
             return False
         self.state = InstanceState.READY
@@ -199,6 +200,15 @@ class ServiceHost:
         get_logger().info("drain_ended")
         await self._accept()
         return True
+
+    def require_going_on(self) -> None:
+        """Raise Unavailable if a signal or a failure has begun the shutdown."""
+        if self._stopping:
+            raise Unavailable(f"{self.record.instance_id} is ending: it cannot take requests again")
+
+    def order_phases(self, phases: Collection[Phase], order: PhaseOrder, deadline_s: float) -> bool:
+        """Serve exactly these phases from now on; only instances with an engine can. See ServedPhases.order()."""
+        raise InvalidArgument("instance_id", self.record.instance_id, f"of an engine, not of a {self.record.role}")
 
     def break_off(self, reason: str) -> None:
         """End the service without a drain, with exit status BROKEN_STATUS. The first reason is kept."""
@@ -215,11 +225,11 @@ class ServiceHost:
     def _rpc_server(
         self, service_names: Sequence[str], register: Callable[[aio.Server], None] | None, operators: Callers | None
     ) -> ProcessServer:
-        server = RpcServer(self._config.host, self._config.port, (*service_names, drain_server.SERVICE_NAME))
+        server = RpcServer(self._config.host, self._config.port, (*service_names, instance_server.SERVICE_NAME))
         if register is not None:
             server.add(register)
-        drains = drain_server.DrainServer(self, self._store, operators)
-        server.add(lambda added_to: add_DrainServiceServicer_to_server(drains, added_to))
+        orders = instance_server.InstanceServer(self, self._store, operators)
+        server.add(lambda added_to: add_InstanceServiceServicer_to_server(orders, added_to))
         return server
 
     async def _accept(self) -> None:

@@ -8,6 +8,8 @@ PROMPT_BLOCKS_RETRY_S = 0.02
 """Poll interval for blocks of aborted requests, which become free without an event once no transfer can touch them."""
 ROOM_PATIENCE_S = 0.1
 """Time for a decode instance that reported free blocks to answer before others are asked as well."""
+ROOM_REST_WHEN_REFUSED_S = 0.05
+"""Time for which a decode instance is not asked after it said that it serves another phase; the view shows it soon."""
 ROOM_REST_WHEN_FAILED_S = 0.5
 """Time for which a decode instance is not used after a failed push or connection."""
 ROOM_LOOK_S = 0.25

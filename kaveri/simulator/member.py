@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, ClassVar
 
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase
+from kaveri.domain.view import NO_ORDER, InstanceLoad, InstanceRecord, InstanceState, Phase, PhaseOrder
 from kaveri.simulator.timeline import Timeline
 
 HEARTBEAT_INTERVAL_S = 0.1
@@ -24,7 +24,7 @@ class SimulatedLoad:
     state: ClassVar[InstanceState] = InstanceState.READY
     phases: ClassVar[tuple[Phase, ...]] = ()
     ending_phases: ClassVar[tuple[Phase, ...]] = ()
-    phase_order: ClassVar[int] = 0
+    phase_order: ClassVar[PhaseOrder] = NO_ORDER
     replica_counts: ClassVar[None] = None
 
     sequence_number: int

@@ -26,51 +26,47 @@ from kaveri.v1 import inference_pb2 as kaveri_dot_v1_dot_inference__pb2
 from kaveri.v1 import kv_pb2 as kaveri_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kaveri/v1/cluster.proto\x12\tkaveri.v1\x1a\x19kaveri/v1/inference.proto\x1a\x12kaveri/v1/kv.proto\"1\n\x0c\x44rainRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"2\n\rDrainResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\x12\x10\n\x08requests\x18\x02 \x01(\r\"\x17\n\x15GetClusterViewRequest\"\x90\x01\n\x16GetClusterViewResponse\x12,\n\tinstances\x18\x01 \x03(\x0b\x32\x19.kaveri.v1.InstanceStatus\x12\x17\n\x0fstore_connected\x18\x02 \x01(\x08\x12/\n\x0cincompatible\x18\x03 \x03(\x0b\x32\x19.kaveri.v1.InstanceStatus\".\n\x18GetRequestAccountRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xf6\x01\n\x19GetRequestAccountResponse\x12\x1a\n\x12router_instance_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\r\n\x05\x61go_s\x18\x04 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12!\n\x06timing\x18\x07 \x01(\x0b\x32\x11.kaveri.v1.Timing\x12%\n\x05steps\x18\x08 \x03(\x0b\x32\x16.kaveri.v1.RequestStep\x12\x10\n\x08trace_id\x18\t \x01(\t\"*\n\x0bRequestStep\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12\r\n\x05\x65vent\x18\x02 \x01(\t\"\x14\n\x12GetWorkloadRequest\"\xe6\x01\n\x13GetWorkloadResponse\x12\x1a\n\x12router_instance_id\x18\x01 \x01(\t\x12\x12\n\nobserved_s\x18\x02 \x01(\x01\x12\x15\n\rarrived_ago_s\x18\x03 \x03(\x01\x12,\n\x08\x61nswered\x18\x04 \x01(\x0b\x32\x1a.kaveri.v1.SampledRequests\x12-\n\tcut_short\x18\x05 \x01(\x0b\x32\x1a.kaveri.v1.SampledRequests\x12+\n\x07running\x18\x06 \x01(\x0b\x32\x1a.kaveri.v1.SampledRequests\"T\n\x0fSampledRequests\x12\x13\n\x0b\x65nded_ago_s\x18\x01 \x03(\x01\x12\x15\n\rprompt_tokens\x18\x02 \x03(\r\x12\x15\n\ranswer_tokens\x18\x03 \x03(\r\"{\n\x0eInstanceStatus\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.kaveri.v1.InstanceRecord\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x17.kaveri.v1.InstanceLoad\x12\x17\n\x0fheartbeat_age_s\x18\x03 \x01(\x01\"\x91\x03\n\x0eInstanceRecord\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.kaveri.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x06 \x01(\t\x12#\n\x06layout\x18\x07 \x01(\x0b\x32\x13.kaveri.v1.KvLayout\x12+\n\x0ckv_endpoints\x18\x08 \x03(\x0b\x32\x15.kaveri.v1.KvEndpoint\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x13\n\x0blease_ttl_s\x18\n \x01(\x01\x12\x0f\n\x07version\x18\x0b \x01(\t\x12 \n\x06phases\x18\x0c \x03(\x0e\x32\x10.kaveri.v1.Phase\x12\x16\n\x0e\x66\x61ilure_domain\x18\r \x01(\t\x12\x16\n\x0epublic_address\x18\x0e \x01(\t\x12\x17\n\x0fmetrics_address\x18\x0f \x01(\t\x12\x0c\n\x04wire\x18\x10 \x01(\r\"\x89\x04\n\x0cInstanceLoad\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.kaveri.v1.InstanceState\x12\x18\n\x10waiting_requests\x18\x03 \x01(\r\x12\x18\n\x10running_requests\x18\x04 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x05 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x08 \x01(\x04\x12\x16\n\x0eheavy_requests\x18\t \x01(\r\x12\x16\n\x0elight_requests\x18\n \x01(\r\x12\x17\n\nqueue_room\x18\x0b \x01(\rH\x00\x88\x01\x01\x12 \n\x06phases\x18\x0c \x03(\x0e\x32\x10.kaveri.v1.Phase\x12\x13\n\x0bphase_order\x18\r \x01(\x04\x12\'\n\rending_phases\x18\x0e \x03(\x0e\x32\x10.kaveri.v1.Phase\x12\x1a\n\x12replica_free_bytes\x18\x0f \x01(\x04\x12\x1b\n\x13replica_total_bytes\x18\x10 \x01(\x04\x12\x30\n\x0ereplica_counts\x18\x11 \x01(\x0b\x32\x18.kaveri.v1.ReplicaCountsB\r\n\x0b_queue_room\"g\n\rReplicaCounts\x12\r\n\x05owned\x18\x01 \x01(\r\x12\x13\n\x0bunprotected\x18\x02 \x01(\r\x12\x12\n\nlag_tokens\x18\x03 \x01(\x04\x12\x0f\n\x07resumed\x18\x04 \x01(\x04\x12\r\n\x05moved\x18\x05 \x01(\x04\"\x8e\x01\n\rLoadBroadcast\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12\x15\n\rfencing_token\x18\x02 \x01(\x04\x12\x17\n\x0fsequence_number\x18\x03 \x01(\x04\x12,\n\tinstances\x18\x04 \x03(\x0b\x32\x19.kaveri.v1.InstanceStatus\x12\x0c\n\x04wire\x18\x05 \x01(\r*d\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ROUTER\x10\x01\x12\x12\n\x0eROLE_PREDICTOR\x10\x02\x12\x0f\n\x0bROLE_ENGINE\x10\x03\x12\x10\n\x0cROLE_GATEWAY\x10\x04*C\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_PREFILL\x10\x01\x12\x10\n\x0cPHASE_DECODE\x10\x02*f\n\rInstanceState\x12\x1e\n\x1aINSTANCE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14INSTANCE_STATE_READY\x10\x01\x12\x1b\n\x17INSTANCE_STATE_DRAINING\x10\x02\x32\x95\x02\n\x0e\x43lusterService\x12U\n\x0eGetClusterView\x12 .kaveri.v1.GetClusterViewRequest\x1a!.kaveri.v1.GetClusterViewResponse\x12^\n\x11GetRequestAccount\x12#.kaveri.v1.GetRequestAccountRequest\x1a$.kaveri.v1.GetRequestAccountResponse\x12L\n\x0bGetWorkload\x12\x1d.kaveri.v1.GetWorkloadRequest\x1a\x1e.kaveri.v1.GetWorkloadResponse2J\n\x0c\x44rainService\x12:\n\x05\x44rain\x12\x17.kaveri.v1.DrainRequest\x1a\x18.kaveri.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kaveri/v1/cluster.proto\x12\tkaveri.v1\x1a\x19kaveri/v1/inference.proto\x1a\x12kaveri/v1/kv.proto\"\x17\n\x15GetClusterViewRequest\"\x90\x01\n\x16GetClusterViewResponse\x12,\n\tinstances\x18\x01 \x03(\x0b\x32\x19.kaveri.v1.InstanceStatus\x12\x17\n\x0fstore_connected\x18\x02 \x01(\x08\x12/\n\x0cincompatible\x18\x03 \x03(\x0b\x32\x19.kaveri.v1.InstanceStatus\".\n\x18GetRequestAccountRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xf6\x01\n\x19GetRequestAccountResponse\x12\x1a\n\x12router_instance_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\r\n\x05\x61go_s\x18\x04 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12!\n\x06timing\x18\x07 \x01(\x0b\x32\x11.kaveri.v1.Timing\x12%\n\x05steps\x18\x08 \x03(\x0b\x32\x16.kaveri.v1.RequestStep\x12\x10\n\x08trace_id\x18\t \x01(\t\"*\n\x0bRequestStep\x12\x0c\n\x04\x61t_s\x18\x01 \x01(\x01\x12\r\n\x05\x65vent\x18\x02 \x01(\t\"\x14\n\x12GetWorkloadRequest\"\xe6\x01\n\x13GetWorkloadResponse\x12\x1a\n\x12router_instance_id\x18\x01 \x01(\t\x12\x12\n\nobserved_s\x18\x02 \x01(\x01\x12\x15\n\rarrived_ago_s\x18\x03 \x03(\x01\x12,\n\x08\x61nswered\x18\x04 \x01(\x0b\x32\x1a.kaveri.v1.SampledRequests\x12-\n\tcut_short\x18\x05 \x01(\x0b\x32\x1a.kaveri.v1.SampledRequests\x12+\n\x07running\x18\x06 \x01(\x0b\x32\x1a.kaveri.v1.SampledRequests\"T\n\x0fSampledRequests\x12\x13\n\x0b\x65nded_ago_s\x18\x01 \x03(\x01\x12\x15\n\rprompt_tokens\x18\x02 \x03(\r\x12\x15\n\ranswer_tokens\x18\x03 \x03(\r\"{\n\x0eInstanceStatus\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.kaveri.v1.InstanceRecord\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x17.kaveri.v1.InstanceLoad\x12\x17\n\x0fheartbeat_age_s\x18\x03 \x01(\x01\"\x91\x03\n\x0eInstanceRecord\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.kaveri.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x06 \x01(\t\x12#\n\x06layout\x18\x07 \x01(\x0b\x32\x13.kaveri.v1.KvLayout\x12+\n\x0ckv_endpoints\x18\x08 \x03(\x0b\x32\x15.kaveri.v1.KvEndpoint\x12\x15\n\rmax_model_len\x18\t \x01(\r\x12\x13\n\x0blease_ttl_s\x18\n \x01(\x01\x12\x0f\n\x07version\x18\x0b \x01(\t\x12 \n\x06phases\x18\x0c \x03(\x0e\x32\x10.kaveri.v1.Phase\x12\x16\n\x0e\x66\x61ilure_domain\x18\r \x01(\t\x12\x16\n\x0epublic_address\x18\x0e \x01(\t\x12\x17\n\x0fmetrics_address\x18\x0f \x01(\t\x12\x0c\n\x04wire\x18\x10 \x01(\r\"\xd2\x04\n\x0cInstanceLoad\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.kaveri.v1.InstanceState\x12\x18\n\x10waiting_requests\x18\x03 \x01(\r\x12\x18\n\x10running_requests\x18\x04 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x05 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x08 \x01(\x04\x12\x16\n\x0eheavy_requests\x18\t \x01(\r\x12\x16\n\x0elight_requests\x18\n \x01(\r\x12\x17\n\nqueue_room\x18\x0b \x01(\rH\x00\x88\x01\x01\x12 \n\x06phases\x18\x0c \x03(\x0e\x32\x10.kaveri.v1.Phase\x12\'\n\rending_phases\x18\x0e \x03(\x0e\x32\x10.kaveri.v1.Phase\x12\x1a\n\x12replica_free_bytes\x18\x0f \x01(\x04\x12\x1b\n\x13replica_total_bytes\x18\x10 \x01(\x04\x12\x30\n\x0ereplica_counts\x18\x11 \x01(\x0b\x32\x18.kaveri.v1.ReplicaCounts\x12*\n\x0bphase_order\x18\x12 \x01(\x0b\x32\x15.kaveri.v1.PhaseOrder\x12\x13\n\x0bphase_fault\x18\x13 \x01(\t\x12\x15\n\rfencing_token\x18\x14 \x01(\x04\x42\r\n\x0b_queue_roomJ\x04\x08\r\x10\x0e\"3\n\nPhaseOrder\x12\x15\n\rfencing_token\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\x04\"g\n\rReplicaCounts\x12\r\n\x05owned\x18\x01 \x01(\r\x12\x13\n\x0bunprotected\x18\x02 \x01(\r\x12\x12\n\nlag_tokens\x18\x03 \x01(\x04\x12\x0f\n\x07resumed\x18\x04 \x01(\x04\x12\r\n\x05moved\x18\x05 \x01(\x04\"\x8e\x01\n\rLoadBroadcast\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12\x15\n\rfencing_token\x18\x02 \x01(\x04\x12\x17\n\x0fsequence_number\x18\x03 \x01(\x04\x12,\n\tinstances\x18\x04 \x03(\x0b\x32\x19.kaveri.v1.InstanceStatus\x12\x0c\n\x04wire\x18\x05 \x01(\r*d\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ROUTER\x10\x01\x12\x12\n\x0eROLE_PREDICTOR\x10\x02\x12\x0f\n\x0bROLE_ENGINE\x10\x03\x12\x10\n\x0cROLE_GATEWAY\x10\x04*C\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_PREFILL\x10\x01\x12\x10\n\x0cPHASE_DECODE\x10\x02*f\n\rInstanceState\x12\x1e\n\x1aINSTANCE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14INSTANCE_STATE_READY\x10\x01\x12\x1b\n\x17INSTANCE_STATE_DRAINING\x10\x02\x32\x95\x02\n\x0e\x43lusterService\x12U\n\x0eGetClusterView\x12 .kaveri.v1.GetClusterViewRequest\x1a!.kaveri.v1.GetClusterViewResponse\x12^\n\x11GetRequestAccount\x12#.kaveri.v1.GetRequestAccountRequest\x1a$.kaveri.v1.GetRequestAccountResponse\x12L\n\x0bGetWorkload\x12\x1d.kaveri.v1.GetWorkloadRequest\x1a\x1e.kaveri.v1.GetWorkloadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kaveri.v1.cluster_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=2345
-  _globals['_ROLE']._serialized_end=2445
-  _globals['_PHASE']._serialized_start=2447
-  _globals['_PHASE']._serialized_end=2514
-  _globals['_INSTANCESTATE']._serialized_start=2516
-  _globals['_INSTANCESTATE']._serialized_end=2618
-  _globals['_DRAINREQUEST']._serialized_start=85
-  _globals['_DRAINREQUEST']._serialized_end=134
-  _globals['_DRAINRESPONSE']._serialized_start=136
-  _globals['_DRAINRESPONSE']._serialized_end=186
-  _globals['_GETCLUSTERVIEWREQUEST']._serialized_start=188
-  _globals['_GETCLUSTERVIEWREQUEST']._serialized_end=211
-  _globals['_GETCLUSTERVIEWRESPONSE']._serialized_start=214
-  _globals['_GETCLUSTERVIEWRESPONSE']._serialized_end=358
-  _globals['_GETREQUESTACCOUNTREQUEST']._serialized_start=360
-  _globals['_GETREQUESTACCOUNTREQUEST']._serialized_end=406
-  _globals['_GETREQUESTACCOUNTRESPONSE']._serialized_start=409
-  _globals['_GETREQUESTACCOUNTRESPONSE']._serialized_end=655
-  _globals['_REQUESTSTEP']._serialized_start=657
-  _globals['_REQUESTSTEP']._serialized_end=699
-  _globals['_GETWORKLOADREQUEST']._serialized_start=701
-  _globals['_GETWORKLOADREQUEST']._serialized_end=721
-  _globals['_GETWORKLOADRESPONSE']._serialized_start=724
-  _globals['_GETWORKLOADRESPONSE']._serialized_end=954
-  _globals['_SAMPLEDREQUESTS']._serialized_start=956
-  _globals['_SAMPLEDREQUESTS']._serialized_end=1040
-  _globals['_INSTANCESTATUS']._serialized_start=1042
-  _globals['_INSTANCESTATUS']._serialized_end=1165
-  _globals['_INSTANCERECORD']._serialized_start=1168
-  _globals['_INSTANCERECORD']._serialized_end=1569
-  _globals['_INSTANCELOAD']._serialized_start=1572
-  _globals['_INSTANCELOAD']._serialized_end=2093
-  _globals['_REPLICACOUNTS']._serialized_start=2095
-  _globals['_REPLICACOUNTS']._serialized_end=2198
-  _globals['_LOADBROADCAST']._serialized_start=2201
-  _globals['_LOADBROADCAST']._serialized_end=2343
-  _globals['_CLUSTERSERVICE']._serialized_start=2621
-  _globals['_CLUSTERSERVICE']._serialized_end=2898
-  _globals['_DRAINSERVICE']._serialized_start=2900
-  _globals['_DRAINSERVICE']._serialized_end=2974
+  _globals['_ROLE']._serialized_start=2368
+  _globals['_ROLE']._serialized_end=2468
+  _globals['_PHASE']._serialized_start=2470
+  _globals['_PHASE']._serialized_end=2537
+  _globals['_INSTANCESTATE']._serialized_start=2539
+  _globals['_INSTANCESTATE']._serialized_end=2641
+  _globals['_GETCLUSTERVIEWREQUEST']._serialized_start=85
+  _globals['_GETCLUSTERVIEWREQUEST']._serialized_end=108
+  _globals['_GETCLUSTERVIEWRESPONSE']._serialized_start=111
+  _globals['_GETCLUSTERVIEWRESPONSE']._serialized_end=255
+  _globals['_GETREQUESTACCOUNTREQUEST']._serialized_start=257
+  _globals['_GETREQUESTACCOUNTREQUEST']._serialized_end=303
+  _globals['_GETREQUESTACCOUNTRESPONSE']._serialized_start=306
+  _globals['_GETREQUESTACCOUNTRESPONSE']._serialized_end=552
+  _globals['_REQUESTSTEP']._serialized_start=554
+  _globals['_REQUESTSTEP']._serialized_end=596
+  _globals['_GETWORKLOADREQUEST']._serialized_start=598
+  _globals['_GETWORKLOADREQUEST']._serialized_end=618
+  _globals['_GETWORKLOADRESPONSE']._serialized_start=621
+  _globals['_GETWORKLOADRESPONSE']._serialized_end=851
+  _globals['_SAMPLEDREQUESTS']._serialized_start=853
+  _globals['_SAMPLEDREQUESTS']._serialized_end=937
+  _globals['_INSTANCESTATUS']._serialized_start=939
+  _globals['_INSTANCESTATUS']._serialized_end=1062
+  _globals['_INSTANCERECORD']._serialized_start=1065
+  _globals['_INSTANCERECORD']._serialized_end=1466
+  _globals['_INSTANCELOAD']._serialized_start=1469
+  _globals['_INSTANCELOAD']._serialized_end=2063
+  _globals['_PHASEORDER']._serialized_start=2065
+  _globals['_PHASEORDER']._serialized_end=2116
+  _globals['_REPLICACOUNTS']._serialized_start=2118
+  _globals['_REPLICACOUNTS']._serialized_end=2221
+  _globals['_LOADBROADCAST']._serialized_start=2224
+  _globals['_LOADBROADCAST']._serialized_end=2366
+  _globals['_CLUSTERSERVICE']._serialized_start=2644
+  _globals['_CLUSTERSERVICE']._serialized_end=2921
 # @@protoc_insertion_point(module_scope)

@@ -102,58 +102,6 @@ INSTANCE_STATE_DRAINING: InstanceState.ValueType  # 2
 Global___InstanceState: _TypeAlias = InstanceState  # noqa: Y015
 
 @_typing.final
-class DrainRequest(_message.Message):
-    """Names the instance that is to drain."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    INSTANCE_ID_FIELD_NUMBER: _builtins.int
-    UNDO_FIELD_NUMBER: _builtins.int
-    instance_id: _builtins.str
-    """Its name: "decode-0"."""
-    undo: _builtins.bool
-    """The instance takes requests again."""
-    def __init__(
-        self,
-        *,
-        instance_id: _builtins.str = ...,
-        undo: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "undo", b"undo"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
-
-@_typing.final
-class DrainResponse(_message.Message):
-    """The outcome of Drain."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CHANGED_FIELD_NUMBER: _builtins.int
-    REQUESTS_FIELD_NUMBER: _builtins.int
-    changed: _builtins.bool
-    """False: the instance was in the asked state already."""
-    requests: _builtins.int
-    """Requests that it still has."""
-    def __init__(
-        self,
-        *,
-        changed: _builtins.bool = ...,
-        requests: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "requests", b"requests"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
-
-@_typing.final
 class GetClusterViewRequest(_message.Message):
     """Asks for the view."""
 
@@ -555,11 +503,13 @@ class InstanceLoad(_message.Message):
     LIGHT_REQUESTS_FIELD_NUMBER: _builtins.int
     QUEUE_ROOM_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
-    PHASE_ORDER_FIELD_NUMBER: _builtins.int
     ENDING_PHASES_FIELD_NUMBER: _builtins.int
     REPLICA_FREE_BYTES_FIELD_NUMBER: _builtins.int
     REPLICA_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     REPLICA_COUNTS_FIELD_NUMBER: _builtins.int
+    PHASE_ORDER_FIELD_NUMBER: _builtins.int
+    PHASE_FAULT_FIELD_NUMBER: _builtins.int
+    FENCING_TOKEN_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
     """Rises by one with each heartbeat of an incarnation."""
     state: Global___InstanceState.ValueType
@@ -584,15 +534,17 @@ class InstanceLoad(_message.Message):
     """All other requests here. Decode only."""
     queue_room: _builtins.int
     """Requests that the queue takes before it is full. Prefill only; unset: not stated."""
-    phase_order: _builtins.int
-    """Number of the order that set `phases`. 1: the command that started the instance. 0: not stated."""
     replica_free_bytes: _builtins.int
     """Host memory that new replicas of other instances' requests may take."""
     replica_total_bytes: _builtins.int
     """All host memory for replicas. 0: it holds none."""
+    phase_fault: _builtins.str
+    """Why the newest order was taken back. Empty: it holds."""
+    fencing_token: _builtins.int
+    """Of a router: its token as the leader of the cluster monitor. 0: it does not lead."""
     @_builtins.property
     def phases(self) -> _containers.RepeatedScalarFieldContainer[Global___Phase.ValueType]:
-        """The phases that it serves now. Holds when phase_order is not 0; else it serves all that its record names."""
+        """The phases that it serves now. Holds when phase_order.number is not 0; else it serves all that its record names."""
 
     @_builtins.property
     def ending_phases(self) -> _containers.RepeatedScalarFieldContainer[Global___Phase.ValueType]:
@@ -601,6 +553,10 @@ class InstanceLoad(_message.Message):
     @_builtins.property
     def replica_counts(self) -> Global___ReplicaCounts:
         """Of the replicas. Unset: it has none, or its version does not say."""
+
+    @_builtins.property
+    def phase_order(self) -> Global___PhaseOrder:
+        """The newest order to change `phases`. (0, 1): the command that started the instance. (0, 0): none is stated."""
 
     def __init__(
         self,
@@ -617,21 +573,49 @@ class InstanceLoad(_message.Message):
         light_requests: _builtins.int = ...,
         queue_room: _builtins.int | None = ...,
         phases: _abc.Iterable[Global___Phase.ValueType] | None = ...,
-        phase_order: _builtins.int = ...,
         ending_phases: _abc.Iterable[Global___Phase.ValueType] | None = ...,
         replica_free_bytes: _builtins.int = ...,
         replica_total_bytes: _builtins.int = ...,
         replica_counts: Global___ReplicaCounts | None = ...,
+        phase_order: Global___PhaseOrder | None = ...,
+        phase_fault: _builtins.str = ...,
+        fencing_token: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "queue_room", b"queue_room", "replica_counts", b"replica_counts"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "phase_order", b"phase_order", "queue_room", b"queue_room", "replica_counts", b"replica_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "context_tokens", b"context_tokens", "ending_phases", b"ending_phases", "free_blocks", b"free_blocks", "heavy_requests", b"heavy_requests", "light_requests", b"light_requests", "phase_order", b"phase_order", "phases", b"phases", "queue_room", b"queue_room", "queued_prefill_tokens", b"queued_prefill_tokens", "replica_counts", b"replica_counts", "replica_free_bytes", b"replica_free_bytes", "replica_total_bytes", b"replica_total_bytes", "running_requests", b"running_requests", "sequence_number", b"sequence_number", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "context_tokens", b"context_tokens", "ending_phases", b"ending_phases", "fencing_token", b"fencing_token", "free_blocks", b"free_blocks", "heavy_requests", b"heavy_requests", "light_requests", b"light_requests", "phase_fault", b"phase_fault", "phase_order", b"phase_order", "phases", b"phases", "queue_room", b"queue_room", "queued_prefill_tokens", b"queued_prefill_tokens", "replica_counts", b"replica_counts", "replica_free_bytes", b"replica_free_bytes", "replica_total_bytes", b"replica_total_bytes", "running_requests", b"running_requests", "sequence_number", b"sequence_number", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__queue_room: _TypeAlias = _typing.Literal["queue_room"]  # noqa: Y015
     _WhichOneofArgType__queue_room: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_room) -> _WhichOneofReturnType__queue_room | None: ...
 
 Global___InstanceLoad: _TypeAlias = InstanceLoad  # noqa: Y015
+
+@_typing.final
+class PhaseOrder(_message.Message):
+    """Number of an order to change an instance's phases. Orders compare by fencing_token, then by number."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FENCING_TOKEN_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    fencing_token: _builtins.int
+    """Of the router that led the cluster monitor when it gave the order. 0: the command that started the instance."""
+    number: _builtins.int
+    """Counts the orders of that leader, from 1."""
+    def __init__(
+        self,
+        *,
+        fencing_token: _builtins.int = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing_token", b"fencing_token", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PhaseOrder: _TypeAlias = PhaseOrder  # noqa: Y015
 
 @_typing.final
 class ReplicaCounts(_message.Message):

@@ -19,6 +19,7 @@ from kaveri.domain.view import (
     InstanceStatus,
     LoadBroadcast,
     Phase,
+    PhaseOrder,
     ReplicaCounts,
     Role,
     ViewedInstance,
@@ -219,7 +220,7 @@ def record_to_proto(record: InstanceRecord) -> cluster_pb2.InstanceRecord:
         role=_ROLE_TO_PROTO[record.role],
         layout=layout_to_proto(record.layout) if record.layout is not None else None,
         kv_endpoints=map(endpoint_to_proto, record.kv_endpoints),
-        phases=[_PHASE_TO_PROTO[phase] for phase in record.phases],
+        phases=phases_to_proto(record.phases),
     )
 
 
@@ -231,8 +232,25 @@ def record_from_proto(message: cluster_pb2.InstanceRecord) -> InstanceRecord:
         role=_ROLE_FROM_PROTO[message.role],
         layout=layout_from_proto(message.layout) if message.HasField("layout") else None,
         kv_endpoints=tuple(KvEndpoint(each.transport, each.address) for each in message.kv_endpoints),
-        phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.phases),
+        phases=phases_from_proto(message.phases),
     )
+
+
+def phase_order_to_proto(order: PhaseOrder) -> cluster_pb2.PhaseOrder:
+    return cluster_pb2.PhaseOrder(fencing_token=order.fencing_token, number=order.number)
+
+
+def phase_order_from_proto(message: cluster_pb2.PhaseOrder) -> PhaseOrder:
+    return PhaseOrder(message.fencing_token, message.number)
+
+
+def phases_to_proto(phases: Iterable[Phase]) -> "list[cluster_pb2.Phase.ValueType]":
+    return [_PHASE_TO_PROTO[phase] for phase in phases]
+
+
+def phases_from_proto(phases: "Iterable[cluster_pb2.Phase.ValueType]") -> tuple[Phase, ...]:
+    """Decode phases. Raises KeyError for one of a newer version."""
+    return tuple(_PHASE_FROM_PROTO[phase] for phase in phases)
 
 
 def load_to_proto(load: InstanceLoad) -> cluster_pb2.InstanceLoad:
@@ -241,8 +259,9 @@ def load_to_proto(load: InstanceLoad) -> cluster_pb2.InstanceLoad:
         **same_fields(load, _LOAD_FIELDS),
         state=_STATE_TO_PROTO[load.state],
         queue_room=load.queue_room,
-        phases=[_PHASE_TO_PROTO[phase] for phase in load.phases],
-        ending_phases=[_PHASE_TO_PROTO[phase] for phase in load.ending_phases],
+        phases=phases_to_proto(load.phases),
+        ending_phases=phases_to_proto(load.ending_phases),
+        phase_order=phase_order_to_proto(load.phase_order),
         replica_counts=None if counts is None else cluster_pb2.ReplicaCounts(**same_fields(counts, _COUNTS_FIELDS)),
     )
 
@@ -253,8 +272,9 @@ def load_from_proto(message: cluster_pb2.InstanceLoad) -> InstanceLoad:
         **same_fields(message, _LOAD_FIELDS),
         state=_STATE_FROM_PROTO[message.state],
         queue_room=message.queue_room if message.HasField("queue_room") else None,
-        phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.phases),
-        ending_phases=tuple(_PHASE_FROM_PROTO[phase] for phase in message.ending_phases),
+        phases=phases_from_proto(message.phases),
+        ending_phases=phases_from_proto(message.ending_phases),
+        phase_order=phase_order_from_proto(message.phase_order),
         replica_counts=ReplicaCounts(**same_fields(message.replica_counts, _COUNTS_FIELDS)) if has_counts else None,
     )
 

@@ -41,6 +41,7 @@ from kaveri.policy.placement import HeavyThresholds
 from kaveri.policy.waits import LINE_LOOK_S
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import spans_below, trace_fields
+from kaveri.timeouts import DRAIN_RETRY_S
 from services.decode.answer_readers import AnswerTokenizer
 from services.decode.metrics import DecodeMetrics
 from services.decode.owners import RequestOwners
@@ -89,7 +90,8 @@ class DecodeInstance:
         self.owners = RequestOwners(orphan_grace_s, self._router_gone, metrics, tokenizer, feeds)
         self._look_again: asyncio.TimerHandle | None = None
         """Looks for free blocks again."""
-        self._draining = False
+        self._refuses_s: float | None = None
+        """Retry time told to new requests, which are refused; None: they are accepted."""
         self._serials = serials
         metrics.here.in_line.set_function(lambda: self._room.waiting_count)
         self._idle = asyncio.Event()
@@ -124,12 +126,12 @@ class DecodeInstance:
         traced. placed_by: id of the prefill instance; empty: unknown. suspect_until: answer length up to which the
         request is suspected of breaking an engine's step; 0: not.
 
-        Raises Unavailable (draining, also during the wait), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument
+        Raises Unavailable (refused, also during the wait), LayoutMismatch, StaleAttempt, NoCapacity, InvalidArgument
         (can never fit), RequestAlreadyExists (replaced by another request or a later session), DeadlineExceeded, and
         RequestCancelled when aborted. On cancellation nothing stays reserved or in line.
         """
-        if self._draining:
-            raise _draining()
+        if self._refuses_s is not None:
+            raise _refusal(self._refuses_s)
         info = self._engine.info
         info.layout.require_mappable(layout)
         key = EngineKey(request_id, next(self._serials))
@@ -286,14 +288,14 @@ class DecodeInstance:
         member = self._member(*coming) if coming is not None else None
         return self._room.batch.kept_blocks(time.monotonic(), member)
 
-    def drain(self) -> None:
-        self._draining = True
+    def drain(self, retry_after_s: float = DRAIN_RETRY_S) -> None:
+        self._refuses_s = retry_after_s
         for request in list(self.owners.by_serial.values()):
             if isinstance(request.state, InLine):
-                self._take(request, decoding.RoomRefused(_draining()))
+                self._take(request, decoding.RoomRefused(_refusal(retry_after_s)))
 
     def undrain(self) -> None:
-        self._draining = False
+        self._refuses_s = None
 
     @property
     def is_idle(self) -> bool:
@@ -372,9 +374,9 @@ class DecodeInstance:
             self._take(request, decoding.RoomGranted(granting.result()))
         else:
             known = error if isinstance(error, KaveriError) else EngineError(repr(error))
-            if self._draining and isinstance(known, NoCapacity):
+            if self._refuses_s is not None and isinstance(known, NoCapacity):
                 # drain() emptied the line while this request was outside; joining again would make it wait forever.
-                known = _draining()
+                known = _refusal(self._refuses_s)
             self._take(request, decoding.RoomRefused(known))
 
     def _admit(self) -> None:
@@ -573,5 +575,6 @@ class DecodeInstance:
         )
 
 
-def _draining() -> Unavailable:
-    return Unavailable("the decode instance is draining", retry_after_s=1.0)
+def _refusal(retry_after_s: float) -> Unavailable:
+    reason = "the decode instance is draining" if retry_after_s else "the instance does not serve decode now"
+    return Unavailable(reason, retry_after_s)

@@ -20,6 +20,7 @@ from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.policy.replication import CopyRules, ReplicationMode
 from kaveri.telemetry.logs import get_logger
+from kaveri.timeouts import DRAIN_RETRY_S
 from services.decode.config import BatchConfig
 from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
@@ -50,8 +51,8 @@ class ReplicatedDecode:
         counts = replace(self._replicator.counts, resumed=self._holder.resumed_count)
         return replace(self._holder.with_room(self._instance.load()), replica_counts=counts)
 
-    def drain(self) -> None:
-        self._instance.drain()
+    def drain(self, retry_after_s: float = DRAIN_RETRY_S) -> None:
+        self._instance.drain(retry_after_s)
         self._holder.drain()
         self._replicator.drain()
 

@@ -57,7 +57,7 @@ class DecodeServer(DecodeServiceServicer):
     ) -> decode_pb2.ReserveResponse:
         try:
             if self._prefills():
-                raise Unavailable("an instance that prefills takes no pushes")
+                raise Unavailable("an instance that prefills takes no pushes", retry_after_s=0.0)
             ownership = check_ownership(request)
             if not request.token_ids:
                 raise InvalidArgument("token_ids", [], "at least one token long")

@@ -57,7 +57,7 @@ from kaveri.policy.room_search import draws_more, place_search
 from kaveri.policy.waits import PROMPT_BLOCKS_RETRY_S, QUEUE_FULL_RETRY_S
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import spans_below, trace_fields
-from kaveri.timeouts import STRAGGLER_S
+from kaveri.timeouts import DRAIN_RETRY_S, STRAGGLER_S
 from kaveri.wire.attempts import wrong_secret
 from services.prefill.forecaster import LengthForecaster, Question
 from services.prefill.metrics import PrefillMetrics
@@ -115,7 +115,8 @@ class PrefillRole:
         """Requests after their end, unless cancelled or replaced."""
         self._aborted: ExpiringMap[str, Ownership] = ExpiringMap(STRAGGLER_S)
         """Owners whose Abort came before their request; by request id."""
-        self._draining = False
+        self._refuses_s: float | None = None
+        """Retry time told to new requests, which are refused; None: they are accepted."""
         self._idle = asyncio.Event()
         self._idle.set()
         metrics.waiting.set_function(lambda: queue.queued_tokens)
@@ -144,14 +145,14 @@ class PrefillRole:
         the router, used only if there is no other. traceparent: parent span; empty: not traced. suspect_until: answer
         length up to which the request is suspected of breaking an engine's step; 0: not.
 
-        Raises Unavailable (draining), StaleAttempt (also: it was aborted), RequestAlreadyExists (a later session is
+        Raises Unavailable (refused), StaleAttempt (also: it was aborted), RequestAlreadyExists (a later session is
         known), NoCapacity (queue full) and InvalidArgument (does not fit this engine).
         """
         known = self._find(request_id)
         if known is not None and known.ownership == ownership:
             return self._repeat(known)
-        if self._draining:
-            raise _draining()
+        if self._refuses_s is not None:
+            raise _refusal(self._refuses_s)
         _check_fit(self._engine.info, token_ids, generated_count, params)
         self._replace(request_id, ownership)
         if not self._queue.room:
@@ -242,14 +243,14 @@ class PrefillRole:
             self.cancel(life.request)
 
     def give_back(self, request_id: str, ownership: Ownership) -> None:
-        """While the instance drains: end a request that its engine has not received, so that the router places it
-        elsewhere. Other requests are left alone."""
+        """While the instance refuses requests: end one that its engine has not received, so that the router places it
+        elsewhere. Others are left alone."""
         life = self._lives.get(request_id)
-        if not self._draining or life is None:
+        if self._refuses_s is None or life is None:
             return
         waits = isinstance(life.state, AwaitingLength | Queued) and life.request not in self._queue.computing
         if waits and ownership.comparable(life.request.ownership) == life.request.ownership.term:
-            self._happened(life.request, EndRequested(Outcome.GIVEN_BACK, _draining()))
+            self._happened(life.request, EndRequested(Outcome.GIVEN_BACK, _refusal(self._refuses_s)))
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
         for event in events:
@@ -278,11 +279,11 @@ class PrefillRole:
             context_tokens=stats.context_tokens,
         )
 
-    def drain(self) -> None:
-        self._draining = True
+    def drain(self, retry_after_s: float = DRAIN_RETRY_S) -> None:
+        self._refuses_s = retry_after_s
 
     def undrain(self) -> None:
-        self._draining = False
+        self._refuses_s = None
 
     @property
     def is_idle(self) -> bool:
@@ -488,8 +489,9 @@ class PrefillRole:
         asyncio.get_running_loop().call_soon(self._submit)
 
 
-def _draining() -> Unavailable:
-    return Unavailable("the prefill instance is draining", retry_after_s=1.0)
+def _refusal(retry_after_s: float) -> Unavailable:
+    reason = "the prefill instance is draining" if retry_after_s else "the instance does not serve prefill now"
+    return Unavailable(reason, retry_after_s)
 
 
 def _attached(request: PrefillRequest, attachment: Attachment) -> Attached:

@@ -25,7 +25,13 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.room_search import Ask, Hopeless, NoInstance, RoomSearch, Seeker, StopWaiting
-from kaveri.policy.waits import NO_DECODE_INSTANCE_S, ROOM_LOOK_S, ROOM_PATIENCE_S, ROOM_REST_WHEN_FAILED_S
+from kaveri.policy.waits import (
+    NO_DECODE_INSTANCE_S,
+    ROOM_LOOK_S,
+    ROOM_PATIENCE_S,
+    ROOM_REST_WHEN_FAILED_S,
+    ROOM_REST_WHEN_REFUSED_S,
+)
 from kaveri.rpc.channels import Channels
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import CALL_TIMEOUT_S
@@ -281,6 +287,11 @@ class RoomFinder:
                     self._forget(placement, instance_id)
                     self._metrics.placements.labels("no_room").inc()
                     self._search.rest(instance_id, time.monotonic() + bounded_retry_s(error.retry_after_s))
+                case Unavailable(retry_after_s=0.0):
+                    # It serves prefill now, which the next view shows, and has not failed.
+                    self._drop(placement, instance_id)
+                    self._metrics.placements.labels("no_room").inc()
+                    self._search.rest(instance_id, time.monotonic() + ROOM_REST_WHEN_REFUSED_S)
                 case KaveriError() as error:
                     # It may have reserved nevertheless.
                     self._drop(placement, instance_id)

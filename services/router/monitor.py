@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kaveri.cluster.broadcasts import Told, broadcast_statuses, has_new_loads, is_news, told_by
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import ClusterView, LoadBroadcast
+from kaveri.domain.view import ClusterView, LoadBroadcast, PhaseOrder
 from kaveri.telemetry.logs import get_logger
 from kaveri.timeouts import LEADER_LEASE_S
 from services.router import metrics
@@ -24,7 +24,10 @@ _MIN_PAUSE_S = 0.02
 @dataclass(slots=True)
 class _Lead:
     fencing_token: int
+    until_s: float = 0.0
+    """time.monotonic() at which its lease ends unless it is renewed."""
     sequence_number: int = 0
+    order_count: int = 0
 
 
 class Monitor:
@@ -36,6 +39,8 @@ class Monitor:
         self._router_id = router_id
         self._interval_s = interval_s
         self._lead: _Lead | None = None
+        self._last = _Lead(0)
+        """The newest lead. One that is lost and regained within its lease has the same token: its counts go on."""
         self._campaign_at_s = 0.0
         self._told = Told()
         self._told_at_s = 0.0
@@ -48,6 +53,18 @@ class Monitor:
     def leading(self) -> bool:
         """True if this router leads the cluster monitor, as of its last contact with the store."""
         return self._lead is not None
+
+    @property
+    def fencing_token(self) -> int:
+        """Token of this router's lead; 0: it does not lead."""
+        return self._lead.fencing_token if self._lead is not None else 0
+
+    def next_order(self) -> PhaseOrder | None:
+        """Number an order to an instance; None unless this router leads, by its own clock."""
+        if self._lead is None or self._stopping or time.monotonic() >= self._lead.until_s:
+            return None
+        self._lead.order_count += 1
+        return PhaseOrder(self._lead.fencing_token, self._lead.order_count)
 
     async def run(self) -> None:
         """Campaign for the lead, and broadcast loads while leading, until stop(); then resign. If cancelled, the lease
@@ -84,9 +101,12 @@ class Monitor:
 
     async def _campaign(self) -> None:
         # Measured before the call: the lease may run before its answer arrives.
-        self._campaign_at_s = time.monotonic() + _CAMPAIGN_INTERVAL_S
+        begun_s = time.monotonic()
+        self._campaign_at_s = begun_s + _CAMPAIGN_INTERVAL_S
         token = await self._store.campaign(self._router_id, LEADER_LEASE_S)
         self._set_token(token, "another leads, or the store is away")
+        if self._lead is not None:
+            self._lead.until_s = begun_s + LEADER_LEASE_S
 
     def _is_due(self, lead: _Lead, view: ClusterView) -> bool:
         return not lead.sequence_number or is_news(self._told, view) or self._rest_s() <= 0
@@ -128,7 +148,9 @@ class Monitor:
             self._lead = None
             get_logger().info("monitor_lead_lost", fencing_token=former_token, reason=reason)
         else:
-            self._lead = _Lead(fencing_token)
+            if self._last.fencing_token != fencing_token:
+                self._last = _Lead(fencing_token)
+            self._lead = self._last
             metrics.MONITOR_TAKEOVERS.inc()
             get_logger().info("monitor_lead_taken", fencing_token=fencing_token, former_token=former_token)
         metrics.MONITOR_LEADING.set(fencing_token is not None)

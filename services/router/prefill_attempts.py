@@ -12,7 +12,7 @@ from typing import Final
 from grpc import aio
 
 from kaveri.domain.owner import Term
-from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase, ViewedInstance
+from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance, accepts
 from kaveri.errors import KaveriError, NoCapacity, RequestCancelled, Unavailable
 from kaveri.lives import request_values as lives
 from kaveri.lives.request_values import InstanceLife
@@ -68,8 +68,8 @@ class PrefillAttempts:
         self._asking: set[asyncio.Task[None]] = set()
 
     def update(self, view: ClusterView) -> None:
-        """Apply a cluster view: ask draining instances to return the prompts that they have not begun, if another
-        instance accepts requests."""
+        """Apply a cluster view: ask instances that take no more prompts to return those that they have not begun, if
+        another instance takes them."""
         if view.instances is self._instances:
             return
         self._instances = view.instances
@@ -78,12 +78,8 @@ class PrefillAttempts:
         due: dict[str, list[_Attempt]] = {}
         for attempt, record in self._waiting.items():
             status = view.instances.get(record.instance_id)
-            if (
-                status is None
-                or status.record.incarnation != record.incarnation
-                or status.load.state is not InstanceState.DRAINING
-            ):
-                # It may drain again.
+            if status is None or status.record.incarnation != record.incarnation or accepts(status, Phase.PREFILL):
+                # It may refuse requests again.
                 self._asked.discard(attempt)
             elif attempt not in self._asked:
                 self._asked.add(attempt)

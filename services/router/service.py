@@ -95,7 +95,9 @@ def router_host(router: "Router") -> ServiceHost:
     public: RpcServer | None = None
     if config.public_port and router.callers is not None:
         public = _public_server(config, PublicServicer(servicer, router.callers))
-    return ServiceHost(config, router.store, record, router, names, register, public=public, operators=operators)
+    host = ServiceHost(config, router.store, record, router, names, register, public=public, operators=operators)
+    host.next_order = router.monitor.next_order
+    return host
 
 
 def _vllm_grpc() -> ModuleType:
@@ -177,7 +179,7 @@ class Router:
             await self.channels.close()
 
     def load(self) -> InstanceLoad:
-        return InstanceLoad(running_requests=len(self.table))
+        return InstanceLoad(running_requests=len(self.table), fencing_token=self.monitor.fencing_token)
 
     def drain(self) -> None:
         if not self.draining:

@@ -1,4 +1,5 @@
-"""Instances are drained and put back by command while clients ask. The kill matrix restarts processes under load."""
+"""Instances are drained and put back, and change their phase, by command while clients ask. The kill matrix restarts
+processes under load."""
 
 import asyncio
 import json
@@ -6,7 +7,7 @@ import json
 import pytest
 
 from kaveri import AsyncClient, SamplingParams
-from kaveri.domain.view import ClusterView, InstanceState
+from kaveri.domain.view import ClusterView, InstanceState, Phase
 from kaveri.engine.stepwise.fake import FakeModel
 from tests.support.local_cluster import run_cluster
 
@@ -57,3 +58,35 @@ async def test_instances_are_drained_and_put_back_by_command_under_load() -> Non
             status, _, errors = await cluster.command(command, "decode-9")
             assert status == 1
             assert "instance_id is 'decode-9'; it must be one of decode-0, decode-1, prefill-0" in errors
+
+
+@pytest.mark.timeout(180)
+async def test_an_instance_changes_its_phase_by_command_under_load_and_no_answer_changes() -> None:
+    counts = {"router_count": 2, "prefill_count": 1, "decode_count": 2}
+    async with (
+        run_cluster(**counts, drain_timeout_s=30.0, prefill_flags=STEP, decode_flags=STEP) as cluster,
+        AsyncClient(cluster.stack.targets, timeout_s=60) as client,
+    ):
+        for to in (Phase.PREFILL, Phase.DECODE):
+
+            def has_changed(view: ClusterView, to: Phase = to) -> bool:
+                load = view.instances["decode-1"].load
+                return (load.phases, load.ending_phases) == ((to,), ())
+
+            asking = asyncio.create_task(_ask(client, 12))
+            status, output, errors = await cluster.command("flip", "decode-1", "--to", to, "--wait")
+            assert (status, output.splitlines()[-1:]) == (0, ["decode-1 serves nothing else any more"]), errors
+            await cluster.wait_for_view(has_changed)
+            await asking
+            await _ask(client, 12)
+            if to is Phase.PREFILL:
+                status, _, errors = await cluster.command("flip", "decode-0", "--to", "prefill")
+                assert status == 1
+                assert "phases is 'prefill'; it must be with decode: no other instance serves it" in errors
+        asking = asyncio.create_task(_ask(client, 12))
+        await cluster.wait_for_view(lambda view: view.instances["decode-1"].load.running_requests > 0)
+        flipped = await cluster.command("flip", "decode-1", "--to", "prefill", "--wait", "--deadline-s", "0.05")
+        assert flipped[0] == 1
+        assert "decode-1 serves decode again: requests of the phase that was to end were left" in flipped[2]
+        await asking
+        assert has_changed(cluster.view())

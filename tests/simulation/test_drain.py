@@ -155,6 +155,15 @@ def test_a_request_whose_holder_is_lost_while_it_is_let_go_goes_on(run: Run) -> 
     assert len(_lines(result, "request_ended", "outcome=handed_over")) == 5 + 2, "a prompt was computed twice"
 
 
+def test_prompts_that_an_instance_has_not_begun_when_it_stops_prefill_are_computed_elsewhere(run: Run) -> None:
+    switch = Fault(kind=FaultKind.SWITCH, at_s=0.6, target="prefill-0", other="decode", lasts_s=6.0)
+    requests = [request(f"r{number}", 0.5, prompt_tokens=150, max_tokens=5) for number in range(8)]
+    result = run(story(cluster(prefills=2, step_s=0.1), requests, [switch], max_model_len=320))
+    assert result.counts["outcome:length"] == 8 + 2
+    assert _lines(result, "request_ended", "outcome=given_back"), "none was waiting there"
+    assert not _lines(result, "attempt_lost")
+
+
 def test_requests_whose_holder_has_no_room_stay_where_they_are(run: Run) -> None:
     requests = [request(f"r{number}", 0.5, prompt_tokens=100, max_tokens=220) for number in range(6)]
     drain = Fault(kind=FaultKind.UNDRAIN, at_s=1.5, target="decode-0", lasts_s=6.0)

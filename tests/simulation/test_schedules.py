@@ -41,6 +41,7 @@ FAULTS = {
     FaultKind.CLIENT: Fault(kind=FaultKind.CLIENT, at_s=0.3, target="client-0"),
     FaultKind.DEATH: Fault(kind=FaultKind.DEATH, at_s=0.0, target="r3"),
     FaultKind.SWITCH: Fault(kind=FaultKind.SWITCH, at_s=0.3, target="prefill-1", other="decode", lasts_s=0.5),
+    FaultKind.FLIP: Fault(kind=FaultKind.FLIP, at_s=0.3, target="prefill-1", other="decode", lasts_s=0.5),
 }
 
 

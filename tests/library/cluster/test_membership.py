@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from kaveri.cluster.membership import MAX_TICK_S, Membership
-from kaveri.domain.view import WIRE, InstanceLoad, InstanceRecord, InstanceState, Phase, Role
+from kaveri.domain.view import FIRST_ORDER, WIRE, InstanceLoad, InstanceRecord, InstanceState, Phase, PhaseOrder, Role
 
 _RECORD = InstanceRecord(
     "decode-0", 1, Role.ENGINE, "127.0.0.1:1", "kaveri-tiny", lease_ttl_s=1.0, phases=(Phase.DECODE,)
@@ -126,9 +126,9 @@ def test_a_view_is_a_new_one_when_an_instance_comes_drains_grows_serves_other_ph
     assert ready_ids() == ["decode-0", "decode-1"]
     membership.learn(other, InstanceLoad(2, total_blocks=9))
     assert ready_ids("other") == ["decode-1"]
-    membership.learn(other, InstanceLoad(3, total_blocks=9, phases=(), phase_order=1))
+    membership.learn(other, InstanceLoad(3, total_blocks=9, phases=(), phase_order=FIRST_ORDER))
     assert ready_ids("other") == []
-    membership.learn(other, InstanceLoad(4, total_blocks=9, phases=(Phase.DECODE,), phase_order=2))
+    membership.learn(other, InstanceLoad(4, total_blocks=9, phases=(Phase.DECODE,), phase_order=PhaseOrder(1, 1)))
     assert ready_ids("other") == ["decode-1"]
     membership.learn(_RECORD, InstanceLoad(6, InstanceState.DRAINING))
     assert ready_ids() == ["decode-1"]

@@ -26,7 +26,7 @@ class IdleService:
     def load(self) -> InstanceLoad:
         return InstanceLoad()
 
-    def drain(self) -> None:
+    def drain(self, retry_after_s: float = 1.0) -> None:
         self.calls.append("drain")
 
     def undrain(self) -> None:

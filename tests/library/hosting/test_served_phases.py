@@ -5,11 +5,13 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kaveri.domain.view import InstanceLoad, Phase
+from kaveri.domain.view import FIRST_ORDER, InstanceLoad, Phase, PhaseOrder
 from kaveri.errors import InvalidArgument
 from kaveri.hosting.metrics import PhaseMetrics
-from kaveri.hosting.served_phases import FIRST_ORDER, ServedPhases
+from kaveri.hosting.served_phases import ServedPhases
 from tests.library.hosting.idle_service import IdleService
+
+SECOND_ORDER = PhaseOrder(0, 2)
 
 
 class OneRequest(IdleService):
@@ -38,7 +40,7 @@ async def test_a_phase_that_the_instance_cannot_serve_is_refused_and_changes_not
     service = OneRequest()
     phases = ServedPhases({Phase.PREFILL: service}, [Phase.PREFILL])
     with pytest.raises(InvalidArgument, match="phases"):
-        await phases.switch([Phase.DECODE], 2)
+        await phases.switch([Phase.DECODE], SECOND_ORDER)
     load = phases.load()
     assert (load.phases, load.ending_phases, load.phase_order) == ((Phase.PREFILL,), (), FIRST_ORDER)
     assert not service.drained
@@ -49,7 +51,7 @@ async def test_a_phase_that_is_not_served_from_the_start_takes_nothing_until_it_
     service.idle.set()
     phases = ServedPhases({Phase.PREFILL: service}, [])
     assert (phases.load().phases, phases.load().total_blocks, service.drained) == ((), 8, True)
-    assert await phases.switch([Phase.PREFILL], FIRST_ORDER + 1)
+    assert await phases.switch([Phase.PREFILL], SECOND_ORDER)
     assert (phases.load().phases, service.drained) == ((Phase.PREFILL,), False)
 
 
@@ -66,7 +68,7 @@ async def test_an_order_that_comes_during_a_drain_is_served_when_the_drain_ends(
     decode.idle.set()
     phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: decode}, [Phase.DECODE])
     phases.drain()
-    assert not await phases.switch([Phase.PREFILL], FIRST_ORDER + 1)
+    assert not await phases.switch([Phase.PREFILL], SECOND_ORDER)
     assert (prefill.drained, decode.drained) == (True, True)
     phases.undrain()
     assert (prefill.drained, decode.drained) == (False, True)
@@ -89,5 +91,47 @@ async def test_metrics_say_which_phases_take_requests_and_a_drain_or_an_order_ch
     phases.undrain()
     assert ready() == [1, 1]
     decode.idle.set()
-    assert await phases.switch([Phase.PREFILL], FIRST_ORDER + 1)
+    assert await phases.switch([Phase.PREFILL], SECOND_ORDER)
     assert ready() == [1, 0]
+
+
+async def test_an_order_whose_deadline_passes_is_taken_back_and_the_load_says_why() -> None:
+    prefill, decode = OneRequest(), OneRequest()
+    phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: decode}, [Phase.DECODE])
+    prefill.idle.set()
+    assert not await phases.switch([Phase.PREFILL], SECOND_ORDER, 0.05)
+    load = phases.load()
+    assert (load.phases, load.ending_phases, load.phase_order) == ((Phase.DECODE,), (), SECOND_ORDER)
+    assert "after 0.05 s" in load.phase_fault
+    assert (prefill.drained, decode.drained) == (True, False)
+    decode.idle.set()
+    assert await phases.switch([Phase.PREFILL], PhaseOrder(0, 3), 60.0)
+    assert not phases.load().phase_fault
+
+
+async def test_orders_of_a_later_leader_replace_those_of_an_earlier_one_whatever_their_numbers() -> None:
+    service = OneRequest()
+    service.idle.set()
+    phases = ServedPhases({Phase.PREFILL: service}, [])
+    assert phases.order([Phase.PREFILL], PhaseOrder(4, 9))
+    assert phases.order([], PhaseOrder(5, 1))
+    assert not phases.order([Phase.PREFILL], PhaseOrder(4, 10))
+    assert phases.order([], PhaseOrder(5, 1)), "the order that it has"
+    assert phases.ordered == frozenset()
+
+
+async def test_an_order_that_is_repeated_with_a_new_number_is_taken_back_to_what_was_carried_out() -> None:
+    prefill, decode = OneRequest(), OneRequest()
+    phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: decode}, [Phase.DECODE])
+    prefill.idle.set()
+    assert phases.order([Phase.PREFILL], SECOND_ORDER, 60.0)
+    assert not await phases.switch([Phase.PREFILL], PhaseOrder(0, 3), 0.05)
+    assert phases.load().phases == (Phase.DECODE,)
+
+
+async def test_other_phases_under_a_number_that_is_known_are_no_order() -> None:
+    prefill, decode = OneRequest(), OneRequest()
+    phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: decode}, [Phase.DECODE])
+    assert phases.order([Phase.PREFILL], SECOND_ORDER)
+    assert phases.order([Phase.PREFILL], SECOND_ORDER)
+    assert not phases.order([Phase.DECODE], SECOND_ORDER)

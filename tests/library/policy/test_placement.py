@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from kaveri.domain.length import TokenRange
 from kaveri.domain.view import (
     BOTH_PHASES,
+    FIRST_ORDER,
+    NO_ORDER,
     ClusterView,
     InstanceState,
     InstanceStatus,
     Phase,
+    PhaseOrder,
     ViewedInstance,
     takes_pushes,
 )
@@ -377,14 +380,14 @@ def test_a_prefill_instance_whose_queue_is_full_takes_no_request() -> None:
 
 
 def test_an_instance_is_asked_for_the_phases_that_an_order_in_its_load_names() -> None:
-    def ordered(*phases: Phase, order: int = 1) -> InstanceStatus:
+    def ordered(*phases: Phase, order: PhaseOrder = FIRST_ORDER) -> InstanceStatus:
         return status("c0", BOTH_PHASES, phases=phases, phase_order=order, free_blocks=9)
 
     def ids(view: ClusterView) -> tuple[list[str], ...]:
         return tuple([entry.record.instance_id for entry in view.ready(phase, MODEL)] for phase in Phase)
 
     assert ids(view_of(status("c0", BOTH_PHASES))) == (["c0"], ["c0"])
-    assert ids(view_of(ordered(Phase.DECODE, order=0))) == (["c0"], ["c0"]), "no order was given"
+    assert ids(view_of(ordered(Phase.DECODE, order=NO_ORDER))) == (["c0"], ["c0"]), "no order was given"
     assert ids(view_of(ordered(Phase.PREFILL))) == (["c0"], [])
     assert ids(view_of(ordered())) == ([], [])
     assert missing_phases(view_of(ordered(Phase.PREFILL)), MODEL) == (Phase.DECODE,)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kaveri.domain.replica import ReplicaLocation
-from kaveri.domain.view import InstanceState, InstanceStatus, Phase
+from kaveri.domain.view import FIRST_ORDER, InstanceState, InstanceStatus, Phase
 from kaveri.policy import replication
 from kaveri.policy.replication import is_worth_a_resume
 from tests.library.policy.views import DECODE, MODEL, instance, view_of
@@ -25,7 +25,7 @@ def prefill(number: int = 0, queued: int = 0) -> InstanceStatus:
         None,
         instance("decode-1", DECODE, incarnation=8),
         instance("decode-1", DECODE, incarnation=7, model="other"),
-        instance("decode-1", DECODE, incarnation=7, phases=(Phase.PREFILL,), phase_order=1),
+        instance("decode-1", DECODE, incarnation=7, phases=(Phase.PREFILL,), phase_order=FIRST_ORDER),
     ],
     ids=["gone", "restarted", "other model", "other phase"],
 )

@@ -3,7 +3,7 @@ from typing import Any
 
 import grpc
 
-from kaveri.domain.view import Phase
+from kaveri.domain.view import FIRST_ORDER, Phase, PhaseOrder
 from tests.services.conftest import eventually
 from tests.services.prompts import prompt
 from tests.services.refusals import refuses
@@ -19,7 +19,7 @@ async def test_a_phase_that_stops_finishes_what_it_has_and_takes_nothing_new(clu
     router = await cluster.router()
     call = router.prefill(instance, "a", prompt(1, 50), max_tokens=100)
     await eventually(lambda: ("a", 1) in router.tokens, "it decodes")
-    switching = asyncio.create_task(instance.host.switch(PREFILL, 2))
+    switching = asyncio.create_task(instance.host.switch(PREFILL, PhaseOrder(0, 2)))
     await eventually(lambda: instance.load().ending_phases == DECODE, "decode ends")
     assert instance.load().phases == BOTH
     assert not switching.done()
@@ -35,12 +35,17 @@ async def test_a_newer_order_replaces_one_that_is_being_carried_out_and_an_older
     router = await cluster.router()
     call = router.prefill(instance, "a", prompt(1, 50), max_tokens=100)
     await eventually(lambda: ("a", 1) in router.tokens, "it decodes")
-    switching = asyncio.create_task(instance.host.switch(PREFILL, 5))
+    switching = asyncio.create_task(instance.host.switch(PREFILL, PhaseOrder(0, 5)))
     await eventually(lambda: instance.load().ending_phases == DECODE, "decode ends")
-    assert not await instance.host.switch(DECODE, 5)
-    assert not await instance.host.switch(DECODE, 4)
-    assert await instance.host.switch(BOTH, 6)
-    assert (instance.load().phases, instance.load().ending_phases, instance.load().phase_order) == (BOTH, (), 6)
+    assert not await instance.host.switch(DECODE, PhaseOrder(0, 5))
+    assert not await instance.host.switch(DECODE, PhaseOrder(0, 4))
+    assert await instance.host.switch(BOTH, PhaseOrder(0, 6))
+    load = instance.load()
+    assert (load.phases, load.ending_phases, load.phase_order) == (
+        BOTH,
+        (),
+        PhaseOrder(0, 6),
+    )
     again = router.prefill(instance, "b", prompt(2, 50), max_tokens=3)
     assert await router.answer(again, "b") == cluster.expected(prompt(2, 50), 3)
     assert await router.answer(call, "a") == cluster.expected(prompt(1, 50), 100)
@@ -51,17 +56,17 @@ async def test_an_instance_that_has_stopped_a_phase_refuses_its_requests_until_i
     instance = await cluster.prefill()
     await cluster.decode()
     router = await cluster.router()
-    assert (instance.load().phases, instance.load().phase_order) == (PREFILL, 1)
+    assert (instance.load().phases, instance.load().phase_order) == (PREFILL, FIRST_ORDER)
     view = (await cluster.store()).view
     await eventually(lambda: "prefill-0" in view().instances, "it has registered")
     assert view().instances["prefill-0"].record.phases == BOTH
     with refuses(grpc.StatusCode.UNAVAILABLE):
         await instance.reserve("a", 20)
-    assert await instance.host.switch((), 2)
+    assert await instance.host.switch((), PhaseOrder(0, 2))
     assert instance.load().phases == ()
     with refuses(grpc.StatusCode.UNAVAILABLE):
         await router.prefill(instance, "b", prompt(1, 50), max_tokens=3).ended()
-    assert not await instance.host.switch(DECODE, 1)
-    assert await instance.host.switch(PREFILL, 3)
+    assert not await instance.host.switch(DECODE, PhaseOrder(0, 1))
+    assert await instance.host.switch(PREFILL, PhaseOrder(0, 3))
     answer = router.prefill(instance, "c", prompt(1, 50), max_tokens=3)
     assert await router.answer(answer, "c") == cluster.expected(prompt(1, 50), 3)

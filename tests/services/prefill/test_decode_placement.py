@@ -260,6 +260,17 @@ async def test_a_request_without_room_asks_once_and_waits(world: PlacementWorld)
         world.decode_placer.end(request, handed_over=True)
 
 
+async def test_an_instance_that_serves_another_phase_now_is_asked_again_soon_and_has_not_failed(
+    world: PlacementWorld,
+) -> None:
+    decode = await world.decode()
+    decode.refusals = [Unavailable("it prefills now", 0.0)] * 2
+    request = world.begin("a")
+    await eventually(lambda: world.pushed() == ["a"])
+    assert (world.outcome("unavailable"), world.outcome("no_room")) == (0, 2)
+    world.decode_placer.end(request, handed_over=True)
+
+
 async def test_a_waiting_request_takes_room_at_another_instance_and_gives_its_place_up(world: PlacementWorld) -> None:
     first = await world.decode(free_blocks=1)
     first.full = True

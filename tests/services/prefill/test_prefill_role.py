@@ -420,19 +420,21 @@ async def test_a_draining_instance_takes_nothing_and_is_idle_when_the_last_reque
     await asyncio.wait_for(idle, 1.0)
 
 
-async def test_a_draining_instance_gives_back_what_it_has_not_begun() -> None:
+@pytest.mark.parametrize("retry_after_s", [1.0, 0.0], ids=["drains", "does not serve prefill now"])
+async def test_an_instance_that_takes_no_prompts_gives_back_what_it_has_not_begun(retry_after_s: float) -> None:
     world = RoleWorld()
     begun, waits, other = world.accept("begun", 40), world.accept("waits", 40), world.accept("other", 40)
     assert world.engine.submitted_ids == ["begun"]
     owner = Ownership(Term(0, 1), "router")
     world.role.give_back("waits", owner)
-    world.role.drain()
+    world.role.drain(retry_after_s)
     for request_id in ("begun", "waits", "unknown"):
         world.role.give_back(request_id, owner)
     world.role.give_back("other", Ownership(Term(0, 1), "another router"))
-    with pytest.raises(Unavailable, match="draining") as refused:
-        await told(waits)
-    assert refused.value.retry_after_s
+    for refused in (lambda: told(waits), lambda: told(world.accept("later", 40))):
+        with pytest.raises(Unavailable) as error:
+            await refused()
+        assert error.value.retry_after_s == retry_after_s
     assert world.count("given_back") == 1
     world.hand_over_to_decode(begun)
     await eventually(lambda: world.engine.submitted_ids[-1] == "other", 5.0)

@@ -139,3 +139,34 @@ async def test_draining_router_resigns_while_its_requests_go_on(
         assert not draining.done()
         router.table.release(slot)
         await draining
+
+
+async def test_a_lead_that_is_regained_within_its_lease_goes_on_counting_orders_and_broadcasts() -> None:
+    cluster, recorder = _recorded()
+    cluster.heartbeat(DECODE, InstanceLoad(4, free_blocks=17))
+    async with _monitor(cluster, "router-0") as leader:
+        await eventually(lambda: len(recorder.heard) >= 2)
+        first = leader.next_order()
+        assert first is not None
+        # As when a call to the store is lost.
+        leader._set_token(None, "the store was away")
+        assert leader.next_order() is None
+        leader._campaign_at_s = 0.0
+        leader._due.set()
+        await eventually(lambda: leader.leading)
+        assert leader.next_order() == (first.fencing_token, first.number + 1)
+        heard = len(recorder.heard)
+        await eventually(lambda: len(recorder.heard) > heard)
+        numbers = [each.sequence_number for each in recorder.heard]
+        assert numbers == sorted(set(numbers))
+
+
+async def test_a_router_gives_no_order_once_its_lease_may_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, _ = _recorded()
+    async with _monitor(cluster, "router-0") as leader:
+        await eventually(lambda: leader.next_order() is not None)
+        later_s = time.monotonic() + monitor.LEADER_LEASE_S
+        with monkeypatch.context() as frozen:
+            frozen.setattr(monitor.time, "monotonic", lambda: later_s)
+            assert leader.leading
+            assert leader.next_order() is None

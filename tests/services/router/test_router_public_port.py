@@ -19,7 +19,14 @@ from kaveri.security.api_keys import KeyLimits
 from kaveri.security.keys_file import add_key, revoke_key
 from kaveri.security.tls_files import TlsFiles
 from kaveri.text.tokenizer import ModelTokenizer
-from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
+from kaveri.v1 import (
+    cluster_pb2,
+    cluster_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    instance_pb2,
+    instance_pb2_grpc,
+)
 from services.router.config import RouterConfig
 from tests.services.router.cluster_script import RouterUnderTest, ScriptedCluster, scripted_cluster
 from tests.services.router.scripted_answers import SECRET, ask, eventually, read_tokens, refused, rest_of
@@ -112,12 +119,15 @@ async def test_only_the_clients_service_is_served(cluster: ScriptedCluster, keys
     secret = add_key(keys_file, "alice", KeyLimits())
     metadata = (("authorization", f"Bearer {secret}"),)
     async with _public_router(cluster, keys_file) as router, aio.insecure_channel(router.target) as channel:
-        drains = cluster_pb2_grpc.DrainServiceStub(channel)
+        orders = instance_pb2_grpc.InstanceServiceStub(channel)
         view = cluster_pb2_grpc.ClusterServiceStub(channel)
         reflected = reflection_pb2_grpc.ServerReflectionStub(channel)
         asking = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
         for call in (
-            drains.Drain(cluster_pb2.DrainRequest(instance_id="prefill-0"), timeout=WITHIN_S, metadata=metadata),
+            orders.Drain(instance_pb2.DrainRequest(instance_id="prefill-0"), timeout=WITHIN_S, metadata=metadata),
+            orders.SetPhases(
+                instance_pb2.SetPhasesRequest(instance_id="prefill-0"), timeout=WITHIN_S, metadata=metadata
+            ),
             view.GetClusterView(cluster_pb2.GetClusterViewRequest(), timeout=WITHIN_S, metadata=metadata),
             reflected.ServerReflectionInfo(asking, timeout=WITHIN_S, metadata=metadata).read(),
         ):

@@ -18,13 +18,22 @@ from tests.simulation.cluster.store import STORE_NAME
 from tests.simulation.cluster.tokenizer import STOP_TEXTS, make_tokenizer
 
 BLOCK_TOKENS = 16
+_FIRST_WITH_FLIPS = 1_000_000
+"""Tests name seeds below, which keep their plans."""
 _FIRST_WITH_LOSSES = 1000
 _TOKENIZER = make_tokenizer()
 VOCAB_SIZE = len(_TOKENIZER)
 LAST_TOKEN_ID = int(_TOKENIZER.convert_tokens_to_ids("a"))
 """Prompts end with a whole character, so that the text of an answer does not depend on its prompt."""
-_DRAWN_ELSEWHERE = (FaultKind.SWITCH, FaultKind.UNDRAIN, FaultKind.STUCK, FaultKind.DAMAGE, FaultKind.DEATH)
-"""By _with_switches, _with_undrains, _with_rare_faults and _with_deaths."""
+_DRAWN_ELSEWHERE = (
+    FaultKind.SWITCH,
+    FaultKind.FLIP,
+    FaultKind.UNDRAIN,
+    FaultKind.STUCK,
+    FaultKind.DAMAGE,
+    FaultKind.DEATH,
+)
+"""By _with_switches, _with_flips, _with_undrains, _with_rare_faults and _with_deaths."""
 _WORDS = ("the", "hot", "band", "steps", "on", "a", "sand", "bed", "née", "漢", "😀", "habe", "not")
 
 
@@ -81,6 +90,8 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
     if not faults:
         return plan
     plan = _with_former_lives(plan, random.Random(f"former lives {seed}"))
+    if seed >= _FIRST_WITH_FLIPS:
+        plan = _with_flips(plan, random.Random(f"flips {seed}"), load_s)
     return _with_deaths(_with_rare_faults(plan, random.Random(f"rare {seed}")), random.Random(f"deaths {seed}"))
 
 
@@ -390,11 +401,18 @@ def _with_undrains(
 
 def _with_switches(plan: Plan, rng: random.Random, load_s: float) -> Plan:
     """The plan with instances that serve another phase for a while, in some; each phase may be left without any."""
-    if rng.random() < 0.7:
-        return plan
-    switches = [
+    return plan if rng.random() < 0.7 else _with_orders(FaultKind.SWITCH, plan, rng, load_s)
+
+
+def _with_flips(plan: Plan, rng: random.Random, load_s: float) -> Plan:
+    """The plan with orders of an operator, in some. An order that leaves a phase without an instance is refused."""
+    return plan if rng.random() < 0.6 else _with_orders(FaultKind.FLIP, plan, rng, load_s)
+
+
+def _with_orders(kind: FaultKind, plan: Plan, rng: random.Random, load_s: float) -> Plan:
+    orders = [
         Fault(
-            kind=FaultKind.SWITCH,
+            kind=kind,
             at_s=rng.uniform(0.0, load_s),
             target=rng.choice([instance.name for instance in plan.instances if instance.phases]),
             other=rng.choice(tuple(Phase)),
@@ -402,7 +420,7 @@ def _with_switches(plan: Plan, rng: random.Random, load_s: float) -> Plan:
         )
         for _ in range(rng.choice((1, 2, 4)))
     ]
-    return replace(plan, faults=tuple(sorted((*plan.faults, *switches), key=lambda fault: fault.at_s)))
+    return replace(plan, faults=tuple(sorted((*plan.faults, *orders), key=lambda fault: fault.at_s)))
 
 
 class _Targets:

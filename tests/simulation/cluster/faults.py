@@ -6,10 +6,16 @@ import itertools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from grpc import aio
+
 from kaveri.domain.view import Phase
 from kaveri.errors import Unavailable
 from kaveri.hosting.engine_host import EngineHost
 from kaveri.hosting.service_host import ServiceHost
+from kaveri.rpc import server
+from kaveri.v1.instance_pb2 import SetPhasesRequest
+from kaveri.v1.instance_pb2_grpc import InstanceServiceStub
+from kaveri.wire.messages import phases_to_proto
 from tests.simulation.cluster.draws import InjectedError
 from tests.simulation.cluster.fault_rows import FaultRows
 from tests.simulation.cluster.plan import Fault, FaultKind
@@ -18,6 +24,9 @@ from tests.simulation.cluster.world import Life, World
 
 _STUCK_FOR_S = 6.0
 """An engine stands still for so long, unless its process ends before."""
+_FLIP_WITHIN_S = 10.0
+_FLIP_CALL_S = 2.0
+"""Of an operator, who asks again."""
 _LOAD_TAIL_S = 0.5
 """The last request is under way for so long before the faults end."""
 
@@ -125,6 +134,8 @@ class Faults:
                 return self._death(fault)
             case FaultKind.SWITCH:
                 return self._switch(fault)
+            case FaultKind.FLIP:
+                return self._flip(fault)
 
     async def _kill(self, fault: Fault) -> None:
         world = self._world
@@ -269,6 +280,19 @@ class Faults:
             self._world.loop.spawn(life.process, _order(host, phases))
             await asyncio.sleep(lasts_s)
 
+    async def _flip(self, fault: Fault) -> None:
+        world = self._world
+        operator = next(iter(world.clients.values()))
+        for phases, lasts_s in (
+            ((Phase(fault.other),), fault.lasts_s),
+            (world.lives[fault.target].planned.phases, 0.0),
+        ):
+            request = SetPhasesRequest(instance_id=fault.target, phases=phases_to_proto(phases))
+            asking = world.loop.spawn(operator, _ask_for_flip(world, request))
+            # A fault may end the operator's process.
+            await asyncio.wait((asking,), timeout=_FLIP_WITHIN_S + len(world.plan.routers) * _FLIP_CALL_S)
+            await asyncio.sleep(lasts_s)
+
     async def _client(self, fault: Fault) -> None:
         world = self._world
         process = world.clients[fault.target]
@@ -285,10 +309,29 @@ def _set(seen: "asyncio.Future[float | None]", at_s: float) -> None:
 
 async def _order(host: EngineHost, phases: tuple[Phase, ...]) -> None:
     # Numbered where it is carried out: a frozen process meets several orders at once, each of its own number.
-    await host.switch(phases, host.load().phase_order + 1)
+    newest = host.load().phase_order
+    await host.switch(phases, newest._replace(number=newest.number + 1))
 
 
 async def _put_back(serving: ServiceHost | EngineHost) -> None:
     # Its process may have been told to end meanwhile; `kaveri undrain` says so then.
     with contextlib.suppress(Unavailable):
         await serving.undrain()
+
+
+async def _ask_for_flip(world: World, request: SetPhasesRequest) -> None:
+    """Send the order to each router in turn until one answers. Is given up when the last has refused it for long."""
+    until_s = world.now() + _FLIP_WITHIN_S
+    while world.now() < until_s:
+        for router in world.plan.routers:
+            async with server.open_channel(world.lives[router.name].address) as channel:
+                try:
+                    answer = await InstanceServiceStub(channel).SetPhases(request, timeout=_FLIP_CALL_S)
+                except aio.AioRpcError as error:
+                    # Also one that has left the cluster, as a frozen one does: it may come back.
+                    world.trace.note("flip refused", f"{request.instance_id} {error.code()} {error.details()}")
+                else:
+                    assert answer.accepted, "a leader's newest order is not above the instance's"
+                    world.trace.note("flip accepted", f"{request.instance_id} {answer.order.number}")
+                    return
+        await asyncio.sleep(0.2)

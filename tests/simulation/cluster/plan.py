@@ -62,6 +62,9 @@ class FaultKind(enum.StrEnum):
     where `other` is "draw"; else in the forward pass, which ends the instance: a new life begins soon after."""
     SWITCH = "switch"
     """The target, an engine, serves only the phase `other` for `lasts_s`, and then what it served before."""
+    FLIP = "flip"
+    """An operator asks the routers, one after the other until one has answered, to let the target, an engine, serve
+    only the phase `other`; and `lasts_s` after the order, what it served before. An order may be refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

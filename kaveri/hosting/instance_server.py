@@ -1,0 +1,179 @@
+"""InstanceService over gRPC: orders to this process. Routers forward orders to other processes."""
+
+from typing import Any, Protocol
+
+import grpc
+from grpc import aio
+
+from kaveri.cluster.store import ClusterStore
+from kaveri.domain.view import InstanceLoad, InstanceRecord, Phase, PhaseOrder, Role
+from kaveri.errors import InvalidArgument, KaveriError, Unavailable
+from kaveri.policy.flipping import OrderedPhases, check_order
+from kaveri.rpc.public_port import authorization_of
+from kaveri.rpc.server import open_channel
+from kaveri.seconds import require_seconds
+from kaveri.security.callers import Callers
+from kaveri.timeouts import LEADER_LEASE_S
+from kaveri.v1 import instance_pb2
+from kaveri.v1.instance_pb2_grpc import InstanceServiceServicer, InstanceServiceStub
+from kaveri.wire.messages import phase_order_from_proto, phase_order_to_proto, phases_from_proto
+from kaveri.wire.status import abort, error_of
+
+SERVICE_NAME = instance_pb2.DESCRIPTOR.services_by_name["InstanceService"].full_name
+_FORWARD_TIMEOUT_S, _CALL_TIMEOUT_S = 5.0, 3.0
+
+
+class OrderedProcess(Protocol):
+    """Interface of a process that takes orders; ServiceHost implements it."""
+
+    record: InstanceRecord
+
+    async def drain(self) -> bool: ...
+    async def undrain(self) -> bool: ...
+    def order_phases(self, phases: tuple[Phase, ...], order: PhaseOrder, deadline_s: float) -> bool: ...
+    def next_order(self) -> PhaseOrder | None: ...
+    def load(self) -> InstanceLoad: ...
+
+
+class InstanceServer(InstanceServiceServicer):
+    """gRPC InstanceService of one process. Not thread-safe: for one event loop."""
+
+    def __init__(self, process: OrderedProcess, store: ClusterStore, operators: Callers | None = None) -> None:
+        """operators: checks that callers present an admin key; None: every caller that the port admits."""
+        self._process = process
+        self._store = store
+        self._operators = operators
+        self._under_way: dict[str, OrderedPhases] = {}
+        """This router's newest order to each instance, by id: loads may not show it yet."""
+
+    async def SetPhases(  # noqa: N802
+        self, request: instance_pb2.SetPhasesRequest, context: aio.ServicerContext[Any, Any]
+    ) -> instance_pb2.SetPhasesResponse:
+        try:
+            self._check_operator(context)
+            require_seconds("deadline_s", request.deadline_s)
+            record = self._named(request.instance_id)
+            if record is not None:
+                return await self._forward(record, request, context)
+            accepted = self._order(request)
+        except KaveriError as error:
+            await abort(context, error)
+        load = self._process.load()
+        return instance_pb2.SetPhasesResponse(
+            accepted=accepted,
+            order=phase_order_to_proto(load.phase_order),
+            requests=_requests(load),
+            incarnation=self._process.record.incarnation,
+        )
+
+    async def Drain(  # noqa: N802
+        self, request: instance_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]
+    ) -> instance_pb2.DrainResponse:
+        try:
+            self._check_operator(context)
+            record = self._named(request.instance_id)
+            if record is not None:
+                response: instance_pb2.DrainResponse = await _call(record, "Drain", request)
+                return response
+            changed = await (self._process.undrain() if request.undo else self._process.drain())
+        except KaveriError as error:
+            await abort(context, error)
+        return instance_pb2.DrainResponse(changed=changed, requests=_requests(self._process.load()))
+
+    def _check_operator(self, context: aio.ServicerContext[Any, Any]) -> None:
+        if self._operators is not None:
+            self._operators.check_admin(authorization_of(context.invocation_metadata()))
+
+    def _order(self, request: instance_pb2.SetPhasesRequest) -> bool:
+        """Apply an order to this process."""
+        own = self._process.record
+        if own.role is not Role.ENGINE:
+            raise InvalidArgument("instance_id", own.instance_id, f"of an engine, not of a {own.role}")
+        if not request.HasField("order"):
+            raise InvalidArgument("order", "unset", "set here: the router that leads numbers orders; ask a router")
+        if request.incarnation != own.incarnation:
+            raise InvalidArgument("incarnation", request.incarnation, f"{own.incarnation}, the one that answers")
+        order = phase_order_from_proto(request.order)
+        return self._process.order_phases(_phases(request), order, request.deadline_s)
+
+    async def _forward(
+        self,
+        record: InstanceRecord,
+        request: instance_pb2.SetPhasesRequest,
+        context: aio.ServicerContext[Any, Any],
+    ) -> instance_pb2.SetPhasesResponse:
+        """Number an operator's order and send it to its instance; or send it to the router that leads."""
+        if request.HasField("order"):
+            raise InvalidArgument("order", "set", "unset: the router that leads numbers the order")
+        phases, view, forwarded = _phases(request), self._store.view(), instance_pb2.SetPhasesRequest()
+        forwarded.CopyFrom(request)
+        order = self._process.next_order()
+        if order is None:
+            leader = view.leader()
+            if leader is None or request.forwarded or leader.record.instance_id == self._process.record.instance_id:
+                raise _no_leader()
+            forwarded.forwarded = True
+            response: instance_pb2.SetPhasesResponse
+            # The leader checks the caller as well.
+            response = await _call(
+                leader.record, "SetPhases", forwarded, authorization_of(context.invocation_metadata())
+            )
+            return response
+        if request.incarnation not in (0, record.incarnation):
+            raise InvalidArgument("incarnation", request.incarnation, f"{record.incarnation}, its present one")
+        check_order(view, record.instance_id, phases, self._under_way)
+        forwarded.incarnation = record.incarnation
+        forwarded.order.CopyFrom(phase_order_to_proto(order))
+        self._under_way[record.instance_id] = OrderedPhases(record.incarnation, order, phases)
+        response = await _call(record, "SetPhases", forwarded)
+        return response
+
+    def _named(self, instance_id: str) -> InstanceRecord | None:
+        """Record of the instance to forward to; None if it is this process. Raises InvalidArgument if unknown."""
+        own = self._process.record
+        if instance_id == own.instance_id:
+            return None
+        if own.role is not Role.ROUTER:
+            # The caller meant the former instance at this address.
+            raise InvalidArgument("instance_id", instance_id, f"{own.instance_id}, which answers at this address")
+        instances = self._store.view().instances
+        if instance_id not in instances:
+            raise InvalidArgument("instance_id", instance_id, f"one of {', '.join(sorted(instances))}")
+        record = instances[instance_id].record
+        if record.role is Role.GATEWAY:
+            raise Unavailable(f"{instance_id} is a gateway, which answers HTTP only: end it with SIGTERM")
+        return record
+
+
+def _phases(request: instance_pb2.SetPhasesRequest) -> tuple[Phase, ...]:
+    try:
+        phases = phases_from_proto(request.phases)
+    except KeyError:
+        phases = ()
+    if len(set(phases)) < len(request.phases):
+        raise InvalidArgument("phases", str(list(request.phases)), f"of {', '.join(Phase)}, each once")
+    return phases
+
+
+def _no_leader() -> Unavailable:
+    return Unavailable("no router leads the cluster now", retry_after_s=LEADER_LEASE_S)
+
+
+def _requests(load: InstanceLoad) -> int:
+    return load.waiting_requests + load.running_requests
+
+
+async def _call(record: InstanceRecord, method: str, request: Any, authorization: bytes | None = None) -> Any:
+    metadata = (("authorization", authorization.decode()),) if authorization else None
+    # Two hops within the time of the caller's.
+    timeout_s = _FORWARD_TIMEOUT_S if record.role is Role.ROUTER else _CALL_TIMEOUT_S
+    async with open_channel(record.address) as channel:
+        try:
+            return await getattr(InstanceServiceStub(channel), method)(request, timeout=timeout_s, metadata=metadata)
+        except aio.AioRpcError as rpc_error:
+            error = error_of(rpc_error, peer=record.address)
+            if rpc_error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                error = Unavailable(f"{record.instance_id} at {record.address} did not answer in {timeout_s:g} s")
+            if isinstance(error, Unavailable) and error.retry_after_s is None:
+                error = Unavailable(error.reason, retry_after_s=LEADER_LEASE_S)
+            raise error from rpc_error
