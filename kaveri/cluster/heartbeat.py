@@ -13,6 +13,8 @@ from kaveri.telemetry.logs import get_logger
 
 _MIN_PAUSE_S = 0.01
 """Min interval between heartbeats, even with beat_now() and note_work(): at most a hundred per second."""
+_GATHER_S = 0.002
+"""Wait after beat_now(): changes that come together are one heartbeat, and the answer to an order leaves before it."""
 _LEASE_PARTS = 3
 """Heartbeats per lease while the load does not change."""
 _MAX_PAUSE_S = 1.0
@@ -52,6 +54,7 @@ class Heartbeat:
             try:
                 async with asyncio.timeout(max(0.0, self._pause_s - _MIN_PAUSE_S)):
                     await self._due.wait()
+                    await asyncio.sleep(_GATHER_S)
             except TimeoutError:
                 pass
         await self._store.deregister(self._record)

@@ -9,8 +9,8 @@ from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import InstanceLoad, InstanceRecord, Phase, PhaseOrder, Role
 from kaveri.errors import InvalidArgument, KaveriError, Unavailable
 from kaveri.policy.flipping import OrderedPhases, check_order
+from kaveri.rpc.channels import Channels
 from kaveri.rpc.public_port import authorization_of
-from kaveri.rpc.server import open_channel
 from kaveri.seconds import require_seconds
 from kaveri.security.callers import Callers
 from kaveri.timeouts import LEADER_LEASE_S
@@ -38,10 +38,18 @@ class OrderedProcess(Protocol):
 class InstanceServer(InstanceServiceServicer):
     """gRPC InstanceService of one process. Not thread-safe: for one event loop."""
 
-    def __init__(self, process: OrderedProcess, store: ClusterStore, operators: Callers | None = None) -> None:
-        """operators: checks that callers present an admin key; None: every caller that the port admits."""
+    def __init__(
+        self,
+        process: OrderedProcess,
+        store: ClusterStore,
+        operators: Callers | None = None,
+        channels: Channels | None = None,
+    ) -> None:
+        """operators: checks that callers present an admin key; None: every caller that the port admits. channels: of a
+        router, to forward orders."""
         self._process = process
         self._store = store
+        self._channels = channels
         self._operators = operators
         self._under_way: dict[str, OrderedPhases] = {}
         """This router's newest order to each instance, by id: loads may not show it yet."""
@@ -73,7 +81,7 @@ class InstanceServer(InstanceServiceServicer):
             self._check_operator(context)
             record = self._named(request.instance_id)
             if record is not None:
-                response: instance_pb2.DrainResponse = await _call(record, "Drain", request)
+                response: instance_pb2.DrainResponse = await self._call(record, "Drain", request)
                 return response
             changed = await (self._process.undrain() if request.undo else self._process.drain())
         except KaveriError as error:
@@ -115,7 +123,7 @@ class InstanceServer(InstanceServiceServicer):
             forwarded.forwarded = True
             response: instance_pb2.SetPhasesResponse
             # The leader checks the caller as well.
-            response = await _call(
+            response = await self._call(
                 leader.record, "SetPhases", forwarded, authorization_of(context.invocation_metadata())
             )
             return response
@@ -125,8 +133,24 @@ class InstanceServer(InstanceServiceServicer):
         forwarded.incarnation = record.incarnation
         forwarded.order.CopyFrom(phase_order_to_proto(order))
         self._under_way[record.instance_id] = OrderedPhases(record.incarnation, order, phases)
-        response = await _call(record, "SetPhases", forwarded)
+        response = await self._call(record, "SetPhases", forwarded)
         return response
+
+    async def _call(self, record: InstanceRecord, method: str, request: Any, authorization: bytes | None = None) -> Any:
+        metadata = (("authorization", authorization.decode()),) if authorization else None
+        # Two hops within the time of the caller's.
+        timeout_s = _FORWARD_TIMEOUT_S if record.role is Role.ROUTER else _CALL_TIMEOUT_S
+        assert self._channels is not None, "only routers forward"
+        with self._channels.calling(InstanceServiceStub, record.address) as stub:
+            try:
+                return await getattr(stub, method)(request, timeout=timeout_s, metadata=metadata)
+            except aio.AioRpcError as rpc_error:
+                error = error_of(rpc_error, peer=record.address)
+                if rpc_error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    error = Unavailable(f"{record.instance_id} at {record.address} did not answer in {timeout_s:g} s")
+                if isinstance(error, Unavailable) and error.retry_after_s is None:
+                    error = Unavailable(error.reason, retry_after_s=LEADER_LEASE_S)
+                raise error from rpc_error
 
     def _named(self, instance_id: str) -> InstanceRecord | None:
         """Record of the instance to forward to; None if it is this process. Raises InvalidArgument if unknown."""
@@ -161,19 +185,3 @@ def _no_leader() -> Unavailable:
 
 def _requests(load: InstanceLoad) -> int:
     return load.waiting_requests + load.running_requests
-
-
-async def _call(record: InstanceRecord, method: str, request: Any, authorization: bytes | None = None) -> Any:
-    metadata = (("authorization", authorization.decode()),) if authorization else None
-    # Two hops within the time of the caller's.
-    timeout_s = _FORWARD_TIMEOUT_S if record.role is Role.ROUTER else _CALL_TIMEOUT_S
-    async with open_channel(record.address) as channel:
-        try:
-            return await getattr(InstanceServiceStub(channel), method)(request, timeout=timeout_s, metadata=metadata)
-        except aio.AioRpcError as rpc_error:
-            error = error_of(rpc_error, peer=record.address)
-            if rpc_error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                error = Unavailable(f"{record.instance_id} at {record.address} did not answer in {timeout_s:g} s")
-            if isinstance(error, Unavailable) and error.retry_after_s is None:
-                error = Unavailable(error.reason, retry_after_s=LEADER_LEASE_S)
-            raise error from rpc_error

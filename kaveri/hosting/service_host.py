@@ -15,6 +15,7 @@ from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phas
 from kaveri.errors import InvalidArgument, Unavailable
 from kaveri.hosting import instance_server
 from kaveri.hosting.metrics import BUILD_INFO
+from kaveri.rpc.channels import Channels
 from kaveri.rpc.process import ServiceConfig
 from kaveri.rpc.server import RpcServer
 from kaveri.security.callers import Callers
@@ -106,10 +107,12 @@ class ServiceHost:
         server: ProcessServer | None = None,
         public: ProcessServer | None = None,
         operators: Callers | None = None,
+        channels: Channels | None = None,
     ) -> None:
         """service_names: full names of the gRPC services, whose servicers `register` adds. store: already connected.
         server: replaces the gRPC server, and with it InstanceService. public: an additional server. operators: checks
-        that callers of InstanceService present an admin key; None: every caller that the port admits."""
+        that callers of InstanceService present an admin key; None: every caller that the port admits. channels: of a
+        router, which forwards orders."""
         check_order()
         self.record = record
         """Registration in the cluster. Has an address once `started` is set."""
@@ -124,7 +127,7 @@ class ServiceHost:
         self._hosted = hosted
         self._stopping = False
         """True once a signal or a failure has begun the shutdown."""
-        server = server or self._rpc_server(service_names, register, operators)
+        server = server or self._rpc_server(service_names, register, operators, channels)
         self._servers = (server,) if public is None else (server, public)
         self._broken: asyncio.Future[str] | None = None
         self._heartbeat: Heartbeat | None = None
@@ -223,12 +226,16 @@ class ServiceHost:
             self._heartbeat.beat_now()
 
     def _rpc_server(
-        self, service_names: Sequence[str], register: Callable[[aio.Server], None] | None, operators: Callers | None
+        self,
+        service_names: Sequence[str],
+        register: Callable[[aio.Server], None] | None,
+        operators: Callers | None,
+        channels: Channels | None,
     ) -> ProcessServer:
         server = RpcServer(self._config.host, self._config.port, (*service_names, instance_server.SERVICE_NAME))
         if register is not None:
             server.add(register)
-        orders = instance_server.InstanceServer(self, self._store, operators)
+        orders = instance_server.InstanceServer(self, self._store, operators, channels)
         server.add(lambda added_to: add_InstanceServiceServicer_to_server(orders, added_to))
         return server
 

@@ -6,6 +6,7 @@ broadcast. kaveri/cluster/broadcasts.py decides what is broadcast and when, moni
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kaveri.cluster.broadcasts import Told, broadcast_statuses, has_new_loads, is_news, told_by
@@ -48,6 +49,8 @@ class Monitor:
         """True from the first load reported since the last broadcast."""
         self._due = asyncio.Event()
         self._stopping = False
+        self.on_lead: Callable[[], object] = lambda: None
+        """Called when this router begins or ceases to lead."""
 
     @property
     def leading(self) -> bool:
@@ -154,3 +157,4 @@ class Monitor:
             metrics.MONITOR_TAKEOVERS.inc()
             get_logger().info("monitor_lead_taken", fencing_token=fencing_token, former_token=former_token)
         metrics.MONITOR_LEADING.set(fencing_token is not None)
+        self.on_lead()

@@ -95,8 +95,20 @@ def router_host(router: "Router") -> ServiceHost:
     public: RpcServer | None = None
     if config.public_port and router.callers is not None:
         public = _public_server(config, PublicServicer(servicer, router.callers))
-    host = ServiceHost(config, router.store, record, router, names, register, public=public, operators=operators)
+    host = ServiceHost(
+        config,
+        router.store,
+        record,
+        router,
+        names,
+        register,
+        public=public,
+        operators=operators,
+        channels=router.channels,
+    )
     host.next_order = router.monitor.next_order
+    # Others forward orders to the leader that they see.
+    router.monitor.on_lead = host.beat_now
     return host
 
 

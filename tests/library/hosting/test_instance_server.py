@@ -15,6 +15,7 @@ from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.domain.view import BOTH_PHASES, FIRST_ORDER, InstanceLoad, InstanceState, Phase, PhaseOrder, Role
 from kaveri.errors import InvalidArgument, KaveriError, Unauthenticated, Unavailable
 from kaveri.hosting.service_host import ServiceHost, service_record
+from kaveri.rpc.channels import Channels
 from kaveri.rpc.process import ServiceConfig
 from kaveri.rpc.server import check_health, open_channel
 from kaveri.security.api_keys import KeyLimits
@@ -105,7 +106,8 @@ async def running(
         record = service_record(config, role, "model", 1)
         if role is Role.ENGINE:
             record = replace(record, phases=BOTH_PHASES)
-        host = OrderedHost(config, store, record, work, (), lambda _: None, operators=operators)
+        channels = Channels()
+        host = OrderedHost(config, store, record, work, (), lambda _: None, operators=operators, channels=channels)
         serving = asyncio.create_task(host.serve(stopping))
         await asyncio.wait_for(host.started.wait(), SOON_S)
         async with open_channel(host.address) as channel:
@@ -113,6 +115,7 @@ async def running(
         stopping.set()
         work.idle.set()
         await asyncio.wait_for(serving, SOON_S)
+        await channels.close()
 
 
 async def shows(cluster: MemoryCluster, instance_id: str, state: InstanceState) -> None:
