@@ -1,11 +1,11 @@
-"""Selects what the cluster monitor (the leading router) broadcasts: the loads of decode instances, predictors and
-holders of KV replicas; and detects changes to broadcast at once. Pure: no clock, no I/O. From TetriInfer's cluster
+"""Selects what the cluster monitor (the leading router) broadcasts: the loads of predictors and of instances with an
+engine; and detects changes to broadcast at once. Pure: no clock, no I/O. From TetriInfer's cluster
 monitor (arXiv 2401.11181, section 3.2)."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from kaveri.domain.view import ClusterView, InstanceStatus, is_broadcast, status_now
+from kaveri.domain.view import ClusterView, InstanceStatus, is_broadcast, status_now, takes_pushes
 
 _TIGHT = 4
 """An instance is tight when less than 1/_TIGHT of its KV blocks is free."""
@@ -30,7 +30,7 @@ def told_by(view: ClusterView, statuses: tuple[InstanceStatus, ...]) -> Told:
     tight = {
         status.record.instance_id: status.load.free_blocks
         for status in statuses
-        if status.load.free_blocks * _TIGHT < status.load.total_blocks
+        if takes_pushes(status) and status.load.free_blocks * _TIGHT < status.load.total_blocks
     }
     return Told(view.broadcast_lives(), tight, tuple(status.load.sequence_number for status in statuses))
 
@@ -43,7 +43,8 @@ def has_new_loads(told: Told, view: ClusterView) -> bool:
 
 def is_news(told: Told, view: ClusterView) -> bool:
     """Return True if the view has a change since the last broadcast that must not wait for the next one: an instance
-    joined, left, drains or changes its phases, or one with few free KV blocks, which requests may await, has more."""
+    joined, left, drains or changes its phases, or a decode instance had few free KV blocks, which requests may await,
+    and has more."""
     lives = view.broadcast_lives()
     if lives is not told.lives and lives != told.lives:
         return True

@@ -200,10 +200,15 @@ def takes_pushes(instance: ViewedInstance) -> bool:
     return phases_now(instance) == (Phase.DECODE,)
 
 
+def is_late(instance: ViewedInstance) -> bool:
+    """Return True if the instance's last heartbeat is older than half its lease, which it renews three times as often
+    at least: it may be dead, and its load is no basis for a decision."""
+    return instance.heartbeat_age_s > instance.record.lease_ttl_s / 2
+
+
 def is_broadcast(instance: ViewedInstance) -> bool:
-    """Return True if the cluster monitor broadcasts the instance's load: it is a predictor, takes KV pushes, or holds
-    KV copies."""
-    return instance.record.role is Role.PREDICTOR or takes_pushes(instance) or instance.load.replica_total_bytes > 0
+    """Return True if the cluster monitor broadcasts the instance's load: it is a predictor or has an engine."""
+    return instance.record.role in (Role.PREDICTOR, Role.ENGINE)
 
 
 def status_now(instance: ViewedInstance) -> InstanceStatus:

@@ -200,7 +200,7 @@ class Outcome(enum.StrEnum):
     REFUSED = "refused"
     """Replaced by a newer attempt or by another router's request."""
     GIVEN_BACK = "given_back"
-    """The instance drains, and had not begun it."""
+    """Not begun, and the instance drains, ceases to prefill, or has a longer queue than another."""
     FAILED = "failed"
 
 

@@ -179,7 +179,7 @@ def choose_prefill(
         room = instance.load.queue_room
         return room is None or room > unconfirmed.at(instance).count
 
-    candidates = Candidates(_prompt_takers(view, model), takes_one_more, avoid)
+    candidates = Candidates(prompt_takers(view, model), takes_one_more, avoid)
     match policy:
         case PlacementPolicy.POWER_OF_TWO:
             return candidates.better_of_two(load, rng)
@@ -323,7 +323,7 @@ def blocks_there(instance: ViewedInstance, token_count: int) -> int:
 
 
 @once_per_view
-def _prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
+def prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
     """The ready prefill instances; while no decode instance accepts KV pushes, only those that decode as well."""
     ready = view.ready(Phase.PREFILL, model)
     if any(takes_pushes(instance) for instance in view.ready(Phase.DECODE, model)):

@@ -96,6 +96,18 @@ class PromptQueue(Generic[AnyPrompt]):
         else:
             del computing[prompt]
 
+    def to_level(self, surplus_tokens: int) -> list[AnyPrompt]:
+        """Return the waiting prompts, newest first, whose move to a queue that is `surplus_tokens` shorter brings the
+        two closest: each is shorter than what then still lies between the queues. Removes none."""
+        moved: list[AnyPrompt] = []
+        for prompt in (*reversed(self._raw), *reversed(self._scheduled)):
+            if surplus_tokens <= 0:
+                break
+            if prompt.token_count < surplus_tokens:
+                moved.append(prompt)
+                surplus_tokens -= 2 * prompt.token_count
+        return moved
+
     def remove(self, prompt: AnyPrompt) -> None:
         """Remove a prompt in any state, without informing the engine."""
         if prompt in self.computing:

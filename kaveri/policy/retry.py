@@ -23,7 +23,7 @@ class Setback(enum.Enum):
     """Reason why the placement of a request at an instance failed."""
 
     FULL = "full"
-    """The instance refused the request: its queue is full."""
+    """The instance refused the request: its queue is full, or longer than another's."""
     UNREACHED = "unreached"
     """No connection: the instance did not receive the request."""
     LOST = "lost"
@@ -91,7 +91,7 @@ def after_setback(
     """Return the state after a failed placement; None if the request fails now, with that placement's error.
 
     at_fault: the failed prefill instance; None if prefill had finished. jitter: random, in [0, 1). retry_after_s: delay
-    requested by a full instance, which is avoided for 1 to 1.5 times as long.
+    requested by a full instance, which is avoided for 1 to 1.5 times as long. 0: it may be used at once.
 
     A full queue never ends a request. Unreachable instances end it after at least `max_attempts` consecutive failures
     whose first is `unavailable_after_s` ago. A refusal by the holder of a KV copy changes nothing.
@@ -117,7 +117,7 @@ def after_setback(
                 return None
         case Setback.BROKEN:
             after = replace(after, pause_until_s=now_s + pause_s)
-    if at_fault is None:
+    if at_fault is None or (setback is Setback.FULL and not retry_after_s):
         return after
     rest = _Rest(at_fault.incarnation, now_s + pause_s)
     return replace(after, _rests={**state._rests, at_fault.instance_id: rest})

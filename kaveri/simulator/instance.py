@@ -18,7 +18,7 @@ from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.timeline import Timeline
 
-_NO_SETBACK = RetryState()
+NO_SETBACK = RetryState()
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class SimulatedRequest:
     last_token_s: float = math.nan
     """Time of the last token that the router is known to have."""
     attempt_count: int = 0
-    retry: RetryState = _NO_SETBACK
+    retry: RetryState = NO_SETBACK
     losses: LossAccount | None = None
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
 from kaveri.engine.stepwise.sequence import SequencePhase
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, Unavailable
+from kaveri.policy.levelling import LEVEL_INTERVAL_S, queue_surplus
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.policy.retry import Setback, bounded_retry_s
 from kaveri.policy.room_search import (
@@ -89,12 +90,13 @@ class SimulatedPrefill(SimulatedInstance):
         self._live: set[SimulatedAttempt] = set()
         self._waiting_count = 0
         self._retries = False
+        self._level_at_s = 0.0
         self._searches: dict[SimulatedAttempt, SeekingRequest] = {}
         """Searches for a decode instance, by live attempt."""
         self._seeking: dict[SeekingRequest, None] = {}
         """Searches that wait for an answer or a new broadcast."""
         self.view = ClusterView()
-        """Decode instances as of the monitor's last broadcast."""
+        """Instances as of the monitor's last broadcast."""
         self.peers: dict[str, SimulatedDecode] = {}
 
     # Calls of the router.
@@ -122,6 +124,8 @@ class SimulatedPrefill(SimulatedInstance):
         self._queue.hold(attempt)
         self._queue.release(attempt)
         self._submit()
+        if self._waiting_count:
+            self._router.wake_at_broadcast()
 
     def die(self) -> None:
         super().die()
@@ -212,11 +216,33 @@ class SimulatedPrefill(SimulatedInstance):
 
     def broadcast_heard(self) -> None:
         """Repeat the waiting searches for decode instances after a broadcast of loads, longest wait first."""
+        self._level()
         waiting, self._seeking = self._seeking, {}
         self._search.retain(self.view)
         for seeking in waiting:
             if seeking.reserved is None and not seeking.attempt.is_over:
                 self._look(seeking)
+
+    def _level(self) -> None:
+        """Return waiting prompts to the router if another queue is shorter."""
+        if self.is_dead or not self._waiting_count:
+            return
+        now_s = self._timeline.now_s
+        surplus_tokens = queue_surplus(self.view, self.record.model, self.record.instance_id, self._queue.queued_tokens)
+        if now_s >= self._level_at_s and (moved := self._queue.to_level(surplus_tokens)):
+            self._level_at_s = now_s + LEVEL_INTERVAL_S
+            self.member.take_beats(now_s)
+            for attempt in moved:
+                self._queue.remove(attempt)
+                self._live.discard(attempt)
+                self._waiting_count -= 1
+                self._timeline.post(self._report_moved, attempt)
+        if self._waiting_count:
+            self._router.wake_at_broadcast()
+
+    def _report_moved(self, attempt: SimulatedAttempt) -> None:
+        error = NoCapacity("prefill", 0.0, "another prefill instance has a shorter queue")
+        self._router.lost(attempt, error, Setback.FULL)
 
     def _look(self, seeking: SeekingRequest) -> None:
         now_s = self._timeline.now_s

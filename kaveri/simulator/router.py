@@ -17,7 +17,7 @@ from kaveri.policy.retry import RetryLimits, Setback, after_setback
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.policy.waits import PREFILL_LOOK_S
 from kaveri.simulator.copies import InstanceCopies
-from kaveri.simulator.instance import LossAccount, SimulatedAttempt, SimulatedRequest
+from kaveri.simulator.instance import NO_SETBACK, LossAccount, SimulatedAttempt, SimulatedRequest
 from kaveri.simulator.member import HEARTBEAT_INTERVAL_S, Broadcasts
 from kaveri.simulator.prefill import SimulatedPrefill
 from kaveri.simulator.spec import ClusterSpec
@@ -80,8 +80,8 @@ class SimulatedRouter:
     def _send(self, request: SimulatedRequest) -> bool:
         now_s = self.timeline.now_s
         retry = request.retry
-        resting = retry.resting(self.view, now_s) if retry.lost_attempts or request.attempt_count else {}
-        failed = retry.failed(self.view) if request.attempt_count else ()
+        resting = retry.resting(self.view, now_s) if retry is not NO_SETBACK else {}
+        failed = retry.failed(self.view) if retry is not NO_SETBACK else ()
         self._turn += 1
         target = choose_prefill(
             self.view,
@@ -201,6 +201,8 @@ class SimulatedRouter:
         """Handle the failure of an attempt (placement of a request) at prefill: retry, or fail the request."""
         self._confirm(attempt)
         attempt.is_over = True
+        if setback in (Setback.FULL, Setback.UNREACHED):
+            attempt.request.attempt_count -= 1
         if isinstance(error, _HOPELESS):
             self._fail(attempt.request, error)
         else:

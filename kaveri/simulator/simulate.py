@@ -89,6 +89,7 @@ class Simulation:
         for instance_id, prefill in self.prefills.items():
             if instance_id in self._present:
                 members[instance_id] = prefill.member
+                heard[instance_id] = HeardMember(prefill.member, self.router.broadcasts)
         for instance_id, decode in self.decodes.items():
             if instance_id in self._present:
                 members[instance_id] = decode.member

@@ -24,6 +24,7 @@ from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
 from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.lives.prompt import Adopted, RoomReserved
+from kaveri.policy.levelling import queue_surplus
 from kaveri.policy.prompt_queue import PromptQueue, prompt_fits
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
@@ -135,6 +136,9 @@ def instance_host(
         has_room=partial(_has_room, engine, decode, decode_placer.at_first_token),
         serials=serials,
         feeds=feeds,
+    )
+    decode_placer.finder.on_view = lambda view: prefill.level(
+        queue_surplus(view, config.model_name, config.instance_id, prefill.queued_tokens)
     )
     served, holder = with_replicas(config, engine, store, decode, incarnation, rng, registry, replicas)
     phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: served}, config.phases)

@@ -46,7 +46,7 @@ class DecodePlacer:
         self._engine = engine
         layout = engine.info.layout
         search: RoomSearch[EngineKey] = RoomSearch(model, layout, policy, rng)
-        self._finder = RoomFinder(store, search, layout, own_id, metrics)
+        self.finder = RoomFinder(store, search, layout, own_id, metrics)
         self._thresholds = thresholds
         self._own_id = own_id
         self.at_first_token = decodes_here
@@ -57,7 +57,7 @@ class DecodePlacer:
     async def run(self) -> None:
         """Serve hand-overs until cancelled, which ends them."""
         async with self._tasks:
-            await self._finder.run()
+            await self.finder.run()
 
     def begin(self, request: PrefillRequest) -> None:
         """Search for a decode instance for the request, or adopt it on its own engine. Idempotent."""
@@ -90,7 +90,7 @@ class DecodePlacer:
             return
         assert placement.work is not None
         placement.work.cancel()
-        self._finder.give_up(placement)
+        self.finder.give_up(placement)
         if placement.target is not None and not handed_over:
             self._give_back(placement)
 
@@ -107,7 +107,7 @@ class DecodePlacer:
         request = placement.request
         try:
             while True:
-                room = await self._finder.find(placement)
+                room = await self.finder.find(placement)
                 placement.target = room.target
                 instance_id = room.target.record.instance_id
                 placement.push_failure = asyncio.get_running_loop().create_future()
@@ -120,7 +120,7 @@ class DecodePlacer:
                 self.report(request, RoomReserved(instance_id, room.incarnation))
                 failure = await placement.push_failure
                 self._give_back(placement)
-                self._finder.failed_there(request, room.target, "push_failed", failure.reason)
+                self.finder.failed_there(request, room.target, "push_failed", failure.reason)
         except EngineError as error:
             self.report(request, HandOverFailed(Unavailable(str(error))))
         except KaveriError as error:
@@ -132,5 +132,5 @@ class DecodePlacer:
 
     def _give_back(self, placement: Placement) -> None:
         assert placement.target is not None
-        self._finder.give_back(placement.request, placement.target)
+        self.finder.give_back(placement.request, placement.target)
         placement.target = None

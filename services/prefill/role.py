@@ -52,6 +52,7 @@ from kaveri.lives.prompt import (
     Terms,
     step,
 )
+from kaveri.policy.levelling import LEVEL_INTERVAL_S
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.policy.room_search import draws_more, place_search
 from kaveri.policy.waits import PROMPT_BLOCKS_RETRY_S, QUEUE_FULL_RETRY_S
@@ -117,6 +118,8 @@ class PrefillRole:
         """Owners whose Abort came before their request; by request id."""
         self._refuses_s: float | None = None
         """Retry time told to new requests, which are refused; None: they are accepted."""
+        self._level_at_s = 0.0
+        """Earliest time of the next return of waiting prompts for a shorter queue elsewhere."""
         self._idle = asyncio.Event()
         self._idle.set()
         metrics.waiting.set_function(lambda: queue.queued_tokens)
@@ -251,6 +254,23 @@ class PrefillRole:
         waits = isinstance(life.state, AwaitingLength | Queued) and life.request not in self._queue.computing
         if waits and ownership.comparable(life.request.ownership) == life.request.ownership.term:
             self._happened(life.request, EndRequested(Outcome.GIVEN_BACK, _refusal(self._refuses_s)))
+
+    def level(self, surplus_tokens: int) -> None:
+        """Return waiting prompts to their routers, newest first, because another instance's queue is shorter by
+        `surplus_tokens`. At most once in LEVEL_INTERVAL_S."""
+        now_s = time.monotonic()
+        if now_s < self._level_at_s or not (moved := self._queue.to_level(surplus_tokens)):
+            return
+        self._level_at_s = now_s + LEVEL_INTERVAL_S
+        refusal = NoCapacity("prefill", retry_after_s=0.0, reason="another instance has a shorter queue")
+        for request in moved:
+            self._happened(request, EndRequested(Outcome.GIVEN_BACK, refusal))
+        get_logger().info("prompts_levelled", requests=len(moved), surplus_tokens=surplus_tokens)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are not computed yet."""
+        return self._queue.queued_tokens
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
         for event in events:

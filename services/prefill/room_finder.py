@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ from grpc import StatusCode, aio
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.owner import Term
-from kaveri.domain.view import ViewedInstance
+from kaveri.domain.view import ClusterView, ViewedInstance
 from kaveri.engine.contract import EngineKey, KvPushFailed
 from kaveri.errors import (
     DeadlineExceeded,
@@ -105,6 +106,8 @@ class RoomFinder:
         self._own_id = own_id
         self._channels = Channels()
         self._metrics = metrics
+        self.on_view: Callable[[ClusterView], object] = lambda _: None
+        """Called with each view of the cluster."""
         self._changed: asyncio.Future[None] | None = None
         self._tasks = asyncio.TaskGroup()
 
@@ -118,6 +121,7 @@ class RoomFinder:
                         # Waiters wake in the order in which they began to wait.
                         self._changed.set_result(None)
                         self._changed = None
+                    self.on_view(view)
                     self._search.retain(view)
                     await self._channels.retain(view.addresses())
         finally:

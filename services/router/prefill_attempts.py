@@ -16,6 +16,7 @@ from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstanc
 from kaveri.errors import KaveriError, NoCapacity, RequestCancelled, Unavailable
 from kaveri.lives import request_values as lives
 from kaveri.lives.request_values import InstanceLife
+from kaveri.policy.retry import FIRST_PAUSE_S
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.rpc.channels import Channels
 from kaveri.timeouts import CALL_TIMEOUT_S
@@ -190,8 +191,8 @@ class PrefillAttempts:
                 error = Unavailable(f"prefill instance gave the request up: {error}")
             waits = (entry, attempt.number) in self._waiting
             if waits and isinstance(error, Unavailable) and error.retry_after_s is not None:
-                # It drains and has not begun the request, so this is no fault.
-                error = NoCapacity("prefill", error.retry_after_s, error.reason)
+                # It drains or ceases to prefill, and has not begun the request, so this is no fault.
+                error = NoCapacity("prefill", max(error.retry_after_s, FIRST_PAUSE_S), error.reason)
             ended = lives.PrefillEnded(error, was_reached=tie.was_sent or tie.is_there)
         finally:
             self._confirm(entry, attempt)

@@ -517,7 +517,8 @@ class StoreConformance:
     ) -> None:
         async with cluster.open_store() as instance:
             await instance.heartbeat(replace(DECODE, lease_ttl_s=60.0), InstanceLoad(1))
-            await instance.heartbeat(replace(PREFILL, lease_ttl_s=60.0), InstanceLoad(1))
+            router = replace(PREFILL, role=Role.ROUTER, lease_ttl_s=60.0)
+            await instance.heartbeat(router, InstanceLoad(1))
             async with cluster.open_store(ViewSource.BROADCASTS) as prefill:
                 assert has("decode-0")(prefill.view())
                 await instance.heartbeat(replace(DECODE, lease_ttl_s=60.0), InstanceLoad(2, free_blocks=5))

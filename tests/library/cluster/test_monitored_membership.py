@@ -97,12 +97,12 @@ def test_a_store_that_was_away_makes_the_leader_unheard_and_ends_nobody() -> Non
     assert _ids(membership) == {"decode-0"}
 
 
-def test_instances_that_prefill_does_not_choose_among_are_no_members() -> None:
+def test_routers_are_no_members_of_an_instances_view() -> None:
     membership = MonitoredMembership(MembershipClock())
-    membership.learn(_PREFILL, InstanceLoad(1))
-    membership.learn(_DECODE, InstanceLoad(1))
-    membership.take_in(_broadcast(1, 1, _PREFILL, _DECODE))
-    assert _ids(membership) == {"decode-0"}
+    router = replace(_PREFILL, instance_id="router-0", role=Role.ROUTER)
+    membership.learn(router, InstanceLoad(1))
+    membership.take_in(_broadcast(1, 1, router, _PREFILL, _DECODE))
+    assert _ids(membership) == {"prefill-0", "decode-0"}
 
 
 def test_work_sent_between_two_broadcasts_counts_until_one_shows_it() -> None:

@@ -91,3 +91,24 @@ def test_the_engine_is_never_idle_never_far_ahead_and_every_token_is_counted(
         left = [prompt.token_count - prompt.computed_tokens for prompt in computing]
         assert queue.queued_tokens == sum(prompt.token_count for prompt in [*held, *waiting]) + sum(left)
         assert sum(left[:-1]) < 2 * CHUNK_TOKENS, "the last one was not needed"
+
+
+def test_prompts_go_to_a_shorter_queue_newest_first_while_they_bring_the_two_closer() -> None:
+    queue = new_queue()
+    computing = add(queue, 300)
+    assert list(submitted(queue)) == computing
+    first, second, third, last = add(queue, 100, 90, 500, 80)
+    assert queue.to_level(80) == [], "as long as what lies between"
+    assert queue.to_level(81) == [last]
+    # 400 are too little for the prompt of 500; the others leave 400 - 160 - 180, too little for a third.
+    assert queue.to_level(400) == [last, second]
+    assert queue.to_level(10_000) == [last, third, second, first]
+    assert queue.queued_tokens == 1070, "none was removed"
+
+
+@given(st.lists(st.integers(1, 300), max_size=20), st.integers(0, 3000))
+def test_queues_are_never_further_apart_after_levelling(counts: list[int], shorter_by: int) -> None:
+    queue = new_queue()
+    add(queue, *counts)
+    moved = sum(prompt.token_count for prompt in queue.to_level(shorter_by))
+    assert abs(shorter_by - 2 * moved) <= shorter_by

@@ -32,7 +32,7 @@ def view_of(*records: InstanceRecord) -> ClusterView:
 
 
 def after(state: RetryState, setback: Setback, now_s: float = 0.0, jitter: float = 0.0, **more: float) -> RetryState:
-    following = after_setback(state, LIMITS, setback, record(), now_s, jitter, **more)
+    following = after_setback(state, LIMITS, setback, record(), now_s, jitter, **{"retry_after_s": 0.01, **more})
     assert following is not None
     return following
 
@@ -61,7 +61,7 @@ def test_a_request_ends_by_lost_placements_or_by_time_out_of_reach_and_by_nothin
         assert state.lost_attempts == lost
 
 
-@given(st.lists(st.tuples(st.sampled_from(SETBACKS), st.integers(0, 3), jitters), max_size=20), st.floats(0, 3))
+@given(st.lists(st.tuples(st.sampled_from(SETBACKS), st.integers(0, 3), jitters), max_size=20), st.floats(1e-3, 3))
 def test_who_has_failed_rests_for_a_bounded_time_and_others_never_do(
     steps: list[tuple[Setback, int, float]], retry_after_s: float
 ) -> None:
@@ -83,6 +83,12 @@ def test_who_has_failed_rests_for_a_bounded_time_and_others_never_do(
             assert until_s - now_s <= LONGEST_PAUSE_S + 1e-9
         assert not state.resting(view, until_s).get(f"prefill-{number}"), "its rest is over"
         assert state.failed(view) == {f"prefill-{failed}" for _, failed, _ in steps[: step + 1]}
+
+
+def test_an_instance_that_asks_for_another_placement_at_once_is_neither_avoided_nor_at_fault() -> None:
+    state = after(RetryState(), Setback.FULL, retry_after_s=0.0)
+    assert not state.resting(view_of(record()), 0.0)
+    assert not state.failed(view_of(record()))
 
 
 @pytest.mark.parametrize("setback", SETBACKS)

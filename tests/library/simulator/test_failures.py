@@ -1,13 +1,16 @@
 """Simulated instances die and come back: nothing is lost, and what was placed there is placed again."""
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from kaveri.errors import ConfigError
 from kaveri.kv.transports.link_speed import parse_link_speed
+from kaveri.simulator.colocated import SimulatedColocated
 from kaveri.simulator.failures import Death, FailureSpec, parse_death
+from kaveri.simulator.instance import SimulatedAttempt
 from kaveri.simulator.simulate import simulate
 from kaveri.simulator.spec import Overheads
 from kaveri.workload.requests import PlannedRequest, RequestLengths
@@ -54,11 +57,22 @@ def test_what_decoded_on_an_instance_of_both_phases_goes_on_elsewhere_with_the_t
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_request_goes_back_to_the_instance_of_both_phases_that_has_died(seed: int) -> None:
+def test_no_request_goes_back_to_the_instance_of_both_phases_that_has_died(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent_to_dead = Counter[int]()
+    accept = SimulatedColocated.accept
+
+    def count(self: SimulatedColocated, attempt: SimulatedAttempt) -> None:
+        sent_to_dead[attempt.request.number] += self.is_dead
+        accept(self, attempt)
+
+    monkeypatch.setattr(SimulatedColocated, "accept", count)
     requests = [PlannedRequest(number, 0.0, RequestLengths(400, 100)) for number in range(12)]
     death = Death(instance_id="colocated-0", at_s=1.5)
     table = run_whole(colocated_of(failures=dying(death), seed=seed), requests).table
     assert sorted(set(table.attempts)) == [1, 2]
+    assert max(sent_to_dead.values()) <= 1, "prompts are levelled by the load that it had"
 
 
 def test_deaths_that_are_drawn_end_with_the_last_request() -> None:

@@ -14,6 +14,7 @@ from kaveri.errors import ConfigError
 from kaveri.kv.transports.link_speed import parse_link_speed
 from kaveri.latency.model import load_latency_model
 from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.levelling import queue_surplus
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import Candidates, DecodePlacementPolicy, PlacementPolicy, choose_prefill
 from kaveri.policy.prompt_queue import prompt_fits
@@ -252,7 +253,9 @@ def test_services_and_simulator_call_the_same_functions(monkeypatch: pytest.Monk
     def first_one(self: Candidates, *_: object) -> object:
         return self.first()
 
+    assert prefill.queue_surplus is service.queue_surplus is queue_surplus  # type: ignore[attr-defined]
     monkeypatch.setattr(Candidates, "better_of_two", first_one)
+    monkeypatch.setattr(prefill, "queue_surplus", lambda *_: 0)
     assert places(spec_of()) == ({0}, {2})
 
 

@@ -391,7 +391,7 @@ async def test_an_instance_that_the_request_does_not_fit_is_not_asked_again_and_
     await eventually(lambda: "a" in world.failed)
     assert isinstance(world.failed["a"], InvalidArgument | LayoutMismatch)
     assert first.asked == second.asked == ["a"]
-    assert not len(world.decode_placer._finder._search._unconfirmed), "it counts as work nowhere"
+    assert not len(world.decode_placer.finder._search._unconfirmed), "it counts as work nowhere"
     if refuses == "engine":
         # Both had granted room.
         await eventually(lambda: first.aborted == second.aborted == [("a", 3)])
@@ -459,7 +459,7 @@ async def test_room_asked_of_an_instance_that_has_left_is_forgotten(world: Place
     await world.decode()
     for number in range(5):
         world.begin(f"r{number}", token_count=1)
-    search = world.decode_placer._finder._search
+    search = world.decode_placer.finder._search
     await eventually(lambda: len(search._unconfirmed) == 5)
     await world.stores[0].deregister(world.stores[0].view().instances["decode-0"].record)
     await eventually(lambda: len(search._unconfirmed) == 0)

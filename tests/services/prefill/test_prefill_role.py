@@ -442,6 +442,23 @@ async def test_an_instance_that_takes_no_prompts_gives_back_what_it_has_not_begu
     await asyncio.wait_for(world.role.wait_idle(), 1.0)
 
 
+async def test_prompts_that_wait_are_returned_once_for_a_shorter_queue_elsewhere() -> None:
+    world = RoleWorld()
+    begun, first, last = (world.accept(name, 40) for name in ("begun", "first", "last"))
+    world.role.level(40)
+    assert world.count("given_back") == 0, "it would only change places"
+    world.role.level(41)
+    with pytest.raises(NoCapacity) as refused:
+        await told(last)
+    assert refused.value.retry_after_s == 0.0
+    world.role.level(1000)
+    assert world.count("given_back") == 1, "until loads show it"
+    for request in (begun, first):
+        world.hand_over_to_decode(request)
+        await eventually(lambda: world.engine.submitted_ids == ["begun", "first"], 5.0)
+    await asyncio.wait_for(world.role.wait_idle(), 1.0)
+
+
 async def test_an_instance_that_takes_requests_gives_none_back() -> None:
     world = RoleWorld()
     begun, waits = world.accept("begun", 40), world.accept("waits", 40)

@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -55,12 +56,13 @@ async def _monitor(cluster: MemoryCluster, router_id: str, interval_s: float = 0
         watching.cancel()
 
 
-async def test_leader_names_decode_instances_and_predictors_and_nobody_else() -> None:
+async def test_leader_names_engines_and_predictors_and_nobody_else() -> None:
     cluster, recorder = _recorded()
     async with _monitor(cluster, "router-0"):
-        for record in (DECODE, PREDICTOR, PREFILL):
+        router = replace(PREFILL, instance_id="router-9", role=Role.ROUTER)
+        for record in (DECODE, PREDICTOR, PREFILL, router):
             cluster.heartbeat(record, InstanceLoad(4, free_blocks=17))
-        await eventually(lambda: recorder.last_ids() == {"decode-0", "predictor-0"})
+        await eventually(lambda: recorder.last_ids() == {"decode-0", "predictor-0", "prefill-0"})
         last = recorder.heard[-1]
         assert last.leader_id == "router-0"
         assert {status.load.free_blocks for status in last.instances} == {17}
