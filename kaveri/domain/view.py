@@ -149,6 +149,10 @@ class InstanceLoad(WorkLoad):
     """Reason for which the newest order was taken back. Empty: it holds."""
     fencing_token: int = 0
     """Router: its token as the leader of the cluster monitor. 0: it does not lead."""
+    prefill_tokens_per_s: float = 0.0
+    """Prompt tokens per second of recent prefill; 0: none was measured."""
+    step_s: float = 0.0
+    """Seconds of a recent decode step; 0: no request decodes."""
     replica_free_bytes: int = 0
     """Free host memory for replicas of other instances' requests."""
     replica_total_bytes: int = 0

@@ -1,10 +1,86 @@
-"""Decides which phases (prefill, decode) the instances of a cluster serve. Pure."""
+"""Decides which phases (prefill, decode) the instances of a cluster serve. Pure: no clock, no I/O.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+The router that leads calls observe() with each broadcast. Two policies decide:
 
-from kaveri.domain.view import ClusterView, Phase, PhaseOrder, Role, ViewedInstance, accepts, phases_now
-from kaveri.errors import InvalidArgument
+    idle  an instance that has been almost idle for a minute changes its phase if the other phase has work (TetriInfer,
+          arXiv 2401.11181, section 3.5)
+    slo   an instance changes its phase when a target of TTFT or TPOT is about to be missed and the other one is not
+
+A flip that no target needs costs two drains and gains nothing, so `slo` acts near the targets only.
+"""
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from kaveri.domain.view import (
+    BOTH_PHASES,
+    ClusterView,
+    Phase,
+    PhaseOrder,
+    Role,
+    ViewedInstance,
+    accepts,
+    is_late,
+    phases_now,
+)
+from kaveri.errors import ConfigError, InvalidArgument
+
+_SMOOTH_S = 0.5
+"""Time over which the backlog of prompts is averaged, in seconds."""
+_FIT_S = 30.0
+"""Time over which measured step times count for the model of a step."""
+
+
+class FlipPolicy(enum.StrEnum):
+    """Policy for changing the phases of instances."""
+
+    NONE = "none"
+    IDLE = "idle"
+    SLO = "slo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipRules:
+    """Settings of the decisions. Times are in seconds. Raises ConfigError."""
+
+    policy: FlipPolicy = FlipPolicy.NONE
+    ttft_s: float = 0.0
+    """Target of the time to first token; needed by `slo`."""
+    tpot_s: float = 0.0
+    """Target of the time per output token; needed by `slo`."""
+    min_prefill: int = 1
+    min_decode: int = 1
+    cooldown_s: float = 0.5
+    """Min time between two flips."""
+    backlog_share: float = 0.35
+    """`slo`: share of ttft_s that the prompts waiting may take to compute; above, one more instance prefills."""
+    calm_share: float = 0.08
+    """`slo`: share of ttft_s below which prefill has an instance to spare."""
+    step_share: float = 0.85
+    """`slo`: share of tpot_s above which one more instance decodes if prefill can spare one."""
+    step_most_share: float = 0.95
+    """`slo`: share of tpot_s above which one more decodes even then, and that one decode instance less must keep."""
+    idle_share: float = 0.1
+    """`idle`: an instance is idle below this share of the mean load of its phase."""
+    idle_s: float = 60.0
+    """`idle`: time for which an instance is idle before it flips."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_prefill", "min_decode"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, f"is {getattr(self, name)}; at least 1 instance must serve each phase")
+        if self.policy is FlipPolicy.SLO:
+            for name in ("ttft_s", "tpot_s"):
+                if not 0 < getattr(self, name) < math.inf:
+                    raise ConfigError(f"slo_{name}", f"is {getattr(self, name):g}; the policy slo needs both targets")
+        for low, high in (("calm_share", "backlog_share"), ("step_share", "step_most_share")):
+            if not 0 < getattr(self, low) < getattr(self, high) <= 1:
+                reason = f"is {getattr(self, low):g}; it must be above 0 and below {high}, {getattr(self, high):g}"
+                raise ConfigError(low, reason)
+        if not 0 < self.cooldown_s < math.inf:
+            raise ConfigError("cooldown_s", f"is {self.cooldown_s:g}; it must be a number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +90,243 @@ class OrderedPhases:
     incarnation: int
     order: PhaseOrder
     phases: tuple[Phase, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FlipOrder:
+    """Decision that an instance shall serve `phases` from now on."""
+
+    instance_id: str
+    incarnation: int
+    phases: tuple[Phase, ...]
+    reason: str
+    """Figures that the decision was made from, for the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """Line through measured decode steps: step_s = base + slope * context tokens of the batch; old ones fade."""
+
+    weight: float = 0.0
+    context: float = 0.0
+    step_s: float = 0.0
+    context_2: float = 0.0
+    context_step: float = 0.0
+    """Sums, each weighted by age: of 1, context, step time, context squared, context times step time."""
+
+    def faded(self, elapsed_s: float) -> "StepModel":
+        left = math.exp(-elapsed_s / _FIT_S)
+        return StepModel(
+            self.weight * left,
+            self.context * left,
+            self.step_s * left,
+            self.context_2 * left,
+            self.context_step * left,
+        )
+
+    def with_step(self, context_tokens: int, step_s: float) -> "StepModel":
+        return StepModel(
+            self.weight + 1.0,
+            self.context + context_tokens,
+            self.step_s + step_s,
+            self.context_2 + context_tokens**2,
+            self.context_step + context_tokens * step_s,
+        )
+
+    def scaled(self, context_tokens: float, step_s: float, share: float) -> float:
+        """Return the step time of a batch `share` times as large as one that takes step_s: along the line, and without
+        enough spread of measurements in proportion, which is at most too much."""
+        spread = self.weight * self.context_2 - self.context**2
+        if spread <= 1e-3 * self.weight * self.context_2:
+            return step_s * share
+        slope = (self.weight * self.context_step - self.context * self.step_s) / spread
+        return step_s + max(0.0, min(slope * context_tokens, step_s)) * (share - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class FlipState:
+    """Memory between two calls of observe(). A new leader begins with an empty one."""
+
+    observed_s: float = -math.inf
+    """Time of the last call."""
+    ordered_s: float = -math.inf
+    """Time of the last order."""
+    backlog_s: float = 0.0
+    """Smoothed seconds of prefill that wait per prefill instance."""
+    steps: StepModel = StepModel()
+    seen: Mapping[str, int] = field(default_factory=dict)
+    """Sequence number of the last heartbeat measured, by instance id."""
+    idle_since_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Phases:
+    """Instances by the phase that they take requests for; those whose heartbeats are late are left out."""
+
+    prefill: Sequence[ViewedInstance]
+    decode: Sequence[ViewedInstance]
+    settled: bool
+    """No phase is ending, and every order was carried out."""
+
+
+def observe(
+    view: ClusterView,
+    model: str,
+    rules: FlipRules,
+    under_way: Mapping[str, OrderedPhases],
+    now_s: float,
+    state: FlipState,
+) -> tuple[tuple[FlipOrder, ...], FlipState]:
+    """Return the orders to give now, and the state for the next call.
+
+    under_way: the newest order sent to each instance. Without the store, or while the heartbeats of half of the
+    instances are late, nothing is decided."""
+    if rules.policy is FlipPolicy.NONE:
+        return (), state
+    engines = [
+        one
+        for _, one in sorted(view.instances.items())
+        if one.record.model == model and set(one.record.phases) == set(BOTH_PHASES)
+    ]
+    heard = [one for one in engines if not is_late(one)]
+    state = _measured(heard, now_s, state)
+    if not view.store_connected or 2 * len(heard) < len(engines) or not heard:
+        return (), state
+    phases = _by_phase(heard, under_way)
+    state = replace(state, backlog_s=_smoothed(_backlog_s(phases.prefill), now_s, state), observed_s=now_s)
+    if len(phases.prefill) == 0 or len(phases.decode) == 0:
+        order = _replacement(heard, phases, under_way)
+    elif now_s - state.ordered_s < rules.cooldown_s or not phases.settled:
+        order = None
+    elif rules.policy is FlipPolicy.SLO:
+        order = _slo(phases, rules, state)
+    else:
+        order, state = _idle(phases, rules, now_s, state)
+    if order is None:
+        return (), state
+    return (order,), replace(state, ordered_s=now_s)
+
+
+def _measured(heard: Sequence[ViewedInstance], now_s: float, state: FlipState) -> FlipState:
+    """Add the step times of new heartbeats to the model of a step."""
+    elapsed_s = now_s - state.observed_s
+    steps = state.steps.faded(elapsed_s) if elapsed_s < math.inf else state.steps
+    seen = {one.record.instance_id: one.load.sequence_number for one in heard}
+    for one in heard:
+        load = one.load
+        if load.step_s > 0 and state.seen.get(one.record.instance_id) != load.sequence_number:
+            steps = steps.with_step(load.context_tokens, load.step_s)
+    return replace(state, steps=steps, seen=seen)
+
+
+def _by_phase(heard: Sequence[ViewedInstance], under_way: Mapping[str, OrderedPhases]) -> _Phases:
+    served = {one.record.instance_id: _accepted(one, under_way) for one in heard}
+    settled = not any(one.load.ending_phases for one in heard) and not any(
+        (newest := under_way.get(one.record.instance_id)) is not None
+        and newest.incarnation == one.record.incarnation
+        and newest.order > one.load.phase_order
+        for one in heard
+    )
+    return _Phases(
+        [one for one in heard if Phase.PREFILL in served[one.record.instance_id]],
+        [one for one in heard if Phase.DECODE in served[one.record.instance_id]],
+        settled,
+    )
+
+
+def _backlog_s(prefills: Sequence[ViewedInstance]) -> float | None:
+    """Seconds of prefill that wait per instance; None while no instance has measured its speed."""
+    rates = [one.load.prefill_tokens_per_s for one in prefills if one.load.prefill_tokens_per_s > 0]
+    if not rates:
+        return None
+    queued_tokens = sum(one.load.queued_prefill_tokens for one in prefills)
+    return queued_tokens / (sum(rates) / len(rates) * len(prefills))
+
+
+def _smoothed(backlog_s: float | None, now_s: float, state: FlipState) -> float:
+    if backlog_s is None:
+        return state.backlog_s
+    left = math.exp(-(now_s - state.observed_s) / _SMOOTH_S)
+    return backlog_s + (state.backlog_s - backlog_s) * left
+
+
+def _step_s(decodes: Sequence[ViewedInstance], steps: StepModel, count: int) -> float:
+    """Model the time per token if `count` instances shared the requests of `decodes` evenly.
+
+    A request that waits for a place in a batch makes the time per token longer by as much as the batch is too small."""
+    running = [one for one in decodes if one.load.step_s > 0]
+    if not running:
+        return 0.0
+    context = sum(one.load.context_tokens for one in running) / len(running)
+    step_s = sum(one.load.step_s for one in running) / len(running)
+    # Instances without requests count: those of the others could be theirs.
+    share = len(running) / count
+    ran = sum(one.load.running_requests for one in running)
+    waited = sum(one.load.waiting_requests for one in decodes)
+    crowded = (ran + waited) / ran * share if waited and ran else 1.0
+    return steps.scaled(context, step_s, share) * max(1.0, crowded)
+
+
+def _slo(phases: _Phases, rules: FlipRules, state: FlipState) -> FlipOrder | None:
+    prefills, decodes = phases.prefill, phases.decode
+    backlog_s = _backlog_s(prefills) or 0.0
+    step_s = _step_s(decodes, state.steps, len(decodes))
+    figures = f"backlog {backlog_s:.3f} s, smoothed {state.backlog_s:.3f} s, step {1e3 * step_s:.1f} ms"
+    if backlog_s > rules.backlog_share * rules.ttft_s and len(decodes) > rules.min_decode:
+        fewer_s = _step_s(decodes, state.steps, len(decodes) - 1)
+        if fewer_s < rules.step_most_share * rules.tpot_s:
+            chosen = min(decodes, key=lambda one: (one.load.context_tokens, one.record.instance_id))
+            return _flip(chosen, Phase.PREFILL, f"{figures}, {1e3 * fewer_s:.1f} ms with one less")
+    elif len(prefills) > rules.min_prefill:
+        spare = state.backlog_s < rules.calm_share * rules.ttft_s and step_s > rules.step_share * rules.tpot_s
+        must = backlog_s < rules.backlog_share * rules.ttft_s and step_s > rules.step_most_share * rules.tpot_s
+        if spare or must:
+            chosen = min(prefills, key=lambda one: (one.load.queued_prefill_tokens, one.record.instance_id))
+            return _flip(chosen, Phase.DECODE, figures)
+    return None
+
+
+def _idle(phases: _Phases, rules: FlipRules, now_s: float, state: FlipState) -> tuple[FlipOrder | None, FlipState]:
+    """TetriInfer, section 3.5: flip an instance that has been idle for idle_s while the other phase has work."""
+    groups = ((phases.prefill, Phase.DECODE, rules.min_prefill), (phases.decode, Phase.PREFILL, rules.min_decode))
+    idle: dict[str, float] = {}
+    order: FlipOrder | None = None
+    for group, to, least in groups:
+        mean = sum(map(_requests, group)) / len(group)
+        others = phases.decode if to is Phase.DECODE else phases.prefill
+        for one in group:
+            if _requests(one) > rules.idle_share * mean:
+                continue
+            instance_id = one.record.instance_id
+            since_s = idle[instance_id] = state.idle_since_s.get(instance_id, now_s)
+            is_due = now_s - since_s >= rules.idle_s and len(group) > least
+            if order is None and is_due and any(map(_requests, others)):
+                order = _flip(one, to, f"idle for {now_s - since_s:.0f} s")
+    if order is not None:
+        idle.pop(order.instance_id)
+    return order, replace(state, idle_since_s=idle)
+
+
+def _requests(one: ViewedInstance) -> int:
+    return one.load.running_requests + one.load.waiting_requests
+
+
+def _replacement(
+    heard: Sequence[ViewedInstance], phases: _Phases, under_way: Mapping[str, OrderedPhases]
+) -> FlipOrder | None:
+    """When the last instance of a phase is gone, another takes its place: the one with the least work, or, if only one
+    is left, it serves both phases."""
+    able = [one for one in heard if one in phases.prefill or one in phases.decode]
+    if not able:
+        return None
+    missing = Phase.DECODE if not phases.decode else Phase.PREFILL
+    chosen = min(able, key=lambda one: (_requests(one), one.record.instance_id))
+    served = (missing,) if len(able) > 1 else BOTH_PHASES
+    return FlipOrder(chosen.record.instance_id, chosen.record.incarnation, served, f"no instance serves {missing}")
+
+
+def _flip(one: ViewedInstance, to: Phase, reason: str) -> FlipOrder:
+    return FlipOrder(one.record.instance_id, one.record.incarnation, (to,), reason)
 
 
 def check_order(

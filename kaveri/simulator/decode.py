@@ -22,6 +22,8 @@ _LINE_LOOK_S = 0.05
 """Poll interval while requests wait for blocks: finds blocks no longer kept for requests that never arrive."""
 
 
+Answer = Callable[[CountedSequence | KaveriError], object]
+"""Called with the reserved sequence, or the reason why there is none."""
 _COUNTED = BatchMember(0)
 """Placeholder for admission policies that only count the members of the batch."""
 
@@ -183,7 +185,7 @@ class _Waiting(NamedTuple):
     number: int
     attempt: SimulatedAttempt
     member: BatchMember
-    answer: Callable[[CountedSequence | KaveriError], object]
+    answer: Answer
 
 
 class SimulatedDecode(DecodeSide):
@@ -196,9 +198,7 @@ class SimulatedDecode(DecodeSide):
 
     # Calls of prefill instances.
 
-    def reserve(
-        self, attempt: SimulatedAttempt, waits: bool, answer: Callable[[CountedSequence | KaveriError], object]
-    ) -> None:
+    def reserve(self, attempt: SimulatedAttempt, waits: bool, answer: Answer) -> None:
         """Reserve KV blocks for a request and call `answer` with their sequence or an error. If too few are free, queue
         when `waits` is True, otherwise fail."""
         if self.is_dead:
@@ -264,19 +264,19 @@ class SimulatedDecode(DecodeSide):
     def _give_room(self) -> None:
         while self._in_line:
             request_id = self.room.next_to_ask(self._free_room(), self._timeline.now_s)
-            if request_id is None or not self._ask(self._in_line[request_id]):
+            if request_id is None or not self._offer_room(self._in_line[request_id]):
                 break
         if self._in_line and not self._looks_again:
             self._looks_again = True
-            self._timeline.after(_LINE_LOOK_S, self._look)
+            self._timeline.after(_LINE_LOOK_S, self._look_at_line)
 
-    def _look(self, _: None) -> None:
+    def _look_at_line(self, _: None) -> None:
         self._looks_again = False
         if self._in_line:
             self.touch()
             self._give_room()
 
-    def _ask(self, waiting: _Waiting) -> bool:
+    def _offer_room(self, waiting: _Waiting) -> bool:
         attempt = waiting.attempt
         self.room.asked(attempt.key)
         self._batch.expect(waiting.number, waiting.member, self._timeline.now_s)

@@ -152,6 +152,14 @@ class CountedEngine:
         return self.blocks.free_count
 
     @property
+    def decode_step_s(self) -> float:
+        """Seconds of a step that decodes the present batch and nothing else; 0 if the batch is empty."""
+        batch = self._batch
+        count = len(batch.members)
+        context = sum(one.tokens for one in batch.members) if self._by_steps else batch.context_tokens
+        return self._times.decode_s(count, context)[0] if count else 0.0
+
+    @property
     def admitted_count(self) -> int:
         """Number of decoding requests in the batch or waiting for a place in it."""
         return len(self._batch.members) + len(self._waiting)

@@ -22,9 +22,6 @@ class SimulatedLoad:
     """Load of a simulated instance in one heartbeat, readable as an InstanceLoad. Cheap to make."""
 
     state: ClassVar[InstanceState] = InstanceState.READY
-    phases: ClassVar[tuple[Phase, ...]] = ()
-    ending_phases: ClassVar[tuple[Phase, ...]] = ()
-    phase_order: ClassVar[PhaseOrder] = NO_ORDER
     replica_counts: ClassVar[None] = None
 
     sequence_number: int
@@ -39,6 +36,11 @@ class SimulatedLoad:
     light_requests: int = 0
     replica_free_bytes: int = 0
     replica_total_bytes: int = 0
+    phases: tuple[Phase, ...] = ()
+    ending_phases: tuple[Phase, ...] = ()
+    phase_order: PhaseOrder = NO_ORDER
+    prefill_tokens_per_s: float = 0.0
+    step_s: float = 0.0
 
     def numbered(self, sequence_number: int) -> "SimulatedLoad":
         return SimulatedLoad(sequence_number, *_FIGURES(self))
@@ -64,6 +66,7 @@ class BeatingMember:
         self._first_beat_s = first_beat_s
         self._load_at = load_at
         self._beat = 0
+        self._extra_beats = 0
         self._load: Any = load_at(first_beat_s, 1)
         self._former = self._load
         self.next_beat_s = first_beat_s + HEARTBEAT_INTERVAL_S
@@ -105,8 +108,15 @@ class BeatingMember:
                 next_beat, beat_s = beat, first_s + beat * interval_s
         self._beat = next_beat
         self._former = self._load
-        self._load = self._load_at(beat_s, next_beat + 1)
+        self._load = self._load_at(beat_s, next_beat + 1 + self._extra_beats)
         self.next_beat_s = first_s + (next_beat + 1) * interval_s
+
+    def beat_now(self) -> None:
+        """Send a heartbeat in addition to the periodic ones, after a change that others must know of."""
+        now_s = self._timeline.now_s
+        self.take_beats(now_s)
+        self._extra_beats += 1
+        self._load = self._load_at(now_s, self._beat + 1 + self._extra_beats)
 
     def load_as_of(self, time_s: float) -> SimulatedLoad:
         """Return the load in the last heartbeat by `time_s`, which is at most one heartbeat interval ago."""

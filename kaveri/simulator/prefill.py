@@ -30,6 +30,7 @@ from kaveri.policy.waits import (
     ROOM_LOOK_S,
     ROOM_PATIENCE_S,
     ROOM_REST_WHEN_FAILED_S,
+    ROOM_REST_WHEN_REFUSED_S,
 )
 from kaveri.simulator.decode import SimulatedDecode
 from kaveri.simulator.instance import InstanceRouter, KvPush, SimulatedAttempt, SimulatedInstance
@@ -231,17 +232,20 @@ class SimulatedPrefill(SimulatedInstance):
         surplus_tokens = queue_surplus(self.view, self.record.model, self.record.instance_id, self._queue.queued_tokens)
         if now_s >= self._level_at_s and (moved := self._queue.to_level(surplus_tokens)):
             self._level_at_s = now_s + LEVEL_INTERVAL_S
-            self.member.take_beats(now_s)
-            for attempt in moved:
-                self._queue.remove(attempt)
-                self._live.discard(attempt)
-                self._waiting_count -= 1
-                self._timeline.post(self._report_moved, attempt)
+            self._return_prompts(moved)
         if self._waiting_count:
             self._router.wake_at_broadcast()
 
+    def _return_prompts(self, moved: list[SimulatedAttempt]) -> None:
+        self.member.take_beats(self._timeline.now_s)
+        for attempt in moved:
+            self._queue.remove(attempt)
+            self._live.discard(attempt)
+            self._waiting_count -= 1
+            self._timeline.post(self._report_moved, attempt)
+
     def _report_moved(self, attempt: SimulatedAttempt) -> None:
-        error = NoCapacity("prefill", 0.0, "another prefill instance has a shorter queue")
+        error = NoCapacity("prefill", 0.0, "returned for another instance")
         self._router.lost(attempt, error, Setback.FULL)
 
     def _look(self, seeking: SeekingRequest) -> None:
@@ -329,7 +333,9 @@ class SimulatedPrefill(SimulatedInstance):
         del seeking.questions[instance_id]
         self._search.forget(question.attempt.key, instance_id)
         if isinstance(result, Unavailable):
-            self._search.rest(instance_id, self._timeline.now_s + ROOM_REST_WHEN_FAILED_S)
+            is_there = result.retry_after_s is not None
+            rest_s = ROOM_REST_WHEN_REFUSED_S if is_there else ROOM_REST_WHEN_FAILED_S
+            self._search.rest(instance_id, self._timeline.now_s + rest_s)
         elif isinstance(result, NoCapacity):
             self._search.rest(instance_id, self._timeline.now_s + bounded_retry_s(result.retry_after_s))
         elif isinstance(result, InvalidArgument):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kaveri.domain.length import TokenRange
 from kaveri.domain.replica import ReplicaLocation
-from kaveri.domain.view import BOTH_PHASES, ClusterView, InstanceRecord, Phase
+from kaveri.domain.view import ClusterView, InstanceRecord, Phase
 from kaveri.errors import InvalidArgument, KaveriError, LayoutMismatch, NoCapacity, Unavailable
 from kaveri.policy.placement import choose_prefill, missing_phases
 from kaveri.policy.replication import is_worth_a_resume
@@ -51,6 +51,8 @@ class SimulatedRouter:
         self.holders: dict[str, InstanceCopies] = {}
         """Instances that hold copies of KV."""
         self.broadcasts = Broadcasts(timeline, spec.router.monitor_interval_s)
+        self.on_phases: Callable[[], object] = lambda: None
+        """Called when an instance has changed its phases, before the broadcast that shows it."""
         self.on_end: Callable[[SimulatedRequest], object] = lambda _: None
 
     # Calls of clients.
@@ -174,7 +176,7 @@ class SimulatedRouter:
     def decode_lost(self, attempt: SimulatedAttempt) -> None:
         """Handle a decode instance's death: resume the request from its KV copy if possible, else retry or fail it."""
         attempt.is_over = True
-        is_both = attempt.prefill.record.phases == BOTH_PHASES
+        is_both = attempt.prefill is attempt.decode
         at_fault = attempt.prefill.record if is_both and attempt.resumed_from is None else None
         name = "its instance" if is_both else "the decode instance"
         self._set_back(attempt, Setback.LOST, at_fault, Unavailable(f"{name} has died"))
@@ -263,6 +265,15 @@ class SimulatedRouter:
         self.broadcasts.make()
         for prefill in self.prefills.values():
             prefill.broadcast_heard()
+
+    def phases_changed(self) -> None:
+        """Handle an instance's heartbeat that shows other phases than before: broadcast it at once."""
+        self.timeline.after(self.timeline.hop_s, self._show_phases)
+
+    def _show_phases(self, _: None) -> None:
+        self.broadcasts.make()
+        self.on_phases()
+        self.timeline.send(self._broadcast, None)
 
     def is_empty(self) -> bool:
         return not self._line and not len(self._unconfirmed)

@@ -9,11 +9,13 @@ import math
 import random
 from collections.abc import Sequence
 
-from kaveri.domain.view import BOTH_PHASES, ClusterView, InstanceRecord, Phase, Role, ViewedInstance
+from kaveri.domain.view import BOTH_PHASES, ClusterView, InstanceRecord, PhaseOrder, Role, ViewedInstance
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.policy.flipping import FlipOrder, FlipState, OrderedPhases, observe
 from kaveri.simulator.colocated import SimulatedColocated
 from kaveri.simulator.decode import DecodeSide, SimulatedDecode
+from kaveri.simulator.dynamic import SimulatedDynamic
 from kaveri.simulator.instance import SimulatedRequest
 from kaveri.simulator.member import HEARTBEAT_INTERVAL_S, HeardMember
 from kaveri.simulator.prefill import SimulatedPrefill
@@ -51,15 +53,24 @@ class Simulation:
         self.decodes: dict[str, SimulatedDecode] = {}
         self._present: set[str] = set()
         """Instances whose leases are valid."""
-        for instance_id in (*spec.decode_ids, *spec.prefill_ids, *spec.colocated_ids):
+        self._heard: dict[str, HeardMember] = {}
+        """Present instances as of the monitor's last broadcast."""
+        self._flips = FlipState()
+        self._under_way: dict[str, OrderedPhases] = {}
+        self.flip_count = 0
+        for instance_id in (*spec.decode_ids, *spec.prefill_ids, *spec.colocated_ids, *spec.dynamic_ids):
             # The first heartbeats were made before the first request came.
             self._start(instance_id, 1, -self._rng.random() * HEARTBEAT_INTERVAL_S)
         self._show_members()
         self._plan_deaths()
+        self.router.on_phases = self._show_members
+        if spec.dynamic_count:
+            self.timeline.after(spec.router.monitor_interval_s, self._observe)
 
     def _start(self, instance_id: str, incarnation: int, first_beat_s: float) -> None:
         spec, router = self._spec, self.router
-        is_prefill, is_both = instance_id in spec.prefill_ids, instance_id in spec.colocated_ids
+        phases = spec.first_phases(instance_id)
+        is_prefill, is_dynamic = instance_id in spec.prefill_ids, instance_id in spec.dynamic_ids
         pool = spec.prefill.engine if is_prefill else spec.decode.engine
         record = InstanceRecord(
             instance_id,
@@ -70,14 +81,18 @@ class Simulation:
             "simulated",
             KvLayout("simulated", spec.prefill.layer_count, pool.block_tokens, 1, 8, "float32"),
             max_model_len=pool.max_model_len,
-            phases=BOTH_PHASES if is_both else (Phase.PREFILL if is_prefill else Phase.DECODE,),
+            phases=BOTH_PHASES if is_dynamic else phases,
         )
         started: SimulatedPrefill | SimulatedDecode
-        if is_prefill or is_both:
-            started = self.prefills[instance_id] = (SimulatedColocated if is_both else SimulatedPrefill)(router, record)
+        if is_dynamic:
+            started = self.prefills[instance_id] = self.decodes[instance_id] = SimulatedDynamic(router, record, phases)
+        elif is_prefill or len(phases) > 1:
+            kind = SimulatedPrefill if is_prefill else SimulatedColocated
+            started = self.prefills[instance_id] = kind(router, record)
         else:
             started = self.decodes[instance_id] = SimulatedDecode(router, record)
         started.start(first_beat_s)
+        self._heard[instance_id] = HeardMember(started.member, router.broadcasts)
         if isinstance(started, DecodeSide) and started.copies is not None:
             router.holders[instance_id] = started.copies
         self._present.add(instance_id)
@@ -89,11 +104,11 @@ class Simulation:
         for instance_id, prefill in self.prefills.items():
             if instance_id in self._present:
                 members[instance_id] = prefill.member
-                heard[instance_id] = HeardMember(prefill.member, self.router.broadcasts)
+                heard[instance_id] = self._heard[instance_id]
         for instance_id, decode in self.decodes.items():
             if instance_id in self._present:
                 members[instance_id] = decode.member
-                heard[instance_id] = HeardMember(decode.member, self.router.broadcasts)
+                heard[instance_id] = self._heard[instance_id]
         self.router.view = ClusterView(members)
         view = ClusterView(heard)
         for prefill in self.prefills.values():
@@ -113,6 +128,25 @@ class Simulation:
         holders = {name: copies.held for name, copies in holding.items()}
         for copies in holding.values():
             copies.owned.choice.view, copies.owned.choice.holders = view, holders
+
+    # Changes of phases, decided by the router that leads.
+
+    def _observe(self, _: None) -> None:
+        now_s, rules = self.timeline.now_s, self._spec.flips
+        orders, self._flips = observe(self.router.view, MODEL, rules, self._under_way, now_s, self._flips)
+        for order in orders:
+            self.flip_count += 1
+            number = PhaseOrder(1, self.flip_count)
+            self._under_way[order.instance_id] = OrderedPhases(order.incarnation, number, order.phases)
+            self.timeline.send(self._carry_out, (order, number))
+        if not all(self.table.ends):
+            self.timeline.after(self._spec.router.monitor_interval_s, self._observe)
+
+    def _carry_out(self, ordered: tuple[FlipOrder, PhaseOrder]) -> None:
+        order, number = ordered
+        instance = self._instance(order.instance_id)
+        if isinstance(instance, SimulatedDynamic) and instance.record.incarnation == order.incarnation:
+            instance.order(order.phases, number)
 
     # Deaths.
 

@@ -7,10 +7,12 @@ import math
 from dataclasses import dataclass, field, fields
 
 from kaveri.domain.length import RangeEnd
+from kaveri.domain.view import BOTH_PHASES, Phase
 from kaveri.errors import ConfigError
 from kaveri.kv.transports.link_speed import LinkSpeed
 from kaveri.latency.model import LatencyModel
 from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.flipping import FlipRules
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, DecodePlacementPolicy, HeavyThresholds, PlacementPolicy
 from kaveri.policy.replication import ReplicationMode
@@ -124,6 +126,10 @@ class ClusterSpec:
     decode: DecodeSpec
     colocated_count: int = 0
     """Instances that prefill and decode. Above 0: there are no others, and `prefill` and `decode` have one engine."""
+    dynamic_count: int = 0
+    """Instances that change their phase; the first half starts with prefill. As with colocated ones, no others."""
+    flips: FlipRules = field(default_factory=FlipRules)
+    """Decides the changes of dynamic instances."""
     router: RouterSpec = field(default_factory=RouterSpec)
     link: LinkSpeed | None = None
     """Between any two instances; None: pushes take no time."""
@@ -145,15 +151,32 @@ class ClusterSpec:
 
     @property
     def instance_ids(self) -> tuple[str, ...]:
-        return (*self.prefill_ids, *self.decode_ids, *self.colocated_ids)
+        return (*self.prefill_ids, *self.decode_ids, *self.colocated_ids, *self.dynamic_ids)
+
+    @property
+    def dynamic_ids(self) -> tuple[str, ...]:
+        return tuple(f"dynamic-{number}" for number in range(self.dynamic_count))
+
+    def first_phases(self, instance_id: str) -> tuple[Phase, ...]:
+        """Phases that the instance serves at the start."""
+        if instance_id in self.colocated_ids:
+            return BOTH_PHASES
+        prefills = (*self.prefill_ids, *self.dynamic_ids[: (self.dynamic_count + 1) // 2])
+        return (Phase.PREFILL if instance_id in prefills else Phase.DECODE,)
 
     def __post_init__(self) -> None:
+        both = self.colocated_count or self.dynamic_count
         for name, count in (("prefill", self.prefill_count), ("decode", self.decode_count)):
-            if self.colocated_count and count:
+            if both and count:
                 raise ConfigError(name, f"is {count}; beside instances of both phases there are no others")
-            if not self.colocated_count and count < 1:
+            if not both and count < 1:
                 raise ConfigError(name, f"is {count}; there must be at least 1 instance")
-        if self.colocated_count and self.prefill.engine != self.decode.engine:
+        if self.colocated_count and self.dynamic_count:
+            raise ConfigError("dynamic", f"is {self.dynamic_count}; beside colocated instances there are no others")
+        if self.dynamic_count and self.dynamic_count < self.flips.min_prefill + self.flips.min_decode:
+            least = f"{self.flips.min_prefill} + {self.flips.min_decode}"
+            raise ConfigError("dynamic", f"is {self.dynamic_count}; it must be at least {least}, one for each phase")
+        if both and self.prefill.engine != self.decode.engine:
             raise ConfigError("colocated", "has two engines; an instance of both phases has one")
         if not 0 < self.router.monitor_interval_s < math.inf:
             reason = f"is {self.router.monitor_interval_s!r}; it must be a number above 0"
