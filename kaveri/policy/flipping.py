@@ -52,16 +52,17 @@ class FlipRules:
     """Target of the time per output token; needed by `slo`."""
     min_prefill: int = 1
     min_decode: int = 1
-    cooldown_s: float = 0.5
+    cooldown_s: float = 1.0
     """Min time between two flips."""
-    backlog_share: float = 0.35
+    backlog_share: float = 0.6
     """`slo`: share of ttft_s that the prompts waiting may take to compute; above, one more instance prefills."""
     calm_share: float = 0.08
     """`slo`: share of ttft_s below which prefill has an instance to spare."""
-    step_share: float = 0.85
+    step_share: float = 0.88
     """`slo`: share of tpot_s above which one more instance decodes if prefill can spare one."""
-    step_most_share: float = 0.95
-    """`slo`: share of tpot_s above which one more decodes even then, and that one decode instance less must keep."""
+    step_most_share: float = 1.0
+    """`slo`: share of tpot_s above which one more decodes although prefill has work, and which a flip to prefill must
+    not exceed."""
     idle_share: float = 0.1
     """`idle`: an instance is idle below this share of the mean load of its phase."""
     idle_s: float = 60.0
@@ -166,7 +167,7 @@ class _Phases:
     prefill: Sequence[ViewedInstance]
     decode: Sequence[ViewedInstance]
     settled: bool
-    """No phase is ending, and every order was carried out."""
+    """The loads show every order."""
 
 
 def observe(
@@ -221,7 +222,7 @@ def _measured(heard: Sequence[ViewedInstance], now_s: float, state: FlipState) -
 
 def _by_phase(heard: Sequence[ViewedInstance], under_way: Mapping[str, OrderedPhases]) -> _Phases:
     served = {one.record.instance_id: _accepted(one, under_way) for one in heard}
-    settled = not any(one.load.ending_phases for one in heard) and not any(
+    settled = not any(
         (newest := under_way.get(one.record.instance_id)) is not None
         and newest.incarnation == one.record.incarnation
         and newest.order > one.load.phase_order
