@@ -37,6 +37,7 @@ from kaveri.models import KAVERI_TINY, bundled_predictor
 if TYPE_CHECKING:
     from kaveri.local.config import StackConfig
     from kaveri.local.service_flags import ServiceFlags
+    from kaveri.policy.flipping import FlipRules
     from kaveri.security.tls_files import TlsFiles
 
 _GATEWAY_PACKAGES = ("starlette", "uvicorn", "h11")
@@ -78,6 +79,14 @@ def up(
     prefill: Annotated[int | None, option("Prefill instances; 2 by default.", min=1)] = None,
     decode: Annotated[int | None, option("Decode instances; 2 by default.", min=1)] = None,
     colocated: Annotated[int, option("Instances of both phases, instead of prefill and decode instances.", min=0)] = 0,
+    dynamic: Annotated[
+        int,
+        option(
+            "Instances that change their phase as --flip-policy decides, instead of fixed ones; half start with each. "
+            "Set --slo-ttft-s and --slo-tpot-s.",
+            min=0,
+        ),
+    ] = 0,
     routers: Annotated[int, option("Routers; when one dies, clients that know others go on through them.", min=1)] = 1,
     port: Annotated[int, port_option("Port of the router, the others' follow; 0: free ones.")] = 50051,
     gateways: Annotated[
@@ -123,6 +132,10 @@ def up(
 
     if colocated and (prefill is not None or decode is not None):
         raise ConfigError("--colocated", "these instances do both phases; leave --prefill and --decode out")
+    if dynamic:
+        if colocated or prefill is not None or decode is not None:
+            raise ConfigError("--dynamic", "these instances do either phase; leave all other instances out")
+        prefill, decode = (dynamic + 1) // 2, dynamic // 2
     wanted = None if preset is None else preset_settings(preset)
     if preset is not None and wanted is not None:
         asked, own = {"prefill": prefill, "decode": decode, "colocated": colocated}, wanted.of(UP_SECTION)
@@ -153,6 +166,8 @@ def up(
         flags = _with_preset(flags, running, config, wanted)
         print(f"preset {preset}: without {'; '.join(wanted.left_out)}", file=sys.stderr)
     engine, tls = _check_settings(flags, running, config)
+    if dynamic:
+        _check_flips(_read_settings(ServiceKind.ROUTER, flags, config).config.flip_rules, dynamic)
     if tls is not None:
         use_tls(RpcTls(tls))
     stack = StackConfig(
@@ -242,6 +257,16 @@ def _read_settings(role: ServiceKind, flags: "ServiceFlags", config_file: str) -
     except ConfigError as error:
         field = error.field
         raise ConfigError(f"--{role}.{field[2:]}" if field in own else field, error.reason) from error
+
+
+def _check_flips(rules: "FlipRules", instances: int) -> None:
+    """Raise ConfigError if the rules never change a phase of so many instances."""
+    from kaveri.policy.flipping import FlipPolicy
+
+    if rules.policy is FlipPolicy.NONE:
+        raise ConfigError("--dynamic", "without targets nothing changes; set --slo-ttft-s and --slo-tpot-s")
+    if instances < (least := rules.min_prefill + rules.min_decode):
+        raise ConfigError("--dynamic", f"is {instances}; --min-prefill and --min-decode together are {least}")
 
 
 def _predictor_of(asked: str, model: str, engine: str) -> str:

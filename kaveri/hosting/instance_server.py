@@ -2,25 +2,22 @@
 
 from typing import Any, Protocol
 
-import grpc
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import InstanceLoad, InstanceRecord, Phase, PhaseOrder, Role
 from kaveri.errors import InvalidArgument, KaveriError, Unavailable
-from kaveri.policy.flipping import OrderedPhases, check_order
-from kaveri.rpc.channels import Channels
+from kaveri.hosting.orders import InstanceOrders
 from kaveri.rpc.public_port import authorization_of
 from kaveri.seconds import require_seconds
 from kaveri.security.callers import Callers
 from kaveri.timeouts import LEADER_LEASE_S
 from kaveri.v1 import instance_pb2
-from kaveri.v1.instance_pb2_grpc import InstanceServiceServicer, InstanceServiceStub
+from kaveri.v1.instance_pb2_grpc import InstanceServiceServicer
 from kaveri.wire.messages import phase_order_from_proto, phase_order_to_proto, phases_from_proto
-from kaveri.wire.status import abort, error_of
+from kaveri.wire.status import abort
 
 SERVICE_NAME = instance_pb2.DESCRIPTOR.services_by_name["InstanceService"].full_name
-_FORWARD_TIMEOUT_S, _CALL_TIMEOUT_S = 5.0, 3.0
 
 
 class OrderedProcess(Protocol):
@@ -31,7 +28,6 @@ class OrderedProcess(Protocol):
     async def drain(self) -> bool: ...
     async def undrain(self) -> bool: ...
     def order_phases(self, phases: tuple[Phase, ...], order: PhaseOrder, deadline_s: float) -> bool: ...
-    def next_order(self) -> PhaseOrder | None: ...
     def load(self) -> InstanceLoad: ...
 
 
@@ -43,16 +39,14 @@ class InstanceServer(InstanceServiceServicer):
         process: OrderedProcess,
         store: ClusterStore,
         operators: Callers | None = None,
-        channels: Channels | None = None,
+        orders: InstanceOrders | None = None,
     ) -> None:
-        """operators: checks that callers present an admin key; None: every caller that the port admits. channels: of a
+        """operators: checks that callers present an admin key; None: every caller that the port admits. orders: of a
         router, to forward orders."""
         self._process = process
         self._store = store
-        self._channels = channels
+        self._orders = orders
         self._operators = operators
-        self._under_way: dict[str, OrderedPhases] = {}
-        """This router's newest order to each instance, by id: loads may not show it yet."""
 
     async def SetPhases(  # noqa: N802
         self, request: instance_pb2.SetPhasesRequest, context: aio.ServicerContext[Any, Any]
@@ -81,7 +75,8 @@ class InstanceServer(InstanceServiceServicer):
             self._check_operator(context)
             record = self._named(request.instance_id)
             if record is not None:
-                response: instance_pb2.DrainResponse = await self._call(record, "Drain", request)
+                assert self._orders is not None, "only routers forward"
+                response: instance_pb2.DrainResponse = await self._orders.call(record, "Drain", request)
                 return response
             changed = await (self._process.undrain() if request.undo else self._process.drain())
         except KaveriError as error:
@@ -113,44 +108,24 @@ class InstanceServer(InstanceServiceServicer):
         """Number an operator's order and send it to its instance; or send it to the router that leads."""
         if request.HasField("order"):
             raise InvalidArgument("order", "set", "unset: the router that leads numbers the order")
-        phases, view, forwarded = _phases(request), self._store.view(), instance_pb2.SetPhasesRequest()
-        forwarded.CopyFrom(request)
-        order = self._process.next_order()
-        if order is None:
-            leader = view.leader()
-            if leader is None or request.forwarded or leader.record.instance_id == self._process.record.instance_id:
-                raise _no_leader()
-            forwarded.forwarded = True
-            response: instance_pb2.SetPhasesResponse
-            # The leader checks the caller as well.
-            response = await self._call(
-                leader.record, "SetPhases", forwarded, authorization_of(context.invocation_metadata())
-            )
-            return response
+        phases = _phases(request)
         if request.incarnation not in (0, record.incarnation):
             raise InvalidArgument("incarnation", request.incarnation, f"{record.incarnation}, its present one")
-        check_order(view, record.instance_id, phases, self._under_way)
-        forwarded.incarnation = record.incarnation
-        forwarded.order.CopyFrom(phase_order_to_proto(order))
-        self._under_way[record.instance_id] = OrderedPhases(record.incarnation, order, phases)
-        response = await self._call(record, "SetPhases", forwarded)
-        return response
-
-    async def _call(self, record: InstanceRecord, method: str, request: Any, authorization: bytes | None = None) -> Any:
-        metadata = (("authorization", authorization.decode()),) if authorization else None
-        # Two hops within the time of the caller's.
-        timeout_s = _FORWARD_TIMEOUT_S if record.role is Role.ROUTER else _CALL_TIMEOUT_S
-        assert self._channels is not None, "only routers forward"
-        with self._channels.calling(InstanceServiceStub, record.address) as stub:
-            try:
-                return await getattr(stub, method)(request, timeout=timeout_s, metadata=metadata)
-            except aio.AioRpcError as rpc_error:
-                error = error_of(rpc_error, peer=record.address)
-                if rpc_error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    error = Unavailable(f"{record.instance_id} at {record.address} did not answer in {timeout_s:g} s")
-                if isinstance(error, Unavailable) and error.retry_after_s is None:
-                    error = Unavailable(error.reason, retry_after_s=LEADER_LEASE_S)
-                raise error from rpc_error
+        orders = self._orders
+        assert orders is not None, "only routers forward"
+        response = await orders.set_phases(record, phases, request.deadline_s)
+        if response is not None:
+            return response
+        leader, forwarded = self._store.view().leader(), instance_pb2.SetPhasesRequest()
+        if leader is None or request.forwarded or leader.record.instance_id == self._process.record.instance_id:
+            raise _no_leader()
+        forwarded.CopyFrom(request)
+        forwarded.forwarded = True
+        # The leader checks the caller as well.
+        authorization = authorization_of(context.invocation_metadata())
+        passed_on: instance_pb2.SetPhasesResponse
+        passed_on = await orders.call(leader.record, "SetPhases", forwarded, authorization)
+        return passed_on
 
     def _named(self, instance_id: str) -> InstanceRecord | None:
         """Record of the instance to forward to; None if it is this process. Raises InvalidArgument if unknown."""

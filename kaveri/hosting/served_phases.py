@@ -160,4 +160,5 @@ def _combined(loads: Mapping[Phase, InstanceLoad]) -> InstanceLoad:
         running_requests=prefill.running_requests + decode.running_requests,
         queued_prefill_tokens=prefill.queued_prefill_tokens,
         queue_room=prefill.queue_room,
+        prefill_tokens_per_s=prefill.prefill_tokens_per_s,
     )

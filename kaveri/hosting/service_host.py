@@ -15,7 +15,7 @@ from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phas
 from kaveri.errors import InvalidArgument, Unavailable
 from kaveri.hosting import instance_server
 from kaveri.hosting.metrics import BUILD_INFO
-from kaveri.rpc.channels import Channels
+from kaveri.hosting.orders import InstanceOrders
 from kaveri.rpc.process import ServiceConfig
 from kaveri.rpc.server import RpcServer
 from kaveri.security.callers import Callers
@@ -107,12 +107,12 @@ class ServiceHost:
         server: ProcessServer | None = None,
         public: ProcessServer | None = None,
         operators: Callers | None = None,
-        channels: Channels | None = None,
+        orders: InstanceOrders | None = None,
     ) -> None:
         """service_names: full names of the gRPC services, whose servicers `register` adds. store: already connected.
         server: replaces the gRPC server, and with it InstanceService. public: an additional server. operators: checks
-        that callers of InstanceService present an admin key; None: every caller that the port admits. channels: of a
-        router, which forwards orders."""
+        that callers of InstanceService present an admin key; None: every caller that the port admits. orders: of a
+        router, which forwards them to other processes."""
         check_order()
         self.record = record
         """Registration in the cluster. Has an address once `started` is set."""
@@ -120,14 +120,12 @@ class ServiceHost:
         """State for the heartbeats."""
         self.started = asyncio.Event()
         """Set once requests are accepted."""
-        self.next_order: Callable[[], PhaseOrder | None] = lambda: None
-        """Numbers an order to an instance. None unless this process leads the cluster monitor."""
         self._config = config
         self._store = store
         self._hosted = hosted
         self._stopping = False
         """True once a signal or a failure has begun the shutdown."""
-        server = server or self._rpc_server(service_names, register, operators, channels)
+        server = server or self._rpc_server(service_names, register, operators, orders)
         self._servers = (server,) if public is None else (server, public)
         self._broken: asyncio.Future[str] | None = None
         self._heartbeat: Heartbeat | None = None
@@ -230,13 +228,13 @@ class ServiceHost:
         service_names: Sequence[str],
         register: Callable[[aio.Server], None] | None,
         operators: Callers | None,
-        channels: Channels | None,
+        orders: InstanceOrders | None,
     ) -> ProcessServer:
         server = RpcServer(self._config.host, self._config.port, (*service_names, instance_server.SERVICE_NAME))
         if register is not None:
             server.add(register)
-        orders = instance_server.InstanceServer(self, self._store, operators, channels)
-        server.add(lambda added_to: add_InstanceServiceServicer_to_server(orders, added_to))
+        servicer = instance_server.InstanceServer(self, self._store, operators, orders)
+        server.add(lambda added_to: add_InstanceServiceServicer_to_server(servicer, added_to))
         return server
 
     async def _accept(self) -> None:

@@ -510,6 +510,8 @@ class InstanceLoad(_message.Message):
     PHASE_ORDER_FIELD_NUMBER: _builtins.int
     PHASE_FAULT_FIELD_NUMBER: _builtins.int
     FENCING_TOKEN_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
     """Rises by one with each heartbeat of an incarnation."""
     state: Global___InstanceState.ValueType
@@ -542,6 +544,10 @@ class InstanceLoad(_message.Message):
     """Why the newest order was taken back. Empty: it holds."""
     fencing_token: _builtins.int
     """Of a router: its token as the leader of the cluster monitor. 0: it does not lead."""
+    prefill_tokens_per_s: _builtins.float
+    """Prompt tokens that it computes per second while it has prompts, recently. 0: none was measured."""
+    step_s: _builtins.float
+    """Seconds of a recent decode step. 0: no request decodes."""
     @_builtins.property
     def phases(self) -> _containers.RepeatedScalarFieldContainer[Global___Phase.ValueType]:
         """The phases that it serves now. Holds when phase_order.number is not 0; else it serves all that its record names."""
@@ -580,10 +586,12 @@ class InstanceLoad(_message.Message):
         phase_order: Global___PhaseOrder | None = ...,
         phase_fault: _builtins.str = ...,
         fencing_token: _builtins.int = ...,
+        prefill_tokens_per_s: _builtins.float = ...,
+        step_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "phase_order", b"phase_order", "queue_room", b"queue_room", "replica_counts", b"replica_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "context_tokens", b"context_tokens", "ending_phases", b"ending_phases", "fencing_token", b"fencing_token", "free_blocks", b"free_blocks", "heavy_requests", b"heavy_requests", "light_requests", b"light_requests", "phase_fault", b"phase_fault", "phase_order", b"phase_order", "phases", b"phases", "queue_room", b"queue_room", "queued_prefill_tokens", b"queued_prefill_tokens", "replica_counts", b"replica_counts", "replica_free_bytes", b"replica_free_bytes", "replica_total_bytes", b"replica_total_bytes", "running_requests", b"running_requests", "sequence_number", b"sequence_number", "state", b"state", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "context_tokens", b"context_tokens", "ending_phases", b"ending_phases", "fencing_token", b"fencing_token", "free_blocks", b"free_blocks", "heavy_requests", b"heavy_requests", "light_requests", b"light_requests", "phase_fault", b"phase_fault", "phase_order", b"phase_order", "phases", b"phases", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queue_room", b"queue_room", "queued_prefill_tokens", b"queued_prefill_tokens", "replica_counts", b"replica_counts", "replica_free_bytes", b"replica_free_bytes", "replica_total_bytes", b"replica_total_bytes", "running_requests", b"running_requests", "sequence_number", b"sequence_number", "state", b"state", "step_s", b"step_s", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__queue_room: _TypeAlias = _typing.Literal["queue_room"]  # noqa: Y015
     _WhichOneofArgType__queue_room: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room"]  # noqa: Y015
@@ -657,7 +665,7 @@ Global___ReplicaCounts: _TypeAlias = ReplicaCounts  # noqa: Y015
 
 @_typing.final
 class LoadBroadcast(_message.Message):
-    """The cluster monitor's broadcast: all instances that prefill instances choose among, in one message."""
+    """The cluster monitor's broadcast: all predictors and instances with an engine, in one message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

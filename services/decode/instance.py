@@ -280,6 +280,7 @@ class DecodeInstance:
             context_tokens=self._engine.stats().context_tokens,
             heavy_requests=heavy_count,
             light_requests=len(placed) - heavy_count,
+            step_s=self._metrics.steps.step_s,
         )
 
     def kept_blocks(self, coming: tuple[EngineRequest, TokenRange | None] | None = None) -> int:

@@ -39,16 +39,20 @@ class StepMetrics:
         )
         self._tokens = Counter("kaveri_decode_tokens", "Tokens generated.", registry=registry)
         self._last_s: float | None = None
+        self.step_s = 0.0
+        """Seconds of the last step; 0 if no request has run since."""
 
     def count(self, token_counts: Sequence[int], now_s: float, running_count: int) -> None:
         """Count decode steps whose tokens arrived together, each with an equal share of the time since the last call.
         token_counts: tokens of each step, one per request; at least one step. running_count: requests that continue."""
+        step_s = None if self._last_s is None else (now_s - self._last_s) / len(token_counts)
         for token_count in token_counts:
-            if self._last_s is not None:
-                self._seconds.observe((now_s - self._last_s) / len(token_counts))
+            if step_s is not None:
+                self._seconds.observe(step_s)
             self._requests.observe(token_count)
         self._tokens.inc(sum(token_counts))
         self._last_s = now_s if running_count else None
+        self.step_s = step_s or self.step_s if running_count else 0.0
 
 
 class DecodeMetrics:

@@ -52,6 +52,7 @@ from kaveri.lives.prompt import (
     Terms,
     step,
 )
+from kaveri.policy.busy_rate import BusyRate
 from kaveri.policy.levelling import LEVEL_INTERVAL_S
 from kaveri.policy.prompt_queue import PromptQueue
 from kaveri.policy.room_search import draws_more, place_search
@@ -118,6 +119,8 @@ class PrefillRole:
         """Owners whose Abort came before their request; by request id."""
         self._refuses_s: float | None = None
         """Retry time told to new requests, which are refused; None: they are accepted."""
+        self._rate = BusyRate()
+        """Prompt tokens per second."""
         self._level_at_s = 0.0
         """Earliest time of the next return of waiting prompts for a shorter queue elsewhere."""
         self._idle = asyncio.Event()
@@ -297,6 +300,7 @@ class PrefillRole:
             free_blocks=stats.free_blocks,
             total_blocks=self._engine.info.total_blocks,
             context_tokens=stats.context_tokens,
+            prefill_tokens_per_s=self._rate.per_s,
         )
 
     def drain(self, retry_after_s: float = DRAIN_RETRY_S) -> None:
@@ -410,6 +414,7 @@ class PrefillRole:
             match action:
                 case Advance():
                     self._queue.advance(request, action.computed_tokens)
+                    self._rate.done(action.new_tokens, now_s, has_more=bool(self._queue.computing))
                     self._metrics.tokens.inc(action.new_tokens)
                 case SendReport():
                     self._observe(action.progress)
@@ -455,6 +460,7 @@ class PrefillRole:
                 self._happened(request, EndRequested(Outcome.FAILED, error))
             else:
                 self._queue.submitted(request)
+                self._rate.begin(time.monotonic())
 
     def _submit_later(self) -> None:
         if self._retry is None:

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from kaveri.addresses import address_text, host_text, is_all_addresses, join_address
 from kaveri.config.settings import MAX_PORT, present, setting, size_bytes
+from kaveri.config.sources import flag_of
 from kaveri.errors import ConfigError
 from kaveri.hosting.policy_settings import PREFILL_PLACEMENTS
 from kaveri.models import KAVERI_TINY
 from kaveri.policy.byte_budget import KEY_SHARE
+from kaveri.policy.flipping import FlipPolicy, FlipRules
 from kaveri.policy.placement import AnyPrefillPlacement, PlacementPolicy
 from kaveri.rpc.process import ServiceConfig
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
@@ -141,3 +143,39 @@ class RouterConfig(FrontSettings):
         above=0,
         most=0.5,
     )
+    flip_policy: str = setting(
+        "when the router that leads changes the phases of instances: none, idle (after a minute almost without work), "
+        "slo (a target is about to be missed) or auto: slo if both targets are given",
+        "auto",
+        choices=("auto", *FlipPolicy),
+    )
+    slo_ttft_s: float = setting("target for the time to first token, for --flip-policy slo; 0: none", 0.0, least=0)
+    slo_tpot_s: float = setting("target for the time per output token, for --flip-policy slo; 0: none", 0.0, least=0)
+    min_prefill: int = setting("instances that keep serving prefill, whatever --flip-policy decides", 1, least=1)
+    min_decode: int = setting("instances that keep serving decode, whatever --flip-policy decides", 1, least=1)
+    flip_cooldown_s: float = setting(
+        "seconds between two changes of phase by --flip-policy; more than an instance takes to show one", 1.0, least=0.2
+    )
+    flip_dry_run: bool = setting("whether the decisions of --flip-policy are logged and not carried out", False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            self.flip_rules  # noqa: B018 - it raises
+        except ConfigError as error:
+            raise ConfigError(flag_of(error.field), error.reason) from error
+
+    @property
+    def flip_rules(self) -> FlipRules:
+        """Rules by which the router that leads changes phases. Raises ConfigError."""
+        policy = self.flip_policy
+        if policy == "auto":
+            policy = FlipPolicy.SLO if self.slo_ttft_s and self.slo_tpot_s else FlipPolicy.NONE
+        return FlipRules(
+            policy=FlipPolicy(policy),
+            ttft_s=self.slo_ttft_s,
+            tpot_s=self.slo_tpot_s,
+            min_prefill=self.min_prefill,
+            min_decode=self.min_decode,
+            cooldown_s=self.flip_cooldown_s,
+        )

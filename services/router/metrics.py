@@ -43,8 +43,15 @@ E2E_S = Histogram("kaveri_router_e2e_seconds", "Arrival to last token.", buckets
 MONITOR_LEADING = Gauge("kaveri_monitor_leading", "1 while this router leads the cluster monitor, else 0.")
 MONITOR_BROADCASTS = Counter("kaveri_monitor_broadcasts", "Loads of all instances sent to prefill instances.")
 MONITOR_TAKEOVERS = Counter("kaveri_monitor_takeovers", "Times that this router began to lead the cluster monitor.")
+FLIPS_DECIDED = Counter(
+    "kaveri_flips_decided",
+    "Decisions of --flip-policy that an instance changes its phase, by the phases that it shall serve.",
+    ["phases"],
+)
+FLIPS_FAILED = Counter("kaveri_flips_failed", "Orders of --flip-policy that the instance did not accept or answer.")
 
 _RARE = (
+    (FLIPS_DECIDED, ("prefill", "decode", "decode+prefill")),
     (REQUESTS, ("unavailable", "resource_exhausted", "deadline_exceeded", "internal")),
     (REATTACHES, ("taken_over", "placed_again", "owner_lost")),
     (RESUMES, ("resumed", "not_found", "no_room", "unavailable", "refused")),

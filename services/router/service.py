@@ -15,6 +15,7 @@ from grpc import aio
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import InstanceLoad, Role
 from kaveri.errors import Unavailable
+from kaveri.hosting.orders import InstanceOrders
 from kaveri.hosting.service_host import ServiceHost, new_incarnation, service_record
 from kaveri.hosting.store import open_store
 from kaveri.hosting.vllm_grpc_extra import require_vllm_grpc
@@ -34,6 +35,7 @@ from services.router import metrics
 from services.router.claims import RequestClaims
 from services.router.cluster_server import ClusterServicer
 from services.router.config import RouterConfig
+from services.router.flipper import Flipper
 from services.router.intake import Intake
 from services.router.metrics import metrics_targets
 from services.router.monitor import Monitor
@@ -104,9 +106,8 @@ def router_host(router: "Router") -> ServiceHost:
         register,
         public=public,
         operators=operators,
-        channels=router.channels,
+        orders=router.orders,
     )
-    host.next_order = router.monitor.next_order
     # Others forward orders to the leader that they see.
     router.monitor.on_lead = host.beat_now
     return host
@@ -156,6 +157,9 @@ class Router:
         rng = random.Random(incarnation)
         self.placer = RequestPlacer(config, stream_id, store, self.channels, self.feeds, holders, rng)
         self.monitor = Monitor(store, self.router_id, config.monitor_interval_s)
+        self.orders = InstanceOrders(store, self.channels, self.monitor.next_order)
+        rules, dry_run = config.flip_rules, config.flip_dry_run
+        self.flipper = Flipper(rules, dry_run, config.model_name, store, self.orders, self.monitor)
         self.intake = Intake(config.model_name, tokenizer, self.placer, defaults or SamplingDefaults())
         self.callers = make_callers(config.keys_file, config.redis_url, config.cluster_name)
         """API keys of the public port and of operators; None: there are none."""
@@ -181,6 +185,7 @@ class Router:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._monitor(), name="cluster monitor")
                 group.create_task(self.feeds.watch())
+                group.create_task(self.flipper.run(self.config.monitor_interval_s), name="flips")
                 if self.callers is not None:
                     group.create_task(self.callers.run(), name="keys file")
                 await self._watch()

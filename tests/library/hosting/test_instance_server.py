@@ -2,7 +2,7 @@ import asyncio
 import contextlib
 import itertools
 import math
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from kaveri.client.api_key import key_metadata
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
 from kaveri.domain.view import BOTH_PHASES, FIRST_ORDER, InstanceLoad, InstanceState, Phase, PhaseOrder, Role
 from kaveri.errors import InvalidArgument, KaveriError, Unauthenticated, Unavailable
+from kaveri.hosting.orders import InstanceOrders
 from kaveri.hosting.service_host import ServiceHost, service_record
 from kaveri.rpc.channels import Channels
 from kaveri.rpc.process import ServiceConfig
@@ -40,6 +41,7 @@ class Work(IdleService):
         self.order = FIRST_ORDER
         self.phases = BOTH_PHASES
         self.fencing_token = 0
+        self.next_order: Callable[[], PhaseOrder | None] = lambda: None
 
     def load(self) -> InstanceLoad:
         phases = self.phases if not self.fencing_token else ()
@@ -107,7 +109,8 @@ async def running(
         if role is Role.ENGINE:
             record = replace(record, phases=BOTH_PHASES)
         channels = Channels()
-        host = OrderedHost(config, store, record, work, (), lambda _: None, operators=operators, channels=channels)
+        orders = InstanceOrders(store, channels, lambda: work.next_order())  # noqa: PLW0108 - it is replaced
+        host = OrderedHost(config, store, record, work, (), lambda _: None, operators=operators, orders=orders)
         serving = asyncio.create_task(host.serve(stopping))
         await asyncio.wait_for(host.started.wait(), SOON_S)
         async with open_channel(host.address) as channel:
@@ -209,7 +212,7 @@ def leading(router: Process, token: int) -> None:
     """Make the router lead the cluster monitor with this token."""
     numbers = itertools.count(1)
     router.work.fencing_token = token
-    router.host.next_order = lambda: PhaseOrder(token, next(numbers))
+    router.work.next_order = lambda: PhaseOrder(token, next(numbers))
 
 
 @contextlib.asynccontextmanager
@@ -246,7 +249,7 @@ async def test_the_router_that_leads_numbers_an_order_and_any_other_passes_it_on
 async def test_without_a_leader_an_order_is_refused_with_a_time_to_try_again() -> None:
     async with two_routers() as (follower, leader, first, _):
         # It does not lead any more, which the other one does not know yet.
-        leader.host.next_order = lambda: None
+        leader.work.next_order = lambda: None
         for router in (follower, leader):
             with pytest.raises(Unavailable, match="no router leads") as refused:
                 await router.set_phases("decode-0", Phase.DECODE)
