@@ -67,3 +67,52 @@ def test_an_instance_flips_and_goes_back_whatever_fails_beside_it(run: Run, besi
     ordered = lines(result, "phases_ordered", "decode-1")
     assert "prefill" in ordered[0]
     assert "decode" in ordered[-1]
+
+
+_BURST = [request(f"b{number}", 0.01 * number, prompt_tokens=200, max_tokens=8) for number in range(24)] + [
+    request(f"a{number}", 3.0 + 0.05 * number, prompt_tokens=20, max_tokens=90) for number in range(24)
+]
+"""Long prompts with short answers, then the other way round."""
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        "nothing",
+        "a router killed behind the order",
+        "the other router killed as it is asked",
+        "a router frozen as it is asked",
+        "the instance killed behind the order",
+        "the store away",
+        "the store emptied",
+    ],
+)
+def test_phases_follow_the_load_whatever_fails_beside_it(run: Run, beside: str) -> None:
+    other = _BESIDE[beside]
+    result = run(
+        story(
+            cluster(routers=2, prefills=1, decodes=2, step_s=0.01),
+            _BURST,
+            [other] if other is not None else [],
+            max_model_len=320,
+            divergent=True,
+            flip_targets=(0.1, 0.02, 0.3),
+        )
+    )
+    assert result.counts["outcome:length"] == len(_BURST) + 4
+    assert lines(result, "flip_decided", "prefill")
+    assert lines(result, "phases_ordered")
+
+
+def test_another_instance_takes_the_place_of_the_last_one_of_a_phase(run: Run) -> None:
+    result = run(
+        story(
+            cluster(routers=1, prefills=1, decodes=2, step_s=0.01),
+            LOAD,
+            [Fault(kind=FaultKind.KILL, at_s=1.0, target="prefill-0")],
+            max_model_len=320,
+            flip_targets=(1000.0, 1000.0, 100.0),
+        )
+    )
+    assert result.counts["outcome:length"] == len(LOAD) + 2
+    assert lines(result, "flip_decided", "no instance serves prefill")

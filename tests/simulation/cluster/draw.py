@@ -92,6 +92,7 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
     plan = _with_former_lives(plan, random.Random(f"former lives {seed}"))
     if seed >= _FIRST_WITH_FLIPS:
         plan = _with_flips(plan, random.Random(f"flips {seed}"), load_s)
+        plan = _with_flip_policy(plan, random.Random(f"flip policy {seed}"))
     return _with_deaths(_with_rare_faults(plan, random.Random(f"rare {seed}")), random.Random(f"deaths {seed}"))
 
 
@@ -407,6 +408,15 @@ def _with_switches(plan: Plan, rng: random.Random, load_s: float) -> Plan:
 def _with_flips(plan: Plan, rng: random.Random, load_s: float) -> Plan:
     """The plan with orders of an operator, in some. An order that leaves a phase without an instance is refused."""
     return plan if rng.random() < 0.6 else _with_orders(FaultKind.FLIP, plan, rng, load_s)
+
+
+def _with_flip_policy(plan: Plan, rng: random.Random) -> Plan:
+    """The plan with phases that change by targets which its steps miss now and then, in some."""
+    if rng.random() < 0.6:
+        return plan
+    step_s = max(instance.step_s for instance in plan.instances)
+    ttft_s, tpot_s = rng.choice((0.02, 0.1, 0.5)), step_s * rng.choice((0.8, 1.1, 1.5))
+    return replace(plan, flip_targets=(ttft_s, tpot_s, rng.choice((0.2, 0.5, 1.0))))
 
 
 def _with_orders(kind: FaultKind, plan: Plan, rng: random.Random, load_s: float) -> Plan:

@@ -179,6 +179,8 @@ class Plan:
     prediction: PredictionMode = PredictionMode.OFF
     failure_domains: int = 1
     """Instances with an engine have these in turn."""
+    flip_targets: tuple[float, float, float] | None = None
+    """Targets of TTFT and TPOT and the cooldown, in seconds, of the policy that changes phases; None: no policy."""
     direct_clients: tuple[str, ...] = ()
     """Those that read answers at decode instances."""
 

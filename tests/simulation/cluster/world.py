@@ -223,11 +223,14 @@ class World:
         }
 
     async def _router(self, life: Life) -> None:
-        plan = self.plan
+        plan, flips = self.plan, dict[str, Any]()
+        if plan.flip_targets is not None:
+            flips = dict(zip(("slo_ttft_s", "slo_tpot_s", "flip_cooldown_s"), plan.flip_targets, strict=True))
         config = RouterConfig(
             **self._common(life),
             max_requests=plan.max_requests,
             placement_policy=plan.placement_policy,
+            **flips,
         )
 
         async with SimulatedStore(self.store) as store:
