@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kaveri.domain.view import Phase, PhaseOrder
-from kaveri.errors import ConfigError
+from kaveri.errors import ConfigError, KaveriError
 from kaveri.kv.transports.link_speed import parse_link_speed
 from kaveri.policy.flipping import FlipPolicy, FlipRules
 from kaveri.policy.ordering import OrderingPolicy
@@ -59,13 +59,17 @@ def alike(count: int, prompt_tokens: int, output_tokens: int = 1) -> list[Planne
 def run_ordered(
     requests: list[PlannedRequest], *orders: tuple[float, str, tuple[Phase, ...]], **changes: Any
 ) -> Simulation:
-    """Run four instances, of which the first two begin with prefill, under these orders and no others."""
+    """Run four instances, of which the first two begin with prefill, under orders numbered as they are given."""
     simulation = Simulation(dynamic_of(**{"flips": FlipRules(), **changes}), requests)
-    for number, (at_s, instance_id, phases) in enumerate(orders, 1):
-        order = PhaseOrder(1, number)
-        simulation.timeline.at(
-            at_s, lambda given: given[0](*given[1:]), (simulation.decodes[instance_id].order, phases, order)
-        )  # type: ignore[attr-defined]
+
+    def carry_out(number: int) -> None:
+        _, instance_id, phases = orders[number - 1]
+        instance = simulation.decodes[instance_id]
+        assert isinstance(instance, SimulatedDynamic)
+        instance.order(phases, PhaseOrder(1, number))
+
+    for number, (at_s, _, _) in enumerate(orders, 1):
+        simulation.timeline.at(at_s, carry_out, number)
     assert simulation.run().columns().answered.all()
     simulation.check_conservation()
     return simulation
@@ -73,4 +77,38 @@ def run_ordered(
 
 def computed_at(simulation: Simulation) -> list[int]:
     """Count of prompts computed at each instance."""
-    return np.bincount(simulation.table.columns().placements.prefill, minlength=4).tolist()
+    counts: list[int] = np.bincount(simulation.table.columns().placements.prefill, minlength=4).tolist()
+    return counts
+
+
+@pytest.fixture
+def granted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, tuple[Phase, ...]]]:
+    """Reservations that instances grant: their name, the time, and the phases that they show."""
+    found: list[tuple[str, float, tuple[Phase, ...]]] = []
+    reserve = SimulatedDynamic.reserve
+
+    def record(self: SimulatedDynamic, attempt: SimulatedAttempt, waits: bool, answer: Answer) -> None:
+        def answered(result: CountedSequence | KaveriError) -> None:
+            if isinstance(result, CountedSequence):
+                found.append((self.record.instance_id, self._timeline.now_s, self.member.load.phases))
+            answer(result)
+
+        reserve(self, attempt, waits, answered)
+
+    monkeypatch.setattr(SimulatedDynamic, "reserve", record)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_instances_change_their_phases_with_the_stream_and_no_request_is_lost(seed: int) -> None:
+    simulation = run_whole(dynamic_of(seed=seed), shifting(seed))
+    placed = simulation.table.columns().placements
+    assert simulation.flip_count > 1
+    assert set(placed.prefill) & set(placed.decode), "no instance served both phases in turn"
+
+
+def test_the_same_seed_gives_the_same_flips_and_times() -> None:
+    first, again = (run_whole(dynamic_of(seed=5), shifting(5)) for _ in range(2))
+    assert first.flip_count == again.flip_count
+    for column in ("first_s", "last_s", "tokens"):
+        assert str(getattr(first.table.columns(), column)) == str(getattr(again.table.columns(), column))
