@@ -142,7 +142,7 @@ def test_after_a_flip_the_next_one_waits_for_the_cooldown() -> None:
 
 def test_nothing_is_decided_while_the_loads_do_not_show_an_order() -> None:
     sent = {"c": OrderedPhases(1, PhaseOrder(1, 1), PREFILL)}
-    three = view_of(prefill("a", 0.6), prefill("b", 0.6), decode("c"), decode("d"), decode("e"))
+    three = view_of(prefill("a", 0.9), prefill("b", 0.9), decode("c"), decode("d"), decode("e"))
     assert decision(three, under_way=sent) is None
     assert decision(NEEDS_PREFILL, under_way={"c": replace(sent["c"], incarnation=2)}) == ("c", PREFILL)
     shown = prefill("c", 0.6, phase_order=PhaseOrder(1, 1))
