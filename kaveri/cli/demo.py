@@ -1,4 +1,5 @@
-"""python -m kaveri.cli.demo: answers prompts on a local cluster, shows where their time went, and survives kill -9."""
+"""python -m kaveri.cli.demo: answers prompts on a local cluster, shows where their time went, survives kill -9, and has
+an instance change its phase in the middle of answers."""
 
 import asyncio
 import json
@@ -17,10 +18,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from kaveri.cli.flip import flip_instance
 from kaveri.client.answer import Chunk
 from kaveri.client.async_client import AsyncClient
 from kaveri.domain.sampling import SamplingParams
-from kaveri.domain.view import ClusterView
+from kaveri.domain.view import ClusterView, Phase
 from kaveri.errors import KaveriError, Unavailable
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
@@ -199,12 +201,17 @@ def _ms(seconds: float | None) -> str:
 
 
 async def _show_kills(stack: LocalStack, expected: Mapping[str, str], console: Console) -> bool:
-    """Kill a decode process, then a router, during answers. expected: by prompt. Returns True if all answers match."""
+    """During answers, kill a decode process, then a router, then let a decode instance prefill. expected: by prompt.
+    Returns True if all answers match."""
     async with AsyncClient(list(stack.targets), timeout_s=_TIMEOUT_S) as client:
         right = True
-        for choose in (_busiest_decode, lambda view: _router_at(view, client.target)):
-            kill = partial(_kill, stack, choose, console)
-            for reading in await _read_all(client, expected, kill):
+        disturbances = (
+            partial(_kill, stack, _busiest_decode, console),
+            partial(_kill, stack, lambda view: _router_at(view, client.target), console),
+            partial(_flip, stack, console),
+        )
+        for disturb in disturbances:
+            for reading in await _read_all(client, expected, disturb):
                 right = right and reading.is_right
                 pause = f"longest pause {reading.longest_pause_s * 1e3:.0f} ms"
                 console.print(f"  {reading.mark}  {pause}; {reading.recovery}")
@@ -232,12 +239,26 @@ async def _read_all(
     return readings
 
 
-async def _kill(stack: LocalStack, choose: Callable[[ClusterView], str], console: Console) -> None:
+async def _choose(stack: LocalStack, choose: Callable[[ClusterView], str]) -> str:
+    """Wait until `choose` returns a process. Raises Unavailable."""
     give_up_s = time.monotonic() + _WAIT_S
     while not (name := choose(stack.view())):
         if time.monotonic() > give_up_s:
             raise Unavailable("no process serves the requests")
         await stack.wait_for_change(0.1)
+    return name
+
+
+async def _flip(stack: LocalStack, console: Console) -> None:
+    name = await _choose(stack, _busiest_decode)
+    console.print(f"\n[bold]kaveri flip {name} --to prefill[/]  [dim](in the middle of answers)[/]")
+    began_s = time.monotonic()
+    await flip_instance(name, (Phase.PREFILL,), ",".join(stack.targets))
+    console.print(f"  [dim]{name} takes prompts after {1e3 * (time.monotonic() - began_s):.0f} ms[/]")
+
+
+async def _kill(stack: LocalStack, choose: Callable[[ClusterView], str], console: Console) -> None:
+    name = await _choose(stack, choose)
     console.print(f"\n[bold]kill -9 {stack.pids()[name]}[/]  [dim]({name}, in the middle of answers)[/]")
     stack.process(name).send_signal(signal.SIGKILL)
 

@@ -11,7 +11,7 @@ from kaveri.cli.options import option
 from kaveri.client.defaults import DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from kaveri.domain.view import ClusterView, InstanceLoad, PhaseOrder
+    from kaveri.domain.view import ClusterView, InstanceLoad, Phase, PhaseOrder
 
 _TIMEOUT_S = 10.0
 _LOOK_EVERY_S = 0.1
@@ -43,27 +43,39 @@ def flip(
     asyncio.run(_flip(instance, to, target, deadline_s, wait))
 
 
-async def _flip(instance: str, to: Served, target: str, deadline_s: float, wait: bool) -> None:
-    from kaveri.cli.routers import call_options, cluster_view, first_answer, open_channels
-    from kaveri.domain.view import BOTH_PHASES, Phase
+async def flip_instance(
+    instance: str, phases: "tuple[Phase, ...]", target: str, deadline_s: float = 0.0
+) -> "tuple[int, PhaseOrder]":
+    """Let an instance serve these phases. target: addresses of routers. Returns its incarnation and the order's number.
+    Raises Unavailable, also if it has a newer order."""
+    from kaveri.cli.routers import call_options, first_answer, open_channels
     from kaveri.errors import Unavailable
     from kaveri.v1 import instance_pb2
     from kaveri.v1.instance_pb2_grpc import InstanceServiceStub
     from kaveri.wire.messages import phase_order_from_proto, phases_to_proto
 
-    phases = phases_to_proto(BOTH_PHASES if to is Served.BOTH else (Phase(to.value),))
-    request = instance_pb2.SetPhasesRequest(instance_id=instance, phases=phases, deadline_s=deadline_s)
+    request = instance_pb2.SetPhasesRequest(instance_id=instance, phases=phases_to_proto(phases), deadline_s=deadline_s)
     async with open_channels(target) as channels:
         answer: instance_pb2.SetPhasesResponse = await first_answer(
             channels, lambda _, channel: InstanceServiceStub(channel).SetPhases(request, **call_options(_TIMEOUT_S))
         )
-        order = phase_order_from_proto(answer.order)
-        if not answer.accepted:
-            raise Unavailable(f"{instance} has a newer order")
+    if not answer.accepted:
+        raise Unavailable(f"{instance} has a newer order")
+    return answer.incarnation, phase_order_from_proto(answer.order)
+
+
+async def _flip(instance: str, to: Served, target: str, deadline_s: float, wait: bool) -> None:
+    from kaveri.cli.routers import cluster_view, first_answer, open_channels
+    from kaveri.domain.view import BOTH_PHASES, Phase
+    from kaveri.errors import Unavailable
+
+    phases = BOTH_PHASES if to is Served.BOTH else (Phase(to.value),)
+    incarnation, order = await flip_instance(instance, phases, target, deadline_s)
+    async with open_channels(target) as channels:
         print(f"{instance} serves {to}, by order {order.fencing_token}.{order.number}", flush=True)
         while wait:
             view = await first_answer(channels, lambda _, channel: cluster_view(channel, _TIMEOUT_S))
-            load = _load_under(view, instance, answer.incarnation, order)
+            load = _load_under(view, instance, incarnation, order)
             if load is not None and not load.ending_phases:
                 if load.phase_fault:
                     raise Unavailable(f"{instance} serves {'+'.join(load.phases)} again: {load.phase_fault}")

@@ -130,12 +130,7 @@ def up(
     from kaveri.rpc.process import cluster_name_text
     from kaveri.rpc.tls import RpcTls, use_tls
 
-    if colocated and (prefill is not None or decode is not None):
-        raise ConfigError("--colocated", "these instances do both phases; leave --prefill and --decode out")
-    if dynamic:
-        if colocated or prefill is not None or decode is not None:
-            raise ConfigError("--dynamic", "these instances do either phase; leave all other instances out")
-        prefill, decode = (dynamic + 1) // 2, dynamic // 2
+    prefill, decode = _one_kind(prefill, decode, colocated, dynamic)
     wanted = None if preset is None else preset_settings(preset)
     if preset is not None and wanted is not None:
         asked, own = {"prefill": prefill, "decode": decode, "colocated": colocated}, wanted.of(UP_SECTION)
@@ -166,8 +161,7 @@ def up(
         flags = _with_preset(flags, running, config, wanted)
         print(f"preset {preset}: without {'; '.join(wanted.left_out)}", file=sys.stderr)
     engine, tls = _check_settings(flags, running, config)
-    if dynamic:
-        _check_flips(_read_settings(ServiceKind.ROUTER, flags, config).config.flip_rules, dynamic)
+    _check_flips(_read_settings(ServiceKind.ROUTER, flags, config).config.flip_rules, dynamic)
     if tls is not None:
         use_tls(RpcTls(tls))
     stack = StackConfig(
@@ -190,6 +184,18 @@ def up(
         supervision=Supervision(log_dir=log_dir, drain_timeout_s=drain_timeout_s, start_timeout_s=start_timeout_s),
     )
     sys.exit(asyncio.run(_run(stack)))
+
+
+def _one_kind(prefill: int | None, decode: int | None, colocated: int, dynamic: int) -> tuple[int | None, int | None]:
+    """Return the numbers of instances that start with prefill and with decode; None: the default. Raises ConfigError
+    for instances of several kinds."""
+    if colocated and (prefill is not None or decode is not None):
+        raise ConfigError("--colocated", "these instances do both phases; leave --prefill and --decode out")
+    if not dynamic:
+        return prefill, decode
+    if colocated or prefill is not None or decode is not None:
+        raise ConfigError("--dynamic", "these instances do either phase; leave all other instances out")
+    return (dynamic + 1) // 2, dynamic // 2
 
 
 def _gateway_count(asked: int | None) -> int:
@@ -260,9 +266,11 @@ def _read_settings(role: ServiceKind, flags: "ServiceFlags", config_file: str) -
 
 
 def _check_flips(rules: "FlipRules", instances: int) -> None:
-    """Raise ConfigError if the rules never change a phase of so many instances."""
+    """Raise ConfigError if the rules never change a phase of so many dynamic instances."""
     from kaveri.policy.flipping import FlipPolicy
 
+    if not instances:
+        return
     if rules.policy is FlipPolicy.NONE:
         raise ConfigError("--dynamic", "without targets nothing changes; set --slo-ttft-s and --slo-tpot-s")
     if instances < (least := rules.min_prefill + rules.min_decode):
