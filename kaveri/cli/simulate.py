@@ -118,7 +118,7 @@ def simulate(
 
 def _phases(cluster: "ClusterSpec") -> dict[str, tuple[str, ...]]:
     apart = dict.fromkeys(cluster.prefill_ids, ("prefill",)) | dict.fromkeys(cluster.decode_ids, ("decode",))
-    return apart | dict.fromkeys(cluster.colocated_ids, ("prefill", "decode"))
+    return apart | dict.fromkeys((*cluster.colocated_ids, *cluster.dynamic_ids), ("prefill", "decode"))
 
 
 def _plan(

@@ -1,7 +1,8 @@
 """Reads a simulation from the file that `kaveri up --config` reads. Raises ConfigError, naming file and key.
 
 It follows those settings of [up], [router], [prefill], [decode] and [colocated], and those before the sections, that a
-simulation supports. Whatever `engine` says, steps take the time of `latency_model`.
+simulation supports. Whatever `engine` says, steps take the time of `latency_model`. Dynamic instances follow [prefill]
+and [decode], whichever phase they started with, and the engine settings of both must be equal.
 """
 
 import enum
@@ -17,6 +18,7 @@ from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.kv.transports.link_speed import parse_link_speed
 from kaveri.latency.model import load_latency_model
+from kaveri.policy.flipping import FlipPolicy, FlipRules
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, HeavyThresholds
 from kaveri.simulator.spec import ClusterSpec, CopySpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec, RouterSpec
 
@@ -36,9 +38,20 @@ _THRESHOLDS = ("heavy_output_tokens", "heavy_prompt_tokens")
 _QUEUE_KEYS = ("max_queue", "prefill_policy", "prefill_sched_batch")
 _BATCH_KEYS = ("decode_policy", "decode_range_end")
 _COPY_KEYS = ("replication", "replica_memory", "replica_min_tokens", "replication_rate", "orphan_grace_s")
+_ROUTER_KEYS = ("placement_policy", "max_attempts", "unavailable_after_s", "monitor_interval_s")
+_FLIP_FIELDS = {
+    "slo_ttft_s": "ttft_s",
+    "slo_tpot_s": "tpot_s",
+    "min_prefill": "min_prefill",
+    "min_decode": "min_decode",
+    "flip_cooldown_s": "cooldown_s",
+}
+"""Fields of FlipRules by the router's setting."""
+_FLIP_KEYS = ("flip_policy", *_FLIP_FIELDS)
+"""Settings of the router that only dynamic instances follow in a simulation."""
 _KEYS: Mapping[str, tuple[str, ...]] = {
-    "up": ("prefill", "decode", "colocated", "routers"),
-    "router": ("placement_policy", "max_attempts", "unavailable_after_s", "monitor_interval_s"),
+    "up": ("prefill", "decode", "colocated", "dynamic", "routers"),
+    "router": (*_ROUTER_KEYS, *_FLIP_KEYS),
     "prefill": (*_POOL_KEYS, *_QUEUE_KEYS, "decode_placement", "kv_link", *_THRESHOLDS),
     "decode": (*_POOL_KEYS, *_BATCH_KEYS, *_COPY_KEYS, *_THRESHOLDS),
     "colocated": (*_POOL_KEYS, *_QUEUE_KEYS, *_BATCH_KEYS, *_COPY_KEYS, "kv_link", *_THRESHOLDS),
@@ -74,18 +87,29 @@ def read_spec(
         for section in _SECTIONS
     }
     up, router, prefill, decode, both = (sections[section] for section in _SECTIONS)
-    colocated_count = up.whole("colocated", 0)
+    colocated_count, dynamic_count = up.whole("colocated", 0), up.whole("dynamic", 0)
     if colocated_count:
         if up.whole("prefill", 0) or up.whole("decode", 0):
             reason = f"is {colocated_count}; these instances do both phases, so leave prefill and decode out"
             raise ConfigError(f"{path} [up] colocated", reason)
         prefill = decode = both
+    if dynamic_count:
+        # A preset with a fixed split only says how many instances it has; its policies hold for dynamic ones too.
+        if colocated_count or any(given.get("up", {}).get(name) for name in ("prefill", "decode")):
+            reason = f"is {dynamic_count}; these instances do either phase, so leave prefill, decode and colocated out"
+            raise ConfigError(f"{path} [up] dynamic", reason)
+        if _pool(prefill) != _pool(decode):
+            reason = f"is {dynamic_count}; [prefill] and [decode] must then have the same engine settings"
+            raise ConfigError(f"{path} [up] dynamic", reason)
+    fixed = not colocated_count and not dynamic_count
     if up.whole("routers", 1) != 1:
         raise ConfigError(f"{path} [up] routers", f"is {up.values['routers']}; one router is simulated")
     spec = ClusterSpec(
-        prefill_count=up.whole("prefill", 0 if colocated_count else 2),
-        decode_count=up.whole("decode", 0 if colocated_count else 2),
+        prefill_count=up.whole("prefill", 2) if fixed else 0,
+        decode_count=up.whole("decode", 2) if fixed else 0,
         colocated_count=colocated_count,
+        dynamic_count=dynamic_count,
+        flips=_flips(router) if dynamic_count else FlipRules(),
         prefill=PrefillSpec(
             engine=_pool(prefill),
             thresholds=HeavyThresholds(
@@ -95,7 +119,7 @@ def read_spec(
             **prefill.fields_of(PrefillSpec, (*_QUEUE_KEYS, "decode_placement")),
         ),
         decode=DecodeSpec(engine=_pool(decode), copies=_copies(decode), **decode.fields_of(DecodeSpec, _BATCH_KEYS)),
-        router=RouterSpec(**router.fields_of(RouterSpec, _KEYS["router"])),
+        router=RouterSpec(**router.fields_of(RouterSpec, _ROUTER_KEYS)),
         link=prefill.read("kv_link", parse_link_speed) if prefill.text("kv_link", "") else None,
     )
     return ReadSpec(spec, not_simulated)
@@ -110,17 +134,18 @@ def _not_simulated(
 ) -> tuple[str, ...]:
     """Return the settings that a simulation ignores. Raises ConfigError for settings that no service has."""
     found: list[str] = []
+    unfollowed = () if sections.get("up", {}).get("dynamic") else _FLIP_KEYS
     for section, values in sections.items():
         if section not in known:
             raise ConfigError(f"{path} [{section}]", f"is no section; there are {', '.join(sorted(known))}")
         for key in values:
-            if section in _SECTIONS and key in _KEYS[section]:
+            if section in _SECTIONS and key in _KEYS[section] and key not in unfollowed:
                 continue
             if section != "up" and key not in known[section]:
                 raise ConfigError(f"{path} [{section}] {key}", "is no setting of Kaveri")
             if (key, values[key]) != _FOLLOWED_ENGINE:
                 found.append(f"[{section}] {key}")
-    simulated = {key for keys in _KEYS.values() for key in keys}
+    simulated = {key for keys in _KEYS.values() for key in keys if key not in unfollowed}
     for key in shared:
         if not any(key in names for names in known.values()):
             raise ConfigError(f"{path} {key}", "is no setting of Kaveri")
@@ -207,6 +232,27 @@ class _Section:
 
     def _error(self, key: str, value: object, limit: str) -> ConfigError:
         return ConfigError(f"{self.path} [{self.name}] {key}", f"is {value!r}; it must be {limit}")
+
+
+def _flips(router: _Section) -> FlipRules:
+    """Read the rules by which dynamic instances change their phase, as the router does."""
+    values: dict[str, Any] = {
+        name: router.whole(key, 0) if key.startswith("min_") else router.number(key, 0.0)
+        for key, name in _FLIP_FIELDS.items()
+        if key in router.values
+    }
+    if router.text("flip_policy", "auto") != "auto":
+        policy = router.one_of("flip_policy", None, FlipPolicy)
+    elif values.get("ttft_s") and values.get("tpot_s"):
+        policy = FlipPolicy.SLO
+    else:
+        reason = "is auto, and without targets nothing changes; set slo_ttft_s and slo_tpot_s"
+        raise ConfigError(f"{router.path} [router] flip_policy", reason)
+    try:
+        return FlipRules(policy=policy, **values)
+    except ConfigError as error:
+        key = next((key for key, name in _FLIP_FIELDS.items() if name == error.field), error.field)
+        raise ConfigError(f"{router.path} [router] {key}", error.reason) from error
 
 
 def _copies(section: _Section) -> CopySpec:
