@@ -63,6 +63,7 @@ BENCHMARKS = (
     "papers.dejavu",
     "simulator.speed",
     "simulator.truth",
+    "simulator.flips",
 )
 NEED_DATA = ("papers.distserve", "papers.distserve_search", "papers.accellm")
 """Read published data that is not kept here; run by themselves, with --data, and only rendered here."""
@@ -148,6 +149,8 @@ HEADLINES = (
     ("papers.accellm", "tokens/s of an instance, AcceLLM / Splitwise, mixed"),
     ("simulator.truth", "bound of 3% / difference, ttft_s mean, 2P2D at 14/s"),
     ("simulator.truth", "bound of 2% / difference in load with that attainment, 2P2D at 14/s"),
+    ("simulator.flips", "goodput, dynamic / best split, changing stream"),
+    ("simulator.flips", "goodput, dynamic / colocated, changing stream"),
 )
 """(benchmark, ratio): the rows of README.md's first table."""
 FOLDER = ROOT / "benchmarks"

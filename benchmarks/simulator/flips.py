@@ -1,20 +1,23 @@
-"""Instances that change their phase beside every fixed split and colocated instances, all simulated.
+"""Goodput of instances that change their phase, beside every fixed split and colocated instances, in simulation.
 
-The goodput of four instances of OPT-13B on two A100 each: the highest load at which at least 90 % of the requests meet a
-TTFT of 1 s and a TPOT of 30 ms. It is found by bisection on a grid of loads, seed by seed, which takes it that a load
-below one that is met is met too. Lengths are drawn from TetriInfer's workloads, light or heavy in prefill and decode.
+Four instances of OPT-13B, each on two A100. Goodput is the highest load at which at least 90 % of the requests meet
+both a TTFT of 1 s and a TPOT of 30 ms. Bisection finds it for each seed, on a grid of loads; it assumes that what meets
+the limits at one load meets them at all lower ones. Near its limit a cluster does not always: attainment may dip at one
+load of the grid. Load 1 is a nominal rate of each workload. Lengths are drawn from the workloads of TetriInfer, light
+or heavy (L, H) in prefill and decode (P, D).
 
-Two kinds of streams, both Poisson: one that changes between long prompts (HPLD) and long answers (LPHD) every 40 s, and
-steady ones of five workloads. A load of 1 is the nominal rate of each workload. No threshold of the rules was tuned on
-these seeds. The best split is the one with the highest mean over the seeds, which an operator would have to know
-beforehand. At 0.7 of its steady goodput nothing needs to change: there the flips per minute are counted.
+Changing streams alternate between long prompts (HPLD) and long answers (LPHD) every 40 s. Steady streams have one of
+five workloads. All arrivals are Poisson. The best split has the highest mean goodput over the seeds; an operator would
+have to know it in advance. At 0.7 of the best split's steady goodput no change is needed: flips per minute are counted
+there. The flip rules' thresholds were not tuned on these seeds.
 
-Simulated: the services' own decisions (ordering, placement, admission, reservation, changes of phase) every 0.1 s on
-heartbeats as old as real ones, times of steps from a model fitted to an A100, KV pushed over 200 Gbit/s shared by all
-pushes of an instance, fixed overheads of the services' messages and steps, and both phases of an instance that changes
-until the old one has ended. Lengths of answers are known to the cluster. Not simulated: real engines and processes, the
-CPU time of the services, noise of step times and of networks, wrong predictions, lost instances, KV copies (running
-answers end where they are). benchmarks/serving/dynamic.py measures real services.
+Simulated: the decisions of the services (ordering, placement, admission, reservation, retries, flips) on loads as old
+as heartbeats and broadcasts make them; steps with the times of a model fitted to A100s; layer-wise KV pushes over
+200 Gbit/s; fixed overheads of messages and steps; both phases of a flipped instance until its old one has ended.
+
+Not simulated: engines, processes and their CPU time, noise of step times and networks, contention between pushes on one
+link, wrong length predictions (the cluster knows all lengths), failures, and KV copies: running answers end where they
+are. benchmarks/serving/dynamic.py measures real services.
 """
 
 import functools
@@ -100,7 +103,8 @@ class _Search(NamedTuple):
 
 def measure(options: Options, report: Report) -> None:
     """See the module's docstring."""
-    count, grid = options.choose(10, 2), options.choose(0.025, 0.1)
+    count, grid, changing_s = options.choose((10, 0.025, 160.0), (2, 0.1, 80.0))
+    steady_s, calm_s = options.choose((60.0, 240.0), (30.0, 60.0))
     seeds = tuple(range(101, 101 + count))
     report.workload = {
         "cluster": f"{INSTANCES} instances, {LATENCY_MODEL}, SJF, reserve-dynamic, 200 Gbit/s, 800 KiB a token",
@@ -108,11 +112,12 @@ def measure(options: Options, report: Report) -> None:
         "rules": f"{RULES.policy}, defaults",
         "nominal rates": {str(workload): rate for workload, rate in NOMINAL_RATES.items()},
         "grid of loads": grid,
+        "streams": f"changing {changing_s:g} s, steady {steady_s:g} s, steady at {CALM:g} {calm_s:g} s",
         "seeds": list(seeds),
     }
     with ProcessPoolExecutor(2) as workers:
-        _measure_changing(workers, report, seeds, grid, options.choose(160.0, 80.0))
-        _measure_steady(workers, report, seeds[:3], grid, options)
+        _measure_changing(workers, report, seeds, grid, changing_s)
+        _measure_steady(workers, report, seeds[:3], grid, steady_s, calm_s)
 
 
 def _measure_changing(
@@ -137,10 +142,9 @@ def _measure_changing(
 
 
 def _measure_steady(
-    workers: ProcessPoolExecutor, report: Report, seeds: Sequence[int], grid: float, options: Options
+    workers: ProcessPoolExecutor, report: Report, seeds: Sequence[int], grid: float, seconds: float, calm_s: float
 ) -> None:
     kinds = (*SPLITS, DYNAMIC)
-    seconds, calm_s = options.choose(60.0, 30.0), options.choose(240.0, 60.0)
     searches = [
         _Search(kind, _Stream((workload,), seconds, seed), grid)
         for workload in NOMINAL_RATES

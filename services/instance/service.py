@@ -12,7 +12,7 @@ from grpc import aio
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kaveri.cluster.store import ClusterStore, ViewSource
-from kaveri.domain.view import Phase
+from kaveri.domain.view import ClusterView, Phase
 from kaveri.engine.factory import BuiltEngine
 from kaveri.errors import ConfigError
 from kaveri.feeds.feed import RouterFeeds
@@ -46,6 +46,8 @@ from services.prefill.role import PrefillRole
 
 if TYPE_CHECKING:
     from kaveri.text.tokenizer import ModelTokenizer
+
+_SERVICE_NAMES = (feed_server.SERVICE_NAME, prefill_server.SERVICE_NAME, decode_server.SERVICE_NAME)
 
 
 async def serve(config: PhasesConfig, stopping: asyncio.Event) -> int:
@@ -137,14 +139,10 @@ def instance_host(
         serials=serials,
         feeds=feeds,
     )
-    decode_placer.finder.on_view = lambda view: prefill.level(
-        queue_surplus(view, config.model_name, config.instance_id, prefill.queued_tokens)
-    )
+    decode_placer.finder.on_view = partial(_level, config, prefill)
     served, holder = with_replicas(config, engine, store, decode, incarnation, rng, registry, replicas)
     phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: served}, config.phases)
     phases.on_loads = PhaseMetrics(config.model_name, registry).note
-
-    names = [feed_server.SERVICE_NAME, prefill_server.SERVICE_NAME, decode_server.SERVICE_NAME]
 
     def register(server: aio.Server) -> None:
         feed_service = feed_server.FeedServer(feeds, prefill, decode, incarnation, holder)
@@ -155,7 +153,12 @@ def instance_host(
         )
         add_DecodeServiceServicer_to_server(decode_service, server)
 
-    return EngineHost(config, engine, store, phases, names, register, incarnation)
+    return EngineHost(config, engine, store, phases, _SERVICE_NAMES, register, incarnation)
+
+
+def _level(config: PhasesConfig, prefill: PrefillRole, view: ClusterView) -> None:
+    """Return prompts for a shorter queue elsewhere, if the view shows one."""
+    prefill.level(queue_surplus(view, config.model_name, config.instance_id, prefill.queued_tokens))
 
 
 def _has_room(

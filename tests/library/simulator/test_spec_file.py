@@ -14,6 +14,7 @@ from kaveri.config.presets import Preset, preset_settings
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.policy.admission import AdmissionPolicy
+from kaveri.policy.flipping import FlipPolicy, FlipRules
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy
 from kaveri.policy.replication import ReplicationMode
@@ -208,6 +209,75 @@ def test_a_section_of_instances_of_both_phases_has_the_settings_of_both(tmp_path
     assert (spec.prefill.engine.max_batch, spec.prefill.engine.chunk_tokens) == (32, 256)
     assert spec.prefill.prefill_policy is OrderingPolicy.SJF
     assert spec.decode.decode_policy is AdmissionPolicy.RESERVE_STATIC
+
+
+DYNAMIC = """
+latency_model = "opt-13b-a100-tp2"
+[up]
+dynamic = 4
+[router]
+slo_ttft_s = 1
+slo_tpot_s = 0.03
+"""
+
+
+def test_a_file_names_instances_that_change_their_phase_and_by_which_rules(tmp_path: Path) -> None:
+    found = read(tmp_path, DYNAMIC + "flip_dry_run = true\n")
+    assert found.spec.instance_ids == ("dynamic-0", "dynamic-1", "dynamic-2", "dynamic-3")
+    assert found.spec.flips == FlipRules(policy=FlipPolicy.SLO, ttft_s=1.0, tpot_s=0.03)
+    assert found.not_simulated == ("[router] flip_dry_run",)
+    rules = 'flip_policy = "idle"\nmin_prefill = 2\nmin_decode = 1\nflip_cooldown_s = 3\n'
+    given = FlipRules(policy=FlipPolicy.IDLE, ttft_s=1.0, tpot_s=0.03, min_prefill=2, min_decode=1, cooldown_s=3.0)
+    assert read(tmp_path, DYNAMIC + rules).spec.flips == given
+    still = DYNAMIC.replace("slo_ttft_s = 1\nslo_tpot_s = 0.03", 'flip_policy = "none"')
+    assert read(tmp_path, still).spec.flips == FlipRules()
+
+
+def test_fixed_instances_do_not_follow_the_rules_of_changes(tmp_path: Path) -> None:
+    found = read(tmp_path, DYNAMIC.replace("dynamic = 4", "prefill = 3"))
+    assert (found.spec.prefill_count, found.spec.decode_count) == (3, 2)
+    assert found.not_simulated == ("[router] slo_ttft_s", "[router] slo_tpot_s")
+
+
+def test_a_preset_of_a_fixed_split_leaves_its_policies_to_instances_that_change(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(DYNAMIC)
+    spec = read_spec(path, setting_sections(), preset_settings(Preset.TETRIINFER).sections).spec
+    assert (spec.prefill_count, spec.decode_count, spec.dynamic_count) == (0, 0, 4)
+    assert spec.decode.decode_policy is AdmissionPolicy.RESERVE_DYNAMIC
+    with pytest.raises(ConfigError, match=r"\[up\] dynamic: is 4; these instances do either phase"):
+        read_spec(path, setting_sections(), preset_settings(Preset.ACCELLM).sections)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (DYNAMIC.replace("4", '"four"'), r"\[up\] dynamic: is 'four'; it must be a whole number"),
+        (DYNAMIC.replace("4", "1"), r"dynamic: is 1; it must be at least 1 \+ 1"),
+        (DYNAMIC.replace("[router]", "decode = 1\n[router]"), r"\[up\] dynamic: is 4; these instances do either"),
+        (DYNAMIC.replace("[router]", "colocated = 1\n[router]"), r"\[up\] dynamic: is 4; these instances do either"),
+        (DYNAMIC + "[decode]\nmax_batch = 8\n", r"\[up\] dynamic: is 4; \[prefill\] and \[decode\] must then"),
+        (DYNAMIC + 'flip_policy = "often"', r"flip_policy: is 'often'; it must be one of none, idle, slo"),
+        (DYNAMIC.replace("slo_ttft_s = 1", ""), r"flip_policy: is auto, and without targets nothing changes"),
+        (DYNAMIC.replace("ttft_s = 1", "ttft_s = -1"), r"\[router\] slo_ttft_s: is -1"),
+        (DYNAMIC.replace("tpot_s = 0.03", "tpot_s = nan"), r"\[router\] slo_tpot_s: is nan"),
+        (DYNAMIC.replace("ttft_s = 1", 'ttft_s = "1"'), r"\[router\] slo_ttft_s: is '1'; it must be a number"),
+        (DYNAMIC + "min_prefill = 0", r"\[router\] min_prefill: is 0; at least 1 instance"),
+        (DYNAMIC + "min_decode = 0.5", r"\[router\] min_decode: is 0.5; it must be a whole number"),
+        (DYNAMIC + "min_decode = 4", r"dynamic: is 4; it must be at least 1 \+ 4"),
+        (DYNAMIC + "flip_cooldown_s = 0", r"\[router\] flip_cooldown_s: is 0"),
+    ],
+)
+def test_instances_that_change_their_phase_are_refused_with_the_setting(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read(tmp_path, text)
+
+
+def test_instances_that_change_their_phase_are_shown_with_both(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text(DYNAMIC)
+    (run,) = _simulate(tmp_path, "--rate", "5", "--requests", "20", "--json")["runs"]
+    assert run["answered"] == 20
+    assert {key: time["instances"] for key, time in run["resource_time"].items()} == {"prefill+decode": 4}
 
 
 def test_a_baseline_is_simulated_on_as_many_instances(tmp_path: Path) -> None:
