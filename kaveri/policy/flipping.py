@@ -63,6 +63,8 @@ class FlipRules:
     step_most_share: float = 1.0
     """`slo`: share of tpot_s above which one more decodes although prefill has work, and which a flip to prefill must
     not exceed."""
+    late_step_share: float = 2.0
+    """`slo`: the share that a flip to prefill must not exceed once the waiting prompts take longer than ttft_s."""
     idle_share: float = 0.1
     """`idle`: an instance is idle below this share of the mean load of its phase."""
     idle_s: float = 60.0
@@ -80,6 +82,9 @@ class FlipRules:
             if not 0 < getattr(self, low) < getattr(self, high) <= 1:
                 reason = f"is {getattr(self, low):g}; it must be above 0 and below {high}, {getattr(self, high):g}"
                 raise ConfigError(low, reason)
+        if not self.step_most_share <= self.late_step_share < math.inf:
+            reason = f"is {self.late_step_share:g}; it must be at least step_most_share, {self.step_most_share:g}"
+            raise ConfigError("late_step_share", reason)
         if not 0 < self.cooldown_s < math.inf:
             raise ConfigError("cooldown_s", f"is {self.cooldown_s:g}; it must be a number of seconds above 0")
 
@@ -275,7 +280,9 @@ def _slo(phases: _Phases, rules: FlipRules, state: FlipState) -> FlipOrder | Non
     figures = f"backlog {backlog_s:.3f} s, smoothed {state.backlog_s:.3f} s, step {1e3 * step_s:.1f} ms"
     if backlog_s > rules.backlog_share * rules.ttft_s and len(decodes) > rules.min_decode:
         fewer_s = _step_s(decodes, state.steps, len(decodes) - 1)
-        if fewer_s < rules.step_most_share * rules.tpot_s:
+        # Once waiting alone misses the target, every new request does, and steps may miss theirs for a while.
+        most_share = rules.late_step_share if backlog_s > rules.ttft_s else rules.step_most_share
+        if fewer_s < most_share * rules.tpot_s:
             chosen = min(decodes, key=lambda one: (one.load.context_tokens, one.record.instance_id))
             return _flip(chosen, Phase.PREFILL, f"{figures}, {1e3 * fewer_s:.1f} ms with one less")
     elif len(prefills) > rules.min_prefill:

@@ -158,7 +158,8 @@ def instance_host(
 
 def _level(config: PhasesConfig, prefill: PrefillRole, view: ClusterView) -> None:
     """Return prompts for a shorter queue elsewhere, if the view shows one."""
-    prefill.level(queue_surplus(view, config.model_name, config.instance_id, prefill.queued_tokens))
+    if prefill.has_waiting_prompts:
+        prefill.level(queue_surplus(view, config.model_name, config.instance_id, prefill.queued_tokens))
 
 
 def _has_room(

@@ -271,6 +271,11 @@ class PrefillRole:
         get_logger().info("prompts_levelled", requests=len(moved), surplus_tokens=surplus_tokens)
 
     @property
+    def has_waiting_prompts(self) -> bool:
+        """True if there are prompts that the engine has not received."""
+        return self._queue.room < self._queue.max_waiting
+
+    @property
     def queued_tokens(self) -> int:
         """Prompt tokens that are not computed yet."""
         return self._queue.queued_tokens

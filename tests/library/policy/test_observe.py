@@ -140,6 +140,17 @@ def test_after_a_flip_the_next_one_waits_for_the_cooldown() -> None:
     assert decision(NEEDS_PREFILL, state=state, now_s=11.0) == ("c", PREFILL)
 
 
+@pytest.mark.parametrize(
+    ("queued_s", "step_s", "flips"),
+    [(0.99, 0.06, False), (1.01, 0.06, True), (1.01, 0.099, True), (1.01, 0.101, False)],
+)
+def test_steps_may_miss_their_target_once_every_new_prompt_misses_its_own(
+    queued_s: float, step_s: float, flips: bool
+) -> None:
+    # One less decode instance takes twice as long.
+    assert decision(two_of_each(queued_s, step_s)) == (("c", PREFILL) if flips else None)
+
+
 def test_nothing_is_decided_while_the_loads_do_not_show_an_order() -> None:
     sent = {"c": OrderedPhases(1, PhaseOrder(1, 1), PREFILL)}
     three = view_of(prefill("a", 0.9), prefill("b", 0.9), decode("c"), decode("d"), decode("e"))
@@ -226,6 +237,7 @@ def test_a_new_leader_repeats_no_order_that_the_loads_show() -> None:
         ({"calm_share": 0.5}, "calm_share"),
         ({"step_share": 0.0}, "step_share"),
         ({"step_share": math.nan}, "step_share"),
+        ({"late_step_share": 0.9}, "late_step_share"),
         ({"cooldown_s": 0.0}, "cooldown_s"),
     ],
 )

@@ -1,7 +1,6 @@
 """Simulated instances that change their phases: nothing is lost, and what waits goes where it can be served."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from kaveri.simulator.decode import Answer
 from kaveri.simulator.dynamic import SimulatedDynamic
 from kaveri.simulator.failures import Death, FailureSpec
 from kaveri.simulator.instance import SimulatedAttempt
+from kaveri.simulator.report import rows
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.simulate import Simulation
 from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec
@@ -25,9 +25,11 @@ from tests.library.simulator.test_simulate import LATENCY, run_whole, spec_of
 
 SLO = FlipRules(policy=FlipPolicy.SLO, ttft_s=1.0, tpot_s=0.03)
 PREFILL, DECODE = (Phase.PREFILL,), (Phase.DECODE,)
+Grant = tuple[str, float, tuple[Phase, ...]]
+"""A reservation that an instance grants: its name, the time, and the phases that it shows."""
 
 
-def dynamic_of(count: int = 4, **changes: Any) -> ClusterSpec:
+def dynamic_of(dynamic_count: int = 4, **changes: Any) -> ClusterSpec:
     pool = PoolSpec(latency=LATENCY, total_blocks=9000, max_batch=256, max_model_len=2048)
     parts = {
         "prefill": PrefillSpec(engine=pool, prefill_policy=OrderingPolicy.SJF),
@@ -36,7 +38,7 @@ def dynamic_of(count: int = 4, **changes: Any) -> ClusterSpec:
         "overheads": Overheads(hop_s=0.002),
         "flips": SLO,
     }
-    return spec_of(**{"prefill_count": 0, "decode_count": 0, "dynamic_count": count, **parts, **changes})
+    return spec_of(**{"prefill_count": 0, "decode_count": 0, "dynamic_count": dynamic_count, **parts, **changes})
 
 
 def shifting(seed: int, seconds: float = 24.0, period_s: float = 8.0, load: float = 1.1) -> list[PlannedRequest]:
@@ -82,9 +84,8 @@ def computed_at(simulation: Simulation) -> list[int]:
 
 
 @pytest.fixture
-def granted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, tuple[Phase, ...]]]:
-    """Reservations that instances grant: their name, the time, and the phases that they show."""
-    found: list[tuple[str, float, tuple[Phase, ...]]] = []
+def granted(monkeypatch: pytest.MonkeyPatch) -> list[Grant]:
+    found: list[Grant] = []
     reserve = SimulatedDynamic.reserve
 
     def record(self: SimulatedDynamic, attempt: SimulatedAttempt, waits: bool, answer: Answer) -> None:
@@ -107,8 +108,95 @@ def test_instances_change_their_phases_with_the_stream_and_no_request_is_lost(se
     assert set(placed.prefill) & set(placed.decode), "no instance served both phases in turn"
 
 
-def test_the_same_seed_gives_the_same_flips_and_times() -> None:
+def test_the_same_seed_gives_the_same_flips_and_the_same_table() -> None:
     first, again = (run_whole(dynamic_of(seed=5), shifting(5)) for _ in range(2))
     assert first.flip_count == again.flip_count
-    for column in ("first_s", "last_s", "tokens"):
-        assert str(getattr(first.table.columns(), column)) == str(getattr(again.table.columns(), column))
+    assert list(rows(first.table)) == list(rows(again.table))
+
+
+def test_without_a_policy_the_first_split_stays() -> None:
+    requests = shifting(1, seconds=16.0, load=0.3)
+    dynamic = run_whole(dynamic_of(2, flips=FlipRules()), requests)
+    fixed = run_whole(dynamic_of(0, prefill_count=1, decode_count=1), requests)
+    assert dynamic.flip_count == 0
+    for column in ("first_s", "last_s"):
+        assert (getattr(dynamic.table.columns(), column) == getattr(fixed.table.columns(), column)).all()
+    placed = run_whole(dynamic_of(flips=FlipRules()), requests).table.columns().placements
+    assert (set(placed.prefill), set(placed.decode) - {-1}) == ({0, 1}, {2, 3})
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_request_is_answered_whatever_dies_between_flips(seed: int) -> None:
+    rng = random.Random(seed)
+    deaths = (Death(instance_id=f"dynamic-{rng.randrange(4)}", at_s=rng.uniform(0.0, 20.0)) for _ in range(4))
+    failures = FailureSpec(deaths=tuple(deaths), repair_s=rng.choice((2.0, 6.0)))
+    simulation = run_whole(dynamic_of(seed=seed, failures=failures), shifting(seed))
+    assert simulation.flip_count > 0
+    assert max(simulation.table.attempts) > 1, "no death took anything with it"
+
+
+@pytest.mark.parametrize("victim", ["dynamic-0", "dynamic-1"])
+def test_the_only_instance_left_answers_everything(victim: str) -> None:
+    failures = FailureSpec(deaths=(Death(instance_id=victim, at_s=2.0),), repair_s=None)
+    simulation = run_whole(dynamic_of(2, failures=failures), shifting(1, seconds=12.0, load=0.2))
+    assert simulation.flip_count == 1
+
+
+def test_an_instance_that_stops_to_prefill_returns_the_prompts_that_wait_there() -> None:
+    requests = alike(40, 500)
+    assert computed_at(run_ordered(requests)) == [20, 20, 0, 0]
+    simulation = run_ordered(requests, (0.3, "dynamic-0", DECODE))
+    at_first, at_second, *others = computed_at(simulation)
+    chunks_computed = 0.3 / LATENCY.step_s([(0, 500)])
+    assert chunks_computed < at_first <= chunks_computed + 3
+    assert (at_second, others) == (40 - at_first, [0, 0])
+    assert max(simulation.table.attempts) == 1, "a return uses up no attempt"
+
+
+def test_an_instance_that_begins_to_prefill_gets_prompts_of_an_earlier_burst() -> None:
+    requests = alike(40, 500)
+    before = run_ordered(requests).table.columns()
+    simulation = run_ordered(requests, (0.3, "dynamic-3", PREFILL))
+    assert computed_at(simulation)[3] > 40 // 6
+    assert simulation.table.columns().duration_s < 0.85 * before.duration_s
+
+
+def test_requests_reserve_room_at_an_instance_only_while_it_decodes_and_nothing_else(granted: list[Grant]) -> None:
+    simulation = run_whole(dynamic_of(seed=1), shifting(1))
+    assert simulation.flip_count > 1
+    assert {phases for _, _, phases in granted} == {DECODE}
+    assert {"dynamic-0", "dynamic-1"} & {name for name, _, _ in granted}, "none came to one that had prefilled"
+
+
+def test_requests_in_line_at_an_instance_that_stops_to_decode_go_elsewhere(granted: list[Grant]) -> None:
+    pool = PoolSpec(latency=LATENCY, total_blocks=110, max_model_len=1600)
+    small = {"prefill": PrefillSpec(engine=pool), "decode": DecodeSpec(engine=pool), "overheads": Overheads()}
+    run_ordered(alike(20, 700, 100), (3.0, "dynamic-3", PREFILL), **small)
+    before, after = ({name for name, at_s, _ in granted if (at_s >= 3.0) is later} for later in (False, True))
+    assert (before, after) == ({"dynamic-2", "dynamic-3"}, {"dynamic-2"})
+
+
+def test_an_order_with_a_smaller_number_comes_too_late() -> None:
+    late = run_ordered(alike(20, 500), (0.3, "dynamic-3", PREFILL), (0.2, "dynamic-3", DECODE))
+    assert late.decodes["dynamic-3"].member.load.phases == DECODE
+    assert computed_at(late)[3] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "reason"),
+    [
+        ({"prefill_count": 1}, "prefill", "beside instances of both phases there are no others"),
+        ({"decode_count": 2}, "decode", "is 2"),
+        ({"colocated_count": 2}, "dynamic", "beside colocated instances there are no others"),
+        ({"dynamic_count": 1}, "dynamic", "at least 1 + 1"),
+        ({"flips": replace(SLO, min_prefill=2, min_decode=3)}, "dynamic", "at least 2 + 3"),
+        ({"decode": DecodeSpec(engine=PoolSpec(latency=LATENCY, max_batch=3))}, "colocated", "has two engines"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused_with_its_name_and_limit(
+    changes: dict[str, Any], name: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        dynamic_of(**changes)
+    assert refused.value.field == name
+    assert reason in refused.value.reason
