@@ -102,9 +102,9 @@ def test_an_instance_flips_to_decode_when_steps_miss_the_target_and_the_backlog_
 
 
 def test_prefill_has_none_to_spare_until_its_backlog_was_short_for_a_while() -> None:
-    _, busy = decided(two_of_each(0.4, 0.09))
-    assert decision(NEEDS_DECODE, state=busy, now_s=0.1) is None
-    assert decision(NEEDS_DECODE, state=busy, now_s=2.0) == ("a", DECODE)
+    _, busy = decided(two_of_each(0.4, 0.09), now_s=5.0)
+    assert decision(NEEDS_DECODE, state=busy, now_s=5.1) is None
+    assert decision(NEEDS_DECODE, state=busy, now_s=7.0) == ("a", DECODE)
 
 
 def test_the_instance_that_flips_is_the_one_with_the_least_context_or_the_shortest_queue() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kaveri.domain.view import Phase, PhaseOrder
+from kaveri.domain.view import BOTH_PHASES, InstanceLoad, Phase, PhaseOrder
 from kaveri.errors import ConfigError, KaveriError
 from kaveri.kv.transports.link_speed import parse_link_speed
 from kaveri.policy.flipping import FlipPolicy, FlipRules
@@ -166,6 +166,30 @@ def test_requests_reserve_room_at_an_instance_only_while_it_decodes_and_nothing_
     assert simulation.flip_count > 1
     assert {phases for _, _, phases in granted} == {DECODE}
     assert {"dynamic-0", "dynamic-1"} & {name for name, _, _ in granted}, "none came to one that had prefilled"
+
+
+def test_a_phase_that_is_switched_off_is_shown_until_its_last_request_has_left() -> None:
+    simulation = Simulation(dynamic_of(flips=FlipRules()), alike(40, 500))
+    instance = simulation.decodes["dynamic-0"]
+    assert isinstance(instance, SimulatedDynamic)
+    seen: list[InstanceLoad] = []
+    simulation.timeline.at(0.3, lambda order: instance.order(*order), (DECODE, PhaseOrder(1, 1)))
+    simulation.timeline.at(0.31, lambda _: seen.append(instance.member.load))
+    simulation.run()
+    for load, phases, ending in ((seen[0], BOTH_PHASES, PREFILL), (instance.member.load, DECODE, ())):
+        assert (load.phases, load.ending_phases, load.phase_order) == (phases, ending, PhaseOrder(1, 1))
+    assert 0 < seen[0].queued_prefill_tokens <= 3 * 512
+
+
+def test_prompts_and_reservations_that_arrive_after_the_order_go_elsewhere(granted: list[Grant]) -> None:
+    requests = [PlannedRequest(n, 0.02 * n, RequestLengths(100, 20)) for n in range(50)]
+    slow = Overheads(hop_s=0.05)
+    orders = (0.5, "dynamic-0", DECODE), (0.6, "dynamic-3", PREFILL)
+    placed = run_ordered(requests, *orders, overheads=slow).table.columns().placements
+    # Two hops from a client to the instance.
+    assert {int(at) for at in placed.prefill[:20]} == {0, 1}
+    assert 0 not in placed.prefill[21:]
+    assert {phases for _, _, phases in granted} == {DECODE}
 
 
 def test_requests_in_line_at_an_instance_that_stops_to_decode_go_elsewhere(granted: list[Grant]) -> None:
