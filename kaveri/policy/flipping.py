@@ -16,7 +16,9 @@ from dataclasses import dataclass, field, replace
 
 from kaveri.domain.view import (
     BOTH_PHASES,
+    FIRST_ORDER,
     ClusterView,
+    InstanceState,
     Phase,
     PhaseOrder,
     Role,
@@ -57,7 +59,7 @@ class FlipRules:
     backlog_share: float = 0.6
     """`slo`: share of ttft_s that the prompts waiting may take to compute; above, one more instance prefills."""
     calm_share: float = 0.08
-    """`slo`: share of ttft_s below which prefill has an instance to spare."""
+    """`slo`: share of ttft_s below which prefill has an instance to spare, on average over half a second."""
     step_share: float = 0.88
     """`slo`: share of tpot_s above which one more instance decodes if prefill can spare one."""
     step_most_share: float = 1.0
@@ -78,15 +80,24 @@ class FlipRules:
             for name in ("ttft_s", "tpot_s"):
                 if not 0 < getattr(self, name) < math.inf:
                     raise ConfigError(f"slo_{name}", f"is {getattr(self, name):g}; the policy slo needs both targets")
-        for low, high in (("calm_share", "backlog_share"), ("step_share", "step_most_share")):
-            if not 0 < getattr(self, low) < getattr(self, high) <= 1:
-                reason = f"is {getattr(self, low):g}; it must be above 0 and below {high}, {getattr(self, high):g}"
-                raise ConfigError(low, reason)
-        if not self.step_most_share <= self.late_step_share < math.inf:
+        limits = {
+            "calm_share": (0.0, self.backlog_share),
+            "backlog_share": (0.0, 1.0),
+            "step_share": (0.0, self.step_most_share),
+            "step_most_share": (0.0, 1.0),
+            "late_step_share": (0.0, math.inf),
+            "idle_share": (0.0, 1.0),
+            "idle_s": (0.0, math.inf),
+            "cooldown_s": (0.0, math.inf),
+        }
+        # The outer limits first: an inner one that they break is not at fault.
+        for name, (above, most) in sorted(limits.items(), key=lambda item: item[0] in ("calm_share", "step_share")):
+            value = getattr(self, name)
+            if not above < value <= most or value == math.inf:
+                raise ConfigError(name, f"is {value:g}; it must be above {above:g} and at most {most:g}")
+        if self.late_step_share < self.step_most_share:
             reason = f"is {self.late_step_share:g}; it must be at least step_most_share, {self.step_most_share:g}"
             raise ConfigError("late_step_share", reason)
-        if not 0 < self.cooldown_s < math.inf:
-            raise ConfigError("cooldown_s", f"is {self.cooldown_s:g}; it must be a number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +173,17 @@ class FlipState:
     steps: StepModel = StepModel()
     seen: Mapping[str, int] = field(default_factory=dict)
     """Sequence number of the last heartbeat measured, by instance id."""
-    idle_since_s: Mapping[str, float] = field(default_factory=dict)
+    idle_since_s: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    """Time since which an instance is idle, by id and incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Phases:
-    """Instances by the phase that they take requests for; those whose heartbeats are late are left out."""
+    """Instances by the phases that they take requests for; those whose heartbeats are late are left out."""
 
     prefill: Sequence[ViewedInstance]
     decode: Sequence[ViewedInstance]
+    both: Sequence[ViewedInstance]
     settled: bool
     """The loads show every order."""
 
@@ -185,25 +198,26 @@ def observe(
 ) -> tuple[tuple[FlipOrder, ...], FlipState]:
     """Return the orders to give now, and the state for the next call.
 
-    under_way: the newest order sent to each instance. Without the store, or while the heartbeats of half of the
-    instances are late, nothing is decided."""
+    under_way: the newest order sent to each instance. Without the store, or while the heartbeats of more than half of
+    the instances are late, nothing is decided. Instances that serve both phases by their command keep them."""
     if rules.policy is FlipPolicy.NONE:
         return (), state
     engines = [
-        one
-        for _, one in sorted(view.instances.items())
-        if one.record.model == model and set(one.record.phases) == set(BOTH_PHASES)
+        one for _, one in sorted(view.instances.items()) if one.record.model == model and one.record.role is Role.ENGINE
     ]
     heard = [one for one in engines if not is_late(one)]
-    state = _measured(heard, now_s, state)
-    if not view.store_connected or 2 * len(heard) < len(engines) or not heard:
+    phases, elapsed_s = _by_phase(heard, under_way), now_s - state.observed_s
+    state = replace(_measured(heard, elapsed_s, state), observed_s=now_s)
+    if not view.store_connected or 2 * len(heard) < len(engines):
         return (), state
-    phases = _by_phase(heard, under_way)
-    state = replace(state, backlog_s=_smoothed(_backlog_s(phases.prefill), now_s, state), observed_s=now_s)
-    if len(phases.prefill) == 0 or len(phases.decode) == 0:
-        order = _replacement(heard, phases, under_way)
+    state = replace(state, backlog_s=_smoothed(_backlog_s(phases.prefill), elapsed_s, state.backlog_s))
+    order: FlipOrder | None = None
+    if not phases.both and not (phases.prefill and phases.decode):
+        order = _replacement(phases)
     elif now_s - state.ordered_s < rules.cooldown_s or not phases.settled:
         order = None
+    elif (order := _separation(phases)) is not None:
+        pass
     elif rules.policy is FlipPolicy.SLO:
         order = _slo(phases, rules, state)
     else:
@@ -213,9 +227,8 @@ def observe(
     return (order,), replace(state, ordered_s=now_s)
 
 
-def _measured(heard: Sequence[ViewedInstance], now_s: float, state: FlipState) -> FlipState:
+def _measured(heard: Sequence[ViewedInstance], elapsed_s: float, state: FlipState) -> FlipState:
     """Add the step times of new heartbeats to the model of a step."""
-    elapsed_s = now_s - state.observed_s
     steps = state.steps.faded(elapsed_s) if elapsed_s < math.inf else state.steps
     seen = {one.record.instance_id: one.load.sequence_number for one in heard}
     for one in heard:
@@ -227,17 +240,21 @@ def _measured(heard: Sequence[ViewedInstance], now_s: float, state: FlipState) -
 
 def _by_phase(heard: Sequence[ViewedInstance], under_way: Mapping[str, OrderedPhases]) -> _Phases:
     served = {one.record.instance_id: _accepted(one, under_way) for one in heard}
+
+    def serving(*phases: Phase) -> list[ViewedInstance]:
+        return [one for one in heard if served[one.record.instance_id] == frozenset(phases)]
+
     settled = not any(
         (newest := under_way.get(one.record.instance_id)) is not None
         and newest.incarnation == one.record.incarnation
         and newest.order > one.load.phase_order
         for one in heard
     )
-    return _Phases(
-        [one for one in heard if Phase.PREFILL in served[one.record.instance_id]],
-        [one for one in heard if Phase.DECODE in served[one.record.instance_id]],
-        settled,
-    )
+    return _Phases(serving(Phase.PREFILL), serving(Phase.DECODE), serving(*BOTH_PHASES), settled)
+
+
+def _can_change(one: ViewedInstance) -> bool:
+    return set(one.record.phases) == set(BOTH_PHASES)
 
 
 def _backlog_s(prefills: Sequence[ViewedInstance]) -> float | None:
@@ -249,11 +266,10 @@ def _backlog_s(prefills: Sequence[ViewedInstance]) -> float | None:
     return queued_tokens / (sum(rates) / len(rates) * len(prefills))
 
 
-def _smoothed(backlog_s: float | None, now_s: float, state: FlipState) -> float:
+def _smoothed(backlog_s: float | None, elapsed_s: float, former_s: float) -> float:
     if backlog_s is None:
-        return state.backlog_s
-    left = math.exp(-(now_s - state.observed_s) / _SMOOTH_S)
-    return backlog_s + (state.backlog_s - backlog_s) * left
+        return former_s
+    return backlog_s + (former_s - backlog_s) * math.exp(-elapsed_s / _SMOOTH_S)
 
 
 def _step_s(decodes: Sequence[ViewedInstance], steps: StepModel, count: int) -> float:
@@ -278,40 +294,44 @@ def _slo(phases: _Phases, rules: FlipRules, state: FlipState) -> FlipOrder | Non
     backlog_s = _backlog_s(prefills) or 0.0
     step_s = _step_s(decodes, state.steps, len(decodes))
     figures = f"backlog {backlog_s:.3f} s, smoothed {state.backlog_s:.3f} s, step {1e3 * step_s:.1f} ms"
-    if backlog_s > rules.backlog_share * rules.ttft_s and len(decodes) > rules.min_decode:
+    if backlog_s > rules.backlog_share * rules.ttft_s:
+        able = [one for one in decodes if _can_change(one)]
+        if not able or len(decodes) <= rules.min_decode:
+            return None
         fewer_s = _step_s(decodes, state.steps, len(decodes) - 1)
         # Once waiting alone misses the target, every new request does, and steps may miss theirs for a while.
         most_share = rules.late_step_share if backlog_s > rules.ttft_s else rules.step_most_share
         if fewer_s < most_share * rules.tpot_s:
-            chosen = min(decodes, key=lambda one: (one.load.context_tokens, one.record.instance_id))
+            chosen = min(able, key=lambda one: (one.load.context_tokens, one.record.instance_id))
             return _flip(chosen, Phase.PREFILL, f"{figures}, {1e3 * fewer_s:.1f} ms with one less")
-    elif len(prefills) > rules.min_prefill:
-        spare = state.backlog_s < rules.calm_share * rules.ttft_s and step_s > rules.step_share * rules.tpot_s
-        must = backlog_s < rules.backlog_share * rules.ttft_s and step_s > rules.step_most_share * rules.tpot_s
-        if spare or must:
-            chosen = min(prefills, key=lambda one: (one.load.queued_prefill_tokens, one.record.instance_id))
-            return _flip(chosen, Phase.DECODE, figures)
+        return None
+    able = [one for one in prefills if _can_change(one)]
+    spare = state.backlog_s < rules.calm_share * rules.ttft_s and step_s > rules.step_share * rules.tpot_s
+    must = step_s > rules.step_most_share * rules.tpot_s
+    if able and len(prefills) > rules.min_prefill and (spare or must):
+        chosen = min(able, key=lambda one: (one.load.queued_prefill_tokens, one.record.instance_id))
+        return _flip(chosen, Phase.DECODE, figures)
     return None
 
 
 def _idle(phases: _Phases, rules: FlipRules, now_s: float, state: FlipState) -> tuple[FlipOrder | None, FlipState]:
     """TetriInfer, section 3.5: flip an instance that has been idle for idle_s while the other phase has work."""
     groups = ((phases.prefill, Phase.DECODE, rules.min_prefill), (phases.decode, Phase.PREFILL, rules.min_decode))
-    idle: dict[str, float] = {}
+    idle: dict[tuple[str, int], float] = {}
     order: FlipOrder | None = None
     for group, to, least in groups:
-        mean = sum(map(_requests, group)) / len(group)
+        mean = sum(map(_requests, group)) / max(1, len(group))
         others = phases.decode if to is Phase.DECODE else phases.prefill
-        for one in group:
+        for one in filter(_can_change, group):
             if _requests(one) > rules.idle_share * mean:
                 continue
-            instance_id = one.record.instance_id
-            since_s = idle[instance_id] = state.idle_since_s.get(instance_id, now_s)
+            life = one.record.instance_id, one.record.incarnation
+            since_s = idle[life] = state.idle_since_s.get(life, now_s)
             is_due = now_s - since_s >= rules.idle_s and len(group) > least
             if order is None and is_due and any(map(_requests, others)):
                 order = _flip(one, to, f"idle for {now_s - since_s:.0f} s")
     if order is not None:
-        idle.pop(order.instance_id)
+        idle.pop((order.instance_id, order.incarnation))
     return order, replace(state, idle_since_s=idle)
 
 
@@ -319,18 +339,27 @@ def _requests(one: ViewedInstance) -> int:
     return one.load.running_requests + one.load.waiting_requests
 
 
-def _replacement(
-    heard: Sequence[ViewedInstance], phases: _Phases, under_way: Mapping[str, OrderedPhases]
-) -> FlipOrder | None:
+def _replacement(phases: _Phases) -> FlipOrder | None:
     """When the last instance of a phase is gone, another takes its place: the one with the least work, or, if only one
     is left, it serves both phases."""
-    able = [one for one in heard if one in phases.prefill or one in phases.decode]
+    left = (*phases.prefill, *phases.decode)
+    able = list(filter(_can_change, left))
     if not able:
         return None
     missing = Phase.DECODE if not phases.decode else Phase.PREFILL
     chosen = min(able, key=lambda one: (_requests(one), one.record.instance_id))
-    served = (missing,) if len(able) > 1 else BOTH_PHASES
+    served = (missing,) if len(left) > 1 else BOTH_PHASES
     return FlipOrder(chosen.record.instance_id, chosen.record.incarnation, served, f"no instance serves {missing}")
+
+
+def _separation(phases: _Phases) -> FlipOrder | None:
+    """Let an instance that was ordered to serve both phases, as the only one left, serve one again once others are
+    back: the phase that fewer of them serve."""
+    ordered = [one for one in phases.both if one.load.phase_order > FIRST_ORDER]
+    if not ordered or not (phases.prefill or phases.decode):
+        return None
+    to = Phase.DECODE if len(phases.decode) <= len(phases.prefill) else Phase.PREFILL
+    return _flip(ordered[0], to, f"{len(phases.prefill)} others prefill, {len(phases.decode)} decode")
 
 
 def _flip(one: ViewedInstance, to: Phase, reason: str) -> FlipOrder:
@@ -376,6 +405,7 @@ def _accepted(instance: ViewedInstance, under_way: Mapping[str, OrderedPhases]) 
     newest = under_way.get(instance.record.instance_id)
     if (
         newest is not None
+        and instance.load.state is InstanceState.READY
         and newest.incarnation == instance.record.incarnation
         and newest.order > instance.load.phase_order
     ):

@@ -7,7 +7,7 @@ request, beside the work of the other one.
 from collections.abc import Collection
 
 from kaveri.domain.view import FIRST_ORDER, InstanceRecord, Phase, PhaseOrder
-from kaveri.errors import NoCapacity, Unavailable
+from kaveri.errors import KaveriError, NoCapacity, Unavailable
 from kaveri.policy.retry import FIRST_PAUSE_S, Setback
 from kaveri.simulator.colocated import SimulatedColocated
 from kaveri.simulator.decode import Answer, SimulatedDecode
@@ -24,6 +24,9 @@ class SimulatedDynamic(SimulatedDecode, SimulatedColocated):
         self._ordered = frozenset(phases)
         self._order = FIRST_ORDER
         self._shown: tuple[tuple[Phase, ...], tuple[Phase, ...]] = (tuple(phases), ())
+        self._shown_order = FIRST_ORDER
+        self._tells = False
+        """True while a heartbeat that shows other phases is on its way."""
         super().__init__(router, record)
         chunk, overheads = self.pool.chunk_tokens, router.spec.overheads
         self._prefill_tokens_per_s = chunk / (self.pool.latency.step_s([(0, chunk)]) + overheads.prefill_step_s)
@@ -70,7 +73,13 @@ class SimulatedDynamic(SimulatedDecode, SimulatedColocated):
         self._settle()
 
     def _landed(self, reserved: CountedSequence) -> None:
+        self.touch()
         super()._landed(reserved)
+        self._settle()
+
+    def _fail(self, attempt: SimulatedAttempt, error: KaveriError) -> None:
+        self.touch()
+        super()._fail(attempt, error)
         self._settle()
 
     def _begin_search(self, attempt: SimulatedAttempt) -> None:
@@ -81,11 +90,20 @@ class SimulatedDynamic(SimulatedDecode, SimulatedColocated):
 
     def _settle(self) -> None:
         """Show the end of a phase whose last request has left."""
-        if self._shown[1] and not self.is_dead and self._phases_now() != self._shown:
+        if self._shown[1] and self._phases_now() != self._shown:
             self._show_phases()
 
     def _show_phases(self) -> None:
-        self._shown = self._phases_now()
+        if not self._tells:
+            self._tells = True
+            # To the store, and with the monitor's broadcast to the others: all views change in one event.
+            self._timeline.after(2 * self._timeline.hop_s, self._phases_arrive)
+
+    def _phases_arrive(self, _: None) -> None:
+        self._tells = False
+        if self.is_dead:
+            return
+        self._shown, self._shown_order = self._phases_now(), self._order
         self.member.beat_now()
         self._router.phases_changed()
 
@@ -99,7 +117,7 @@ class SimulatedDynamic(SimulatedDecode, SimulatedColocated):
         load = SimulatedColocated._load_at(self, time_s, sequence_number)
         load.waiting_requests += len(self._in_line)
         load.phases, load.ending_phases = self._shown
-        load.phase_order = self._order
+        load.phase_order = self._shown_order
         load.prefill_tokens_per_s = self._prefill_tokens_per_s
         load.step_s = self.engine.decode_step_s
         return load

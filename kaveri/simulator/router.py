@@ -268,12 +268,9 @@ class SimulatedRouter:
 
     def phases_changed(self) -> None:
         """Handle an instance's heartbeat that shows other phases than before: broadcast it at once."""
-        self.timeline.after(self.timeline.hop_s, self._show_phases)
-
-    def _show_phases(self, _: None) -> None:
         self.broadcasts.make()
         self.on_phases()
-        self.timeline.send(self._broadcast, None)
+        self.timeline.after(0.0, self._broadcast)
 
     def is_empty(self) -> bool:
         return not self._line and not len(self._unconfirmed)

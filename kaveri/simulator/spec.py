@@ -161,7 +161,8 @@ class ClusterSpec:
         """Phases that the instance serves at the start."""
         if instance_id in self.colocated_ids:
             return BOTH_PHASES
-        prefills = (*self.prefill_ids, *self.dynamic_ids[: (self.dynamic_count + 1) // 2])
+        half, most = (self.dynamic_count + 1) // 2, self.dynamic_count - self.flips.min_decode
+        prefills = (*self.prefill_ids, *self.dynamic_ids[: max(self.flips.min_prefill, min(half, most))])
         return (Phase.PREFILL if instance_id in prefills else Phase.DECODE,)
 
     def __post_init__(self) -> None:

@@ -234,7 +234,12 @@ def test_a_new_leader_repeats_no_order_that_the_loads_show() -> None:
         ({"min_decode": 0}, "min_decode"),
         ({"ttft_s": 0.0}, "slo_ttft_s"),
         ({"tpot_s": math.inf}, "slo_tpot_s"),
-        ({"calm_share": 0.5}, "calm_share"),
+        ({"calm_share": 0.6}, "calm_share"),
+        ({"backlog_share": 1.5}, "backlog_share"),
+        ({"backlog_share": math.nan}, "backlog_share"),
+        ({"step_most_share": 1.2}, "step_most_share"),
+        ({"idle_s": math.nan}, "idle_s"),
+        ({"idle_share": -1.0}, "idle_share"),
         ({"step_share": 0.0}, "step_share"),
         ({"step_share": math.nan}, "step_share"),
         ({"late_step_share": 0.9}, "late_step_share"),
@@ -352,3 +357,48 @@ def test_orders_are_such_that_they_can_be_carried_out_and_leave_enough_of_each_p
                 assert len(after) >= min(count, len(taking[phase]))
         if order.phases != BOTH_PHASES:
             check_order(view, order.instance_id, order.phases, under_way)
+
+
+def test_a_draining_instance_does_not_count_as_serving_what_it_was_ordered() -> None:
+    drains = able("d", D, state=InstanceState.DRAINING)
+    sent = {"d": OrderedPhases(1, PhaseOrder(1, 1), PREFILL)}
+    assert decision(view_of(drains, decode("e")), under_way=sent) == ("e", BOTH_PHASES)
+    assert decision(view_of(drains), under_way=sent) is None
+
+
+def test_instances_of_both_phases_by_their_command_keep_them_and_take_no_pushes() -> None:
+    both = able("a", P, D, queued_prefill_tokens=900, prefill_tokens_per_s=1000.0, running_requests=9)
+    assert decision(view_of(both, both)) is None
+    assert decision(view_of(both, decode("b"))) is None
+
+
+def test_an_instance_that_was_the_last_one_serves_one_phase_again_once_others_are_back() -> None:
+    last = able("a", P, D, phase_order=PhaseOrder(1, 1))
+    assert decision(view_of(last)) is None
+    assert decision(view_of(last, prefill("b"))) == ("a", DECODE)
+    assert decision(view_of(last, decode("b"))) == ("a", PREFILL)
+
+
+def test_fixed_instances_serve_their_phase_and_get_no_order() -> None:
+    fixed = instance("p", PREFILL), instance("q", DECODE)
+    assert decision(view_of(*fixed, decode("z"))) is None
+    assert decision(view_of(instance("q", DECODE), decode("z"))) == ("z", PREFILL)
+    assert decision(view_of(*fixed[:1])) is None
+
+
+def test_measured_steps_fade_with_time_whether_or_not_anything_is_decided() -> None:
+    _, state = decided(NEEDS_DECODE)
+    away = replace(view_of(prefill("a")), store_connected=False)
+    weight = state.steps.weight
+    for tenth in range(1, 101):
+        _, state = decided(away, state=state, now_s=tenth / 10)
+    assert state.steps.weight == pytest.approx(weight * math.exp(-10 / 30))
+
+
+def test_an_instance_that_restarted_was_not_idle_before() -> None:
+    view = view_of(prefill("a"), prefill("b", running_requests=8), decode("c"), decode("d"))
+    _, state = decided(view, IDLE)
+    assert decision(view, IDLE, state=state, now_s=60.0) == ("a", DECODE)
+    again = replace(prefill("a"), record=replace(prefill("a").record, incarnation=2))
+    view = view_of(again, prefill("b", running_requests=8), decode("c"), decode("d"))
+    assert decision(view, IDLE, state=state, now_s=60.0) is None

@@ -1,6 +1,7 @@
 """Simulated instances that change their phases: nothing is lost, and what waits goes where it can be served."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,10 @@ from kaveri.errors import ConfigError, KaveriError
 from kaveri.kv.transports.link_speed import parse_link_speed
 from kaveri.policy.flipping import FlipPolicy, FlipRules
 from kaveri.policy.ordering import OrderingPolicy
+from kaveri.policy.room_search import RoomSearch
 from kaveri.simulator.decode import Answer
 from kaveri.simulator.dynamic import SimulatedDynamic
+from kaveri.simulator.engine import CountedEngine
 from kaveri.simulator.failures import Death, FailureSpec
 from kaveri.simulator.instance import SimulatedAttempt
 from kaveri.simulator.report import rows
@@ -21,7 +24,7 @@ from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.simulate import Simulation
 from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec
 from kaveri.workload.requests import PlannedRequest, RequestLengths, WorkloadClass, draw_lengths, plan_requests
-from tests.library.simulator.test_simulate import LATENCY, run_whole, spec_of
+from tests.library.simulator.test_simulate import LATENCY, poisson, run_whole, spec_of
 
 SLO = FlipRules(policy=FlipPolicy.SLO, ttft_s=1.0, tpot_s=0.03)
 PREFILL, DECODE = (Phase.PREFILL,), (Phase.DECODE,)
@@ -224,3 +227,46 @@ def test_a_cluster_that_cannot_be_is_refused_with_its_name_and_limit(
         dynamic_of(**changes)
     assert refused.value.field == name
     assert reason in refused.value.reason
+
+
+def small(total_blocks: int = 110) -> dict[str, Any]:
+    pool = PoolSpec(latency=LATENCY, total_blocks=total_blocks, chunk_tokens=64, max_batch=4, max_model_len=1600)
+    return {"prefill": PrefillSpec(engine=pool), "decode": DecodeSpec(engine=pool)}
+
+
+@pytest.mark.parametrize("at_ms", range(4000, 4200, 20))
+def test_a_search_for_room_ends_when_an_instance_ceases_to_take_pushes_between_two_broadcasts(
+    at_ms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = Counter[object]()
+    look = RoomSearch.look
+
+    def counted(self: Any, seeker: Any, view: Any, now_s: float) -> object:
+        looks[seeker.key, now_s] += 1
+        assert looks[seeker.key, now_s] < 1000, "endless"
+        return look(self, seeker, view, now_s)
+
+    monkeypatch.setattr(RoomSearch, "look", counted)
+    order = (at_ms / 1000, "dynamic-3", (Phase.PREFILL,))
+    run_ordered(alike(40, 700, 200), order, **small(), overheads=Overheads(hop_s=0.02))
+
+
+@pytest.mark.parametrize("seed", [3, 7, 11])
+def test_steps_are_applied_before_blocks_are_taken(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = CountedEngine.open
+
+    def checked(self: Any, sequence: Any, token_count: int) -> bool:
+        assert self._run.steps <= 1 or not self._run.ended_steps(self._timeline.now_s)
+        return opened(self, sequence, token_count)
+
+    monkeypatch.setattr(CountedEngine, "open", checked)
+    run_ordered(poisson(60, 40.0, seed), (2.0 + seed / 4, "dynamic-3", (Phase.PREFILL,)), **small())
+
+
+@pytest.mark.parametrize("victim", ["dynamic-0", "dynamic-1"])
+def test_the_work_is_shared_again_once_a_dead_instance_is_back(victim: str) -> None:
+    failures = FailureSpec(deaths=(Death(instance_id=victim, at_s=2.0),), repair_s=4.0)
+    run = run_whole(dynamic_of(2, failures=failures), shifting(1, load=0.25, seconds=30)).table.columns()
+    later = run.due_s > 15
+    places = np.concatenate((run.placements.prefill[later], run.placements.decode[later]))
+    assert np.bincount(places, minlength=2).min() > 0
