@@ -17,7 +17,9 @@ from typing import Any
 
 import psutil
 
-from kaveri import AsyncClient
+from kaveri import AsyncClient, KaveriError
+from kaveri.cli.flip import flip_instance
+from kaveri.domain.view import Phase
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.local.config import StackConfig
 from kaveri.local.process import ChildProcess
@@ -180,6 +182,17 @@ class KillMatrix:
                             process.resume()
             case HitKind.CUT_OFF | HitKind.LINK_CUT:
                 await self._cut(fault, target)
+            case HitKind.FLIPPED:
+                own, other = (Phase.PREFILL, Phase.DECODE) if fault.role == "prefill" else (Phase.DECODE, Phase.PREFILL)
+                await self._flip(target, other)
+                await asyncio.sleep(fault.lasts_s)
+                await self._flip(target, own)
+
+    async def _flip(self, target: str, phase: Phase) -> None:
+        # Refused without a leader, for the last instance of a phase, and while no router answers.
+        with contextlib.suppress(KaveriError):
+            await flip_instance(target, (phase,), ",".join(self._cluster.stack.targets))
+            self.account.faults[f"flipped: to {phase}"] += 1
 
     async def _restart(self, target: str, down_s: float, *, drains: bool) -> None:
         stack = self._cluster.stack

@@ -21,6 +21,8 @@ class HitKind(enum.StrEnum):
     """No traffic with one other process."""
     DRAINED = "drained"
     """Stopped by SIGTERM, then restarted."""
+    FLIPPED = "flipped"
+    """An instance with an engine is ordered to serve the other phase, and later its own again."""
 
 
 class RequestPhase(enum.StrEnum):
@@ -63,6 +65,8 @@ def draw_fault(rng: random.Random, kinds: Sequence[HitKind]) -> DrawnFault:
     role = rng.choices(tuple(_WEIGHTS), tuple(_WEIGHTS.values()))[0]
     kind = rng.choice(kinds)
     if role == "client" or (role == "redis" and kind is HitKind.DRAINED):
+        kind = HitKind.KILLED
+    if kind is HitKind.FLIPPED and role not in ("prefill", "decode"):
         kind = HitKind.KILLED
     killed = kind in (HitKind.KILLED, HitKind.DRAINED)
     return DrawnFault(
