@@ -38,6 +38,7 @@ BENCHMARKS = (
     "serving.replica_memory",
     "serving.migration",
     "serving.flip",
+    "serving.dynamic",
     "serving.rolling_restart",
     "serving.false_suspicion",
     "serving.huge_input",
@@ -73,6 +74,7 @@ NEED_VLLM = (
     "serving.colocated",
     "serving.recovery_vllm",
     "serving.replication_overhead_vllm",
+    "serving.flip",
 )
 HEADLINES = (
     ("kv.transfer", "kv / bare: tcp, 64 MiB, 16 KiB"),
