@@ -71,12 +71,12 @@ _CODES: dict[type[KaveriError], grpc.StatusCode] = {
 def status_of(error: KaveriError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
     """Return the gRPC status code, message and trailing metadata that encode `error`."""
     code, status = _status(error)
-    return code, status.message, ((DETAILS_KEY, status.SerializeToString()),)
+    return code, status.message, ((DETAILS_KEY, status.SerializeToString(deterministic=True)),)
 
 
 def error_to_bytes(error: KaveriError) -> bytes:
     """Encode `error` as a serialized google.rpc.Status, for a bytes field of a message."""
-    return bytes(_status(error)[1].SerializeToString())
+    return bytes(_status(error)[1].SerializeToString(deterministic=True))
 
 
 def error_from_bytes(serialized: bytes) -> KaveriError:
@@ -158,7 +158,7 @@ def is_unsent(error: aio.AioRpcError) -> bool:
 
 def _pack(message: Message) -> any_pb2.Any:
     packed = any_pb2.Any()
-    packed.Pack(message)
+    packed.Pack(message, deterministic=True)
     return packed
 
 

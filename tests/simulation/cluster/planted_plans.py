@@ -313,7 +313,7 @@ PLANS: dict[str, Plan] = {
         ],
         max_model_len=320,
         divergent=True,
-        seed=3,
+        seed=0,
         direct_clients=("client-0",),
     ),
     "former_owners_believed": story(
