@@ -41,7 +41,7 @@ class InstanceOrders:
         if order is None:
             return None
         check_order(self._store.view(), record.instance_id, phases, self.under_way)
-        self.under_way[record.instance_id] = OrderedPhases(record.incarnation, order, phases)
+        ordered = self.under_way[record.instance_id] = OrderedPhases(record.incarnation, order, phases)
         request = instance_pb2.SetPhasesRequest(
             instance_id=record.instance_id,
             incarnation=record.incarnation,
@@ -49,7 +49,15 @@ class InstanceOrders:
             deadline_s=deadline_s,
             order=phase_order_to_proto(order),
         )
-        response: instance_pb2.SetPhasesResponse = await self.call(record, "SetPhases", request)
+        response: instance_pb2.SetPhasesResponse
+        accepted = False
+        try:
+            response = await self.call(record, "SetPhases", request)
+            accepted = response.accepted
+        finally:
+            # No load may ever show it. If the instance carried it out without an answer, its load does by now.
+            if not accepted and self.under_way.get(record.instance_id) is ordered:
+                del self.under_way[record.instance_id]
         return response
 
     async def call(self, record: InstanceRecord, method: str, request: Any, authorization: bytes | None = None) -> Any:

@@ -114,6 +114,8 @@ class ServiceHost:
         that callers of InstanceService present an admin key; None: every caller that the port admits. orders: of a
         router, which forwards them to other processes."""
         check_order()
+        self.orders = orders
+        """Sends orders to other processes; None: this process is no router."""
         self.record = record
         """Registration in the cluster. Has an address once `started` is set."""
         self.state = InstanceState.READY

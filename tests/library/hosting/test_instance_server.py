@@ -246,6 +246,21 @@ async def test_the_router_that_leads_numbers_an_order_and_any_other_passes_it_on
             await follower.set_phases("decode-1", Phase.DECODE)
 
 
+async def test_an_order_that_was_not_carried_out_is_not_under_way() -> None:
+    async with two_routers() as (_, leader, first, _):
+        orders = leader.host.orders
+        assert orders is not None
+        record = first.host.record
+        with pytest.raises(Unavailable):
+            await orders.set_phases(replace(record, address="127.0.0.1:1"), (Phase.DECODE,))
+        assert not orders.under_way
+        first.work.order = PhaseOrder(9, 1)
+        answer = await orders.set_phases(record, (Phase.DECODE,))
+        assert answer is not None
+        assert not answer.accepted
+        assert not orders.under_way
+
+
 async def test_without_a_leader_an_order_is_refused_with_a_time_to_try_again() -> None:
     async with two_routers() as (follower, leader, first, _):
         # It does not lead any more, which the other one does not know yet.
