@@ -61,7 +61,7 @@ class InstanceOrders:
         return response
 
     async def call(self, record: InstanceRecord, method: str, request: Any, authorization: bytes | None = None) -> Any:
-        """Call a method of another process's InstanceService. Raises KaveriErrors."""
+        """Call a method of another process's InstanceService. Raises KaveriError."""
         metadata = (("authorization", authorization.decode()),) if authorization else None
         # Two hops within the time of the caller's.
         timeout_s = _FORWARD_TIMEOUT_S if record.role is Role.ROUTER else _CALL_TIMEOUT_S

@@ -90,7 +90,7 @@ class FlipRules:
             "idle_s": (0.0, math.inf),
             "cooldown_s": (0.0, math.inf),
         }
-        # The outer limits first: an inner one that they break is not at fault.
+        # Check the outer limits first, so that the error names the setting that is out of range.
         for name, (above, most) in sorted(limits.items(), key=lambda item: item[0] in ("calm_share", "step_share")):
             value = getattr(self, name)
             if not above < value <= most or value == math.inf:
@@ -340,8 +340,8 @@ def _requests(one: ViewedInstance) -> int:
 
 
 def _replacement(phases: _Phases) -> FlipOrder | None:
-    """When the last instance of a phase is gone, another takes its place: the one with the least work, or, if only one
-    is left, it serves both phases."""
+    """Replace the last instance of a phase by the one with the least work. If only one instance is left, it serves both
+    phases."""
     left = (*phases.prefill, *phases.decode)
     able = list(filter(_can_change, left))
     if not able:

@@ -3,7 +3,7 @@
 A prompt is placed by loads that are up to two intervals old, and instances join or begin to serve prefill while others
 have long queues. So each prefill instance compares its queue with the others' in the cluster monitor's broadcast, and
 returns waiting prompts to their routers, which place them again. A waiting prompt is token ids only: nothing has to be
-copied. All instances read the same broadcast, so no two of them send prompts to the same one.
+copied. All instances read the same broadcast, and each compares itself with another one.
 """
 
 from kaveri.domain.view import ClusterView, ViewedInstance, is_late

@@ -9,7 +9,7 @@ PROMPT_BLOCKS_RETRY_S = 0.02
 ROOM_PATIENCE_S = 0.1
 """Time for a decode instance that reported free blocks to answer before others are asked as well."""
 ROOM_REST_WHEN_REFUSED_S = 0.05
-"""Time for which a decode instance is not asked after it said that it serves another phase; the view shows it soon."""
+"""Pause before a decode instance that refused, because it serves another phase now, is asked again."""
 ROOM_REST_WHEN_FAILED_S = 0.5
 """Time for which a decode instance is not used after a failed push or connection."""
 ROOM_LOOK_S = 0.25

@@ -267,7 +267,7 @@ class SimulatedRouter:
             prefill.broadcast_heard()
 
     def phases_changed(self) -> None:
-        """Handle an instance's heartbeat that shows other phases than before: broadcast it at once."""
+        """Broadcast an instance's change of phases at once."""
         self.broadcasts.make()
         self.on_phases()
         self.timeline.after(0.0, self._broadcast)

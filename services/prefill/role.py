@@ -122,7 +122,7 @@ class PrefillRole:
         self._rate = BusyRate()
         """Prompt tokens per second."""
         self._level_at_s = 0.0
-        """Earliest time of the next return of waiting prompts for a shorter queue elsewhere."""
+        """Earliest time of the next levelling."""
         self._idle = asyncio.Event()
         self._idle.set()
         metrics.waiting.set_function(lambda: queue.queued_tokens)
