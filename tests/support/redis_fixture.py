@@ -58,10 +58,14 @@ async def allow(redis: TestRedis, rules: Sequence[str], user: str = "limited") -
     return redis.url.replace("redis://", f"redis://{user}:word@")
 
 
-def free_port() -> int:
-    """Return a free port of 127.0.0.1, below those that outgoing connections use."""
+def free_port(further: int = 0) -> int:
+    """Return a free port of 127.0.0.1, below those that outgoing connections use.
+
+    further: the port that lies so many above it is free too."""
     while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        port = random.randrange(20_000, 32_000 - further)
+        with socket.socket() as probe, socket.socket() as second, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            if further:
+                second.bind(("127.0.0.1", port + further))
             return port

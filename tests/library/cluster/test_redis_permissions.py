@@ -27,6 +27,8 @@ from tests.support.store_conformance import DECODE, REQUEST, has, view_that
 
 WITHIN_S = 60.0
 _NEEDS = store_needs("kaveri:default:0")
+_CLUSTER_BUS = 10_000
+"""Redis in cluster mode also listens this far above its port."""
 _USAGE = RedisNeeds(frozenset(USAGE_COMMANDS), (f"{usage_prefix('default')}:*",))
 
 
@@ -121,7 +123,7 @@ async def _redis_with(folder: Path, *options: str) -> AsyncIterator[None]:
 
 @pytest.mark.parametrize("database", [0, 1])
 async def test_cluster_mode_is_refused_by_name(tmp_path: Path, database: int) -> None:
-    port = free_port()
+    port = free_port(_CLUSTER_BUS)
     async with _redis_with(tmp_path, "--port", str(port), "--cluster-enabled", "yes"):
         with pytest.raises(ConfigError, match="it is in cluster mode, which Kaveri does not support"):
             async with RedisStore(f"redis://127.0.0.1:{port}/{database}"):
@@ -129,7 +131,7 @@ async def test_cluster_mode_is_refused_by_name(tmp_path: Path, database: int) ->
 
 
 async def test_cluster_mode_is_refused_by_name_to_a_user_who_may_not_ask_for_it(tmp_path: Path) -> None:
-    port = free_port()
+    port = free_port(_CLUSTER_BUS)
     user = ["--user", "limited", "on", ">word", *_NEEDS.rules()]
     async with _redis_with(tmp_path, "--port", str(port), "--cluster-enabled", "yes", *user):
         with pytest.raises(ConfigError, match="it is in cluster mode, which Kaveri does not support"):
