@@ -9,6 +9,7 @@ import typer
 from kaveri.cli import options
 from kaveri.cli.options import option
 from kaveri.client.defaults import DEFAULT_TARGET
+from kaveri.domain.view import DrainWay
 
 if TYPE_CHECKING:
     from kaveri.domain.view import ClusterView, InstanceLoad, Phase, PhaseOrder
@@ -32,19 +33,29 @@ def flip(
     deadline_s: Annotated[
         float, option("Seconds for its requests of a phase that ends; then the order is taken back. 0: no limit.")
     ] = 0.0,
+    drain: Annotated[
+        DrainWay,
+        option(
+            "What becomes of its requests of a phase that ends: they finish there; prompts that have not begun return "
+            "to other instances; running answers also migrate, to the holders of their KV copies."
+        ),
+    ] = DrainWay.MIGRATE,
     wait: Annotated[bool, option("Return when the phase that ends has no request left.", "--wait")] = False,
 ) -> None:
     """Let an instance serve prefill, decode or both from now on, without a restart and without a lost request.
 
-    It takes requests of a new phase at once, and finishes those of a phase that ends, or moves them to the holders of
-    their KV copies. The last instance of a phase does not leave it. A router with a keys file asks for a certificate,
-    or for an admin key in KAVERI_API_KEY.
+    It takes requests of a new phase at once. The last instance of a phase does not leave it. A router with a keys file
+    asks for a certificate, or for an admin key in KAVERI_API_KEY.
     """
-    asyncio.run(_flip(instance, to, target, deadline_s, wait))
+    asyncio.run(_flip(instance, to, target, deadline_s, drain, wait))
 
 
 async def flip_instance(
-    instance: str, phases: "tuple[Phase, ...]", target: str, deadline_s: float = 0.0
+    instance: str,
+    phases: "tuple[Phase, ...]",
+    target: str,
+    deadline_s: float = 0.0,
+    way: DrainWay = DrainWay.MIGRATE,
 ) -> "tuple[int, PhaseOrder]":
     """Let an instance serve these phases. target: addresses of routers. Returns its incarnation and the order's number.
     Raises Unavailable, also if it has a newer order."""
@@ -52,9 +63,11 @@ async def flip_instance(
     from kaveri.errors import Unavailable
     from kaveri.v1 import instance_pb2
     from kaveri.v1.instance_pb2_grpc import InstanceServiceStub
-    from kaveri.wire.messages import phase_order_from_proto, phases_to_proto
+    from kaveri.wire.messages import drain_way_to_proto, phase_order_from_proto, phases_to_proto
 
-    request = instance_pb2.SetPhasesRequest(instance_id=instance, phases=phases_to_proto(phases), deadline_s=deadline_s)
+    request = instance_pb2.SetPhasesRequest(
+        instance_id=instance, phases=phases_to_proto(phases), deadline_s=deadline_s, drain=drain_way_to_proto(way)
+    )
     async with open_channels(target) as channels:
         answer: instance_pb2.SetPhasesResponse = await first_answer(
             channels, lambda _, channel: InstanceServiceStub(channel).SetPhases(request, **call_options(_TIMEOUT_S))
@@ -64,13 +77,13 @@ async def flip_instance(
     return answer.incarnation, phase_order_from_proto(answer.order)
 
 
-async def _flip(instance: str, to: Served, target: str, deadline_s: float, wait: bool) -> None:
+async def _flip(instance: str, to: Served, target: str, deadline_s: float, way: DrainWay, wait: bool) -> None:
     from kaveri.cli.routers import cluster_view, first_answer, open_channels
     from kaveri.domain.view import BOTH_PHASES, Phase
     from kaveri.errors import Unavailable
 
     phases = BOTH_PHASES if to is Served.BOTH else (Phase(to.value),)
-    incarnation, order = await flip_instance(instance, phases, target, deadline_s)
+    incarnation, order = await flip_instance(instance, phases, target, deadline_s, way)
     async with open_channels(target) as channels:
         print(f"{instance} serves {to}, by order {order.fencing_token}.{order.number}", flush=True)
         while wait:

@@ -47,6 +47,17 @@ class InstanceState(enum.StrEnum):
     DRAINING = "draining"
 
 
+class DrainWay(enum.StrEnum):
+    """What an instance does with its requests of a phase that ends."""
+
+    FINISH = "finish"
+    """They end where they are."""
+    RETURN = "return"
+    """Prompts that have not begun go back to their routers."""
+    MIGRATE = "migrate"
+    """As RETURN, and running answers move to other instances with their KV, if it is copied there."""
+
+
 class PhaseOrder(NamedTuple):
     """Number of an order to change an instance's phases. A greater one replaces a smaller one."""
 

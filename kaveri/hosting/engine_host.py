@@ -11,7 +11,7 @@ from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.running_clock import RunningClock
-from kaveri.domain.view import Phase, PhaseOrder, Role
+from kaveri.domain.view import DrainWay, Phase, PhaseOrder, Role
 from kaveri.engine.contract import Engine, EngineEvent, EngineStats, EngineStopped
 from kaveri.hosting.config import InstanceConfig
 from kaveri.hosting.served_phases import ServedPhases
@@ -57,11 +57,11 @@ class EngineHost(ServiceHost):
         self._trial: Trial | None = None
         """Receives the engine's events until the engine has proved that it can run its model."""
 
-    def order_phases(self, phases: Collection[Phase], order: PhaseOrder, deadline_s: float) -> bool:
+    def order_phases(self, phases: Collection[Phase], order: PhaseOrder, deadline_s: float, way: DrainWay) -> bool:
         """Serve exactly these phases from now on. See ServedPhases.order(). Raises Unavailable if the process is
         ending."""
         self.require_going_on()
-        return self._phases.order(phases, order, deadline_s)
+        return self._phases.order(phases, order, deadline_s, way)
 
     async def switch(self, phases: Collection[Phase], order: PhaseOrder) -> bool:
         """Serve exactly these phases, and return when the others have ended. See ServedPhases.switch()."""

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import InstanceLoad, InstanceRecord, Phase, PhaseOrder, Role
+from kaveri.domain.view import DrainWay, InstanceLoad, InstanceRecord, Phase, PhaseOrder, Role
 from kaveri.errors import InvalidArgument, KaveriError, Unavailable
 from kaveri.hosting.orders import InstanceOrders
 from kaveri.rpc.public_port import authorization_of
@@ -14,7 +14,7 @@ from kaveri.security.callers import Callers
 from kaveri.timeouts import LEADER_LEASE_S
 from kaveri.v1 import instance_pb2
 from kaveri.v1.instance_pb2_grpc import InstanceServiceServicer
-from kaveri.wire.messages import phase_order_from_proto, phase_order_to_proto, phases_from_proto
+from kaveri.wire.messages import drain_way_from_proto, phase_order_from_proto, phase_order_to_proto, phases_from_proto
 from kaveri.wire.status import abort
 
 SERVICE_NAME = instance_pb2.DESCRIPTOR.services_by_name["InstanceService"].full_name
@@ -27,7 +27,7 @@ class OrderedProcess(Protocol):
 
     async def drain(self) -> bool: ...
     async def undrain(self) -> bool: ...
-    def order_phases(self, phases: tuple[Phase, ...], order: PhaseOrder, deadline_s: float) -> bool: ...
+    def order_phases(self, phases: tuple[Phase, ...], order: PhaseOrder, deadline_s: float, way: DrainWay) -> bool: ...
     def load(self) -> InstanceLoad: ...
 
 
@@ -97,7 +97,8 @@ class InstanceServer(InstanceServiceServicer):
         if request.incarnation != own.incarnation:
             raise InvalidArgument("incarnation", request.incarnation, f"{own.incarnation}, the one that answers")
         order = phase_order_from_proto(request.order)
-        return self._process.order_phases(_phases(request), order, request.deadline_s)
+        way = drain_way_from_proto(request.drain)
+        return self._process.order_phases(_phases(request), order, request.deadline_s, way)
 
     async def _forward(
         self,
@@ -113,7 +114,7 @@ class InstanceServer(InstanceServiceServicer):
             raise InvalidArgument("incarnation", request.incarnation, f"{record.incarnation}, its present one")
         orders = self._orders
         assert orders is not None, "only routers forward"
-        response = await orders.set_phases(record, phases, request.deadline_s)
+        response = await orders.set_phases(record, phases, request.deadline_s, drain_way_from_proto(request.drain))
         if response is not None:
             return response
         leader, forwarded = self._store.view().leader(), instance_pb2.SetPhasesRequest()

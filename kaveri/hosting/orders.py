@@ -7,14 +7,14 @@ import grpc
 from grpc import aio
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import InstanceRecord, Phase, PhaseOrder, Role
+from kaveri.domain.view import DrainWay, InstanceRecord, Phase, PhaseOrder, Role
 from kaveri.errors import Unavailable
 from kaveri.policy.flipping import OrderedPhases, check_order
 from kaveri.rpc.channels import Channels
 from kaveri.timeouts import LEADER_LEASE_S
 from kaveri.v1 import instance_pb2
 from kaveri.v1.instance_pb2_grpc import InstanceServiceStub
-from kaveri.wire.messages import phase_order_to_proto, phases_to_proto
+from kaveri.wire.messages import drain_way_to_proto, phase_order_to_proto, phases_to_proto
 from kaveri.wire.status import error_of
 
 _FORWARD_TIMEOUT_S, _CALL_TIMEOUT_S = 5.0, 3.0
@@ -32,11 +32,15 @@ class InstanceOrders:
         """This router's newest order to each instance, by id: loads may not show it yet."""
 
     async def set_phases(
-        self, record: InstanceRecord, phases: tuple[Phase, ...], deadline_s: float = 0.0
+        self,
+        record: InstanceRecord,
+        phases: tuple[Phase, ...],
+        deadline_s: float = 0.0,
+        way: DrainWay = DrainWay.MIGRATE,
     ) -> instance_pb2.SetPhasesResponse | None:
         """Order an instance to serve exactly these phases. Returns None, without an order, unless this router leads.
-        deadline_s: as in ServedPhases.order(). Raises InvalidArgument if the instance cannot serve them, or the last
-        one of a phase would leave it, and Unavailable if the instance does not answer."""
+        deadline_s, way: as in ServedPhases.order(). Raises InvalidArgument if the instance cannot serve them, or the
+        last one of a phase would leave it, and Unavailable if the instance does not answer."""
         order = self._next_order()
         if order is None:
             return None
@@ -47,6 +51,7 @@ class InstanceOrders:
             incarnation=record.incarnation,
             phases=phases_to_proto(phases),
             deadline_s=deadline_s,
+            drain=drain_way_to_proto(way),
             order=phase_order_to_proto(order),
         )
         response: instance_pb2.SetPhasesResponse

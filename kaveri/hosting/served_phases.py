@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from kaveri.domain.view import FIRST_ORDER, InstanceLoad, Phase, PhaseOrder
+from kaveri.domain.view import FIRST_ORDER, DrainWay, InstanceLoad, Phase, PhaseOrder
 from kaveri.engine.contract import EngineEvent
 from kaveri.errors import InvalidArgument
 from kaveri.hosting.service_host import HostedService
@@ -17,8 +17,9 @@ from kaveri.timeouts import DRAIN_RETRY_S
 class PhaseService(HostedService, Protocol):
     """Interface of an instance's work in one phase, prefill or decode. All methods are called on the event loop."""
 
-    def drain(self, retry_after_s: float = DRAIN_RETRY_S) -> None:
-        """Refuse new requests from now on, with this retry time. 0: the phase is served elsewhere. Idempotent."""
+    def drain(self, retry_after_s: float = DRAIN_RETRY_S, way: DrainWay = DrainWay.MIGRATE) -> None:
+        """Refuse new requests from now on, with this retry time. 0: the phase is served elsewhere. way: what becomes of
+        present ones. Idempotent."""
 
     @property
     def is_idle(self) -> bool:
@@ -46,6 +47,8 @@ class ServedPhases:
         self._settled = self.ordered
         """Phases of the newest order that was carried out: those to go back to."""
         self._fault = ""
+        self._way = DrainWay.MIGRATE
+        """What the newest order does with the requests of phases that it has switched off."""
         self._carrying: asyncio.Task[None] | None = None
         """Waits for the end of the phases that the newest order has switched off."""
         self._stopping = False
@@ -54,20 +57,26 @@ class ServedPhases:
         self.on_loads: Callable[[Mapping[Phase, InstanceLoad], Collection[Phase]], object] = lambda _, __: None
         """Called by load(), with the load of each served phase and the phases that accept requests."""
 
-    def order(self, phases: Collection[Phase], order: PhaseOrder, deadline_s: float = 0.0) -> bool:
+    def order(
+        self,
+        phases: Collection[Phase],
+        order: PhaseOrder,
+        deadline_s: float = 0.0,
+        way: DrainWay = DrainWay.MIGRATE,
+    ) -> bool:
         """Serve exactly these phases from now on; those that are switched off end with their last request. During a
         drain no phase starts; undrain() starts those of the newest order.
 
         order: ignored unless above all earlier ones. deadline_s: seconds for the requests of phases that are switched
         off, after which the order is taken back: those of the last order that was carried out are served again. 0: no
-        limit. Returns False if a newer order is known, or other phases were ordered under its number. Raises
-        InvalidArgument for a phase that the engine does not support."""
+        limit. way: what becomes of these requests. Returns False if a newer order is known, or other phases were
+        ordered under its number. Raises InvalidArgument for a phase that the engine does not support."""
         unknown = [phase for phase in phases if phase not in self.services]
         if unknown:
             raise InvalidArgument("phases", unknown[0].value, f"one of {', '.join(self.services)}")
         if order <= self._order:
             return order == self._order and (self.ordered == frozenset(phases) or bool(self._fault))
-        self._order, self._fault = order, ""
+        self._order, self._fault, self._way = order, "", way
         get_logger().info("phases_ordered", phases=sorted(phases), phase_order=order)
         self._serve(frozenset(phases))
         if self._carrying is not None:
@@ -96,7 +105,7 @@ class ServedPhases:
         self.ordered = phases
         for phase, service in self.services.items():
             if phase not in phases:
-                service.drain(0.0)
+                service.drain(0.0, self._way)
             elif not self._stopping:
                 service.undrain()
         self.on_change()

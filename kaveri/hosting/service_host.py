@@ -11,7 +11,7 @@ from grpc import aio
 
 from kaveri.cluster.heartbeat import Heartbeat
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import InstanceLoad, InstanceRecord, InstanceState, Phase, PhaseOrder, Role
+from kaveri.domain.view import DrainWay, InstanceLoad, InstanceRecord, InstanceState, Phase, PhaseOrder, Role
 from kaveri.errors import InvalidArgument, Unavailable
 from kaveri.hosting import instance_server
 from kaveri.hosting.metrics import BUILD_INFO
@@ -209,7 +209,7 @@ class ServiceHost:
         if self._stopping:
             raise Unavailable(f"{self.record.instance_id} is ending: it cannot take requests again")
 
-    def order_phases(self, phases: Collection[Phase], order: PhaseOrder, deadline_s: float) -> bool:
+    def order_phases(self, phases: Collection[Phase], order: PhaseOrder, deadline_s: float, way: DrainWay) -> bool:
         """Serve exactly these phases from now on; only instances with an engine can. See ServedPhases.order()."""
         raise InvalidArgument("instance_id", self.record.instance_id, f"of an engine, not of a {self.record.role}")
 

@@ -2,6 +2,7 @@
 
     Alone <-> Opening -> Copied -> Alone        until the request ends
               Copied <-> Moving -> end
+              Copied -> Leaving -> Alone
 
 step() returns the next state and the actions for the service, in order. Pure: no clock, no waiting, no I/O.
 """
@@ -70,13 +71,22 @@ class Moving:
     """Watermark: number of tokens whose KV the holder has verified."""
 
 
-State = Alone | Opening | Copied | Moving
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """State of a request's KV copy: its holder was asked to drop it, as another instance is to hold one."""
+
+    holder: Holder
+
+
+State = Alone | Opening | Copied | Moving | Leaving
 
 
 class BareEvent(enum.Enum):
     MOVE_REQUESTED = enum.auto()
     """The service wants to move the request to the holder."""
     MOVE_FAILED = enum.auto()
+    HOLDER_UNWANTED = enum.auto()
+    """The service wants a copy at another instance instead: an engine copies a request to one at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +196,10 @@ def step(copy: State, event: Event, now_s: float) -> Step:
             return Alone(now_s + pause_s(copy.failures, jitter), copy.failures + 1, copy.former), ()
         case CopyLost(jitter), Copied() | Moving():
             return Alone(now_s + pause_s(copy.failures, jitter), copy.failures + 1, copy.holder), ()
+        case BareEvent.HOLDER_UNWANTED, Copied():
+            return Leaving(copy.holder), (CloseCopy(copy.holder),)
+        case CopyLost(), Leaving():
+            return Alone(), ()
         case CopyGrew(token_count), Copied() | Moving() if token_count > copy.token_count:
             grown = replace(copy, failures=0, token_count=token_count)
             return grown, (SendLocation(_replica(copy.holder, token_count)),)
@@ -198,7 +212,7 @@ def step(copy: State, event: Event, now_s: float) -> Step:
         case RequestEnded(is_given_up=True), Copied() | Moving():
             # The holder may have received everything just before.
             return Alone(), (CloseCopy(copy.holder),)
-        case RequestEnded(), Moving():
+        case RequestEnded(), Moving() | Leaving():
             # The holder keeps the copy for a while, complete or not.
             return Alone(), ()
         case RequestEnded(is_given_up=True), Alone() | Opening() if copy.former is not None:

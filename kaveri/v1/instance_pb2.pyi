@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kaveri.v1 import cluster_pb2 as _cluster_pb2
 import builtins as _builtins
 import sys
@@ -19,6 +20,36 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _DrainWay:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DrainWayEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrainWay.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DRAIN_WAY_UNSPECIFIED: _DrainWay.ValueType  # 0
+    DRAIN_WAY_FINISH: _DrainWay.ValueType  # 1
+    """All of them end where they are."""
+    DRAIN_WAY_RETURN: _DrainWay.ValueType  # 2
+    """Prompts that have not begun go back to their routers, which place them again."""
+    DRAIN_WAY_MIGRATE: _DrainWay.ValueType  # 3
+    """As RETURN; and running answers move to other instances with their KV, if the instance's requests have copies there
+    (--replication) and there is room.
+    """
+
+class DrainWay(_DrainWay, metaclass=_DrainWayEnumTypeWrapper):
+    """What an instance does with its requests of a phase that ends. Unset: MIGRATE."""
+
+DRAIN_WAY_UNSPECIFIED: DrainWay.ValueType  # 0
+DRAIN_WAY_FINISH: DrainWay.ValueType  # 1
+"""All of them end where they are."""
+DRAIN_WAY_RETURN: DrainWay.ValueType  # 2
+"""Prompts that have not begun go back to their routers, which place them again."""
+DRAIN_WAY_MIGRATE: DrainWay.ValueType  # 3
+"""As RETURN; and running answers move to other instances with their KV, if the instance's requests have copies there
+(--replication) and there is room.
+"""
+Global___DrainWay: _TypeAlias = DrainWay  # noqa: Y015
+
 @_typing.final
 class SetPhasesRequest(_message.Message):
     """An order of one leading router to one instance."""
@@ -30,6 +61,7 @@ class SetPhasesRequest(_message.Message):
     PHASES_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     FORWARDED_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """The instance's name: "decode-0"."""
@@ -39,6 +71,8 @@ class SetPhasesRequest(_message.Message):
     """Seconds for the requests of a phase that ends. If some are left then, the order is taken back: the instance serves
     the phases of the last order that was carried out again, and its load says why. 0: no limit.
     """
+    drain: Global___DrainWay.ValueType
+    """What happens to the requests of a phase that ends."""
     forwarded: _builtins.bool
     """Sent on by a router that does not lead. One that does not lead either answers UNAVAILABLE."""
     @_builtins.property
@@ -57,11 +91,12 @@ class SetPhasesRequest(_message.Message):
         phases: _abc.Iterable[_cluster_pb2.Phase.ValueType] | None = ...,
         order: _cluster_pb2.PhaseOrder | None = ...,
         deadline_s: _builtins.float = ...,
+        drain: Global___DrainWay.ValueType = ...,
         forwarded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "forwarded", b"forwarded", "incarnation", b"incarnation", "instance_id", b"instance_id", "order", b"order", "phases", b"phases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "drain", b"drain", "forwarded", b"forwarded", "incarnation", b"incarnation", "instance_id", b"instance_id", "order", b"order", "phases", b"phases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,6 +13,7 @@ from kaveri.domain.length import TokenRange
 from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams, check_stop_counts
 from kaveri.domain.view import (
     WIRE,
+    DrainWay,
     InstanceLoad,
     InstanceRecord,
     InstanceState,
@@ -28,7 +29,7 @@ from kaveri.errors import EngineBroke, EngineError, InvalidArgument, Unavailable
 from kaveri.kv.layout.layout import KvLayout, PartPlace
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, TicketPart
 from kaveri.seconds import DAY_S, require_seconds
-from kaveri.v1 import cluster_pb2, decode_pb2, kv_pb2, predictor_pb2, sampling_pb2
+from kaveri.v1 import cluster_pb2, decode_pb2, instance_pb2, kv_pb2, predictor_pb2, sampling_pb2
 
 ParamsT = TypeVar("ParamsT", bound=SamplingParams)
 _OLDEST_HEARTBEAT_S = 365 * DAY_S
@@ -242,6 +243,16 @@ def phase_order_to_proto(order: PhaseOrder) -> cluster_pb2.PhaseOrder:
 
 def phase_order_from_proto(message: cluster_pb2.PhaseOrder) -> PhaseOrder:
     return PhaseOrder(message.fencing_token, message.number)
+
+
+def drain_way_to_proto(way: DrainWay) -> "instance_pb2.DrainWay.ValueType":
+    return instance_pb2.DrainWay.Value(f"DRAIN_WAY_{way.name}")
+
+
+def drain_way_from_proto(message: "instance_pb2.DrainWay.ValueType") -> DrainWay:
+    """Decode what becomes of requests of a phase that ends; one of a newer version as MIGRATE."""
+    ways = {drain_way_to_proto(way): way for way in DrainWay}
+    return ways.get(message, DrainWay.MIGRATE)
 
 
 def phases_to_proto(phases: Iterable[Phase]) -> "list[cluster_pb2.Phase.ValueType]":

@@ -10,7 +10,6 @@ from kaveri.hosting.policy_settings import ADMISSIONS, REPLICATIONS
 from kaveri.policy.admission import AdmissionPolicy, AnyAdmission
 from kaveri.policy.replication import AnyReplication, ReplicationMode
 
-OF_COPIES = ("replication", "replica_memory", "replica_min_tokens", "replication_rate")
 _WITHOUT_MODEL = ("fake", "timed")
 
 

@@ -12,7 +12,7 @@ from kaveri.domain.length import RangeEnd, TokenRange
 from kaveri.domain.owner import Ownership
 from kaveri.domain.replica import ReplicaLocation, Resumption
 from kaveri.domain.sampling import Logprobs, ResolvedParams
-from kaveri.domain.view import InstanceLoad
+from kaveri.domain.view import DrainWay, InstanceLoad
 from kaveri.engine.blame import error_of_failure, error_of_stop
 from kaveri.engine.contract import (
     DecodeEngine,
@@ -289,7 +289,7 @@ class DecodeInstance:
         member = self._member(*coming) if coming is not None else None
         return self._room.batch.kept_blocks(time.monotonic(), member)
 
-    def drain(self, retry_after_s: float = DRAIN_RETRY_S) -> None:
+    def drain(self, retry_after_s: float = DRAIN_RETRY_S, way: DrainWay = DrainWay.MIGRATE) -> None:
         self._refuses_s = retry_after_s
         for request in list(self.owners.by_serial.values()):
             if isinstance(request.state, InLine):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry
 
 from kaveri.cluster.store import ClusterStore
-from kaveri.domain.view import InstanceLoad, InstanceRecord, Role
+from kaveri.domain.view import DrainWay, InstanceLoad, InstanceRecord, Role
 from kaveri.engine.contract import DecodeEngine, EngineEvent, Replicated
 from kaveri.engine.factory import listen_endpoints, transports_maker
 from kaveri.errors import ConfigError
@@ -51,10 +51,13 @@ class ReplicatedDecode:
         counts = replace(self._replicator.counts, resumed=self._holder.resumed_count)
         return replace(self._holder.with_room(self._instance.load()), replica_counts=counts)
 
-    def drain(self, retry_after_s: float = DRAIN_RETRY_S) -> None:
-        self._instance.drain(retry_after_s)
+    def drain(self, retry_after_s: float = DRAIN_RETRY_S, way: DrainWay = DrainWay.MIGRATE) -> None:
+        self._instance.drain(retry_after_s, way)
         self._holder.drain()
-        self._replicator.drain()
+        if way is DrainWay.MIGRATE:
+            self._replicator.drain()
+        else:
+            self._replicator.undrain()
 
     def undrain(self) -> None:
         self._instance.undrain()

@@ -36,9 +36,17 @@ from kaveri.errors import (
     Unavailable,
 )
 from kaveri.lives import copy_owner, decoding
-from kaveri.lives.copy_owner import Alone, Copied, Holder, Moving
+from kaveri.lives.copy_owner import Alone, Copied, Holder, Leaving, Moving, Opening
 from kaveri.lives.decoding import Ended, Outcome, Running
-from kaveri.policy.replication import AnyReplication, CopyRules, choose_holder, copy_bytes, has_room_to_run
+from kaveri.policy.balance import Moves, RunningRequest, plan_moves
+from kaveri.policy.replication import (
+    AnyReplication,
+    CopyRules,
+    ReplicationMode,
+    choose_holder,
+    copy_bytes,
+    has_room_to_run,
+)
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.policy.waits import COPY_LOOK_S, COPY_REQUESTS_MAX, HOLDER_REST_S, NO_HOLDER_S
@@ -113,6 +121,8 @@ class Replicator:
         self._changed = asyncio.Event()
         self._numbers = itertools.count(1)
         self._draining = False
+        self._plan: Moves[EngineKey] | None = None
+        """Requests to move although this instance does not drain; None: none."""
         self._let_go_count = 0
         """Number of moved requests not yet resumed by their holders."""
         self.counts = ReplicaCounts()
@@ -157,7 +167,7 @@ class Replicator:
     def drain(self) -> None:
         """Begin to move running requests to the instances that hold their KV copies, a few at a time, as far as those
         have room. Requests without a copy get one first."""
-        self._draining = True
+        self._draining, self._plan = True, None
         self._changed.set()
 
     def undrain(self) -> None:
@@ -175,10 +185,15 @@ class Replicator:
                 self._take(key, copy_owner.RequestEnded(isinstance(state, Ended) and state.outcome in _GIVEN_UP))
             del self._owned[key]
         for key, request in here.items():
-            owned = self._owned.setdefault(key, _Owned(request, Alone(), request.ownership))
+            self._owned.setdefault(key, _Owned(request, Alone(), request.ownership))
+        self._level()
+        for key, request in here.items():
+            owned = self._owned[key]
             match owned.copy:
                 case Copied(holder) | Moving(holder) if owned.told != request.ownership:
                     self._tasks.create_task(self._update(owned, holder))
+                case Copied(holder) if (target := self._target_of(key)) is not None and not _is_life(holder, target):
+                    self._take(key, copy_owner.BareEvent.HOLDER_UNWANTED)
                 case Alone(until_s) if until_s <= now_s and (self._is_worth_a_copy(request) or self._moves(request)):
                     self._choose(owned, now_s)
         self._move_some()
@@ -192,17 +207,45 @@ class Replicator:
     def _is_worth_a_copy(self, request: DecodeRequest) -> bool:
         return self._rules.is_worth_a_copy(request.context_tokens, request.rest_tokens)
 
+    def _level(self) -> None:
+        """Plan which requests to move to an instance with a shorter batch."""
+        former, self._plan = self._plan, None
+        if self._draining:
+            return
+        movable = [
+            RunningRequest(key, owned.request.context_tokens, _holder_id(owned.copy))
+            for key, owned in self._owned.items()
+            if self._can_move(owned.request) and not self._is_ending(owned.request)
+        ]
+        plan = self._plan = plan_moves(self._store.view(), self._own, movable, self._unconfirmed_tokens)
+        if plan is not None and (former is None or former.target != plan.target):
+            get_logger().info("batch_levelled", target_id=plan.target.instance_id, requests=len(plan.keys))
+
+    def _is_ending(self, request: DecodeRequest) -> bool:
+        return request.rest_tokens is not None and request.rest_tokens < self._rules.min_rest_tokens
+
+    def _unconfirmed_tokens(self, instance: ViewedInstance) -> int:
+        return self._moved.at(instance).amount * self._engine.info.layout.block_tokens
+
+    def _target_of(self, key: EngineKey) -> InstanceRecord | None:
+        """Instance to which the request is planned to move; None: it stays, or moves wherever a drain finds room."""
+        return self._plan.target if self._plan is not None and key in self._plan.keys else None
+
     def _moves(self, request: DecodeRequest) -> bool:
-        """Return True if a drain should move the request now. Requests whose router has no stream stay."""
+        """Return True if the request should leave now, in a drain or to level the batches."""
+        return (self._draining or self._target_of(request.engine_request.key) is not None) and self._can_move(request)
+
+    def _can_move(self, request: DecodeRequest) -> bool:
+        """Return True if the request can leave now. Requests whose router has no stream stay."""
         rest_tokens, state = request.rest_tokens, request.state
         is_ending = rest_tokens is not None and rest_tokens < _LEAST_REST_TOKENS
         # Before the first token here, prefill is involved as well. A preempted request has no KV to release.
         has_begun = isinstance(state, Running) and state.drawn > 0 and state.holds_blocks
         has_router = self._instance.owners.feeds.has(request.ownership.router_id)
-        return self._draining and has_begun and not is_ending and has_router
+        return has_begun and not is_ending and has_router
 
     def _move_some(self) -> None:
-        if not self._draining:
+        if not self._draining and self._plan is None:
             return
         moving_count = self._let_go_count + sum(isinstance(owned.copy, Moving) for owned in self._owned.values())
         view, most_lacking = self._store.view(), _MOST_LACKING_BLOCKS * self._engine.info.layout.block_tokens
@@ -211,6 +254,9 @@ class Replicator:
                 return
             request, copy = owned.request, owned.copy
             if not isinstance(copy, Copied) or request.context_tokens - copy.token_count > most_lacking:
+                continue
+            target = self._target_of(request.engine_request.key)
+            if target is not None and not _is_life(copy.holder, target):
                 continue
             holder = view.instances.get(copy.holder.instance_id)
             if holder is None or holder.record.incarnation != copy.holder.incarnation:
@@ -231,12 +277,15 @@ class Replicator:
             return
         needed_bytes = copy_bytes(self._engine.info.layout, owned.request.context_tokens)
         key, avoid = owned.request.engine_request.key, self._resting_until_s
+        target = self._target_of(key)
 
         def is_fit(instance: ViewedInstance) -> bool:
-            return not self._draining or self._has_room(instance, owned.request)
+            is_there = target is None or instance.record.instance_id == target.instance_id
+            stays = target is None and not self._draining
+            return is_there and (stays or self._has_room(instance, owned.request))
 
         found = choose_holder(
-            self._mode,
+            self._mode if target is None else ReplicationMode.SPREAD,
             self._store.view(),
             self._own,
             needed_bytes,
@@ -245,6 +294,8 @@ class Replicator:
             avoid,
             is_fit,
         )
+        if found is None and target is not None:
+            return
         if found is None:
             # Other requests would most likely find none either, and a failed search scans the whole cluster.
             self._none_until_s = now_s + NO_HOLDER_S
@@ -369,6 +420,9 @@ class Replicator:
 
     def _lost(self, key: EngineKey, reason: str) -> None:
         owned = self._owned.get(key)
+        if owned is not None and isinstance(owned.copy, Leaving):
+            self._take(key, copy_owner.CopyLost(0.0))
+            self._changed.set()
         if owned is None or not isinstance(owned.copy, Copied | Moving):
             return
         request, holder = owned.request, owned.copy.holder
@@ -421,6 +475,14 @@ class Replicator:
         self._metrics.copies.owned.set(counts.owned)
         self._metrics.copies.unprotected.set(counts.unprotected)
         self._metrics.copies.lag_tokens.set(counts.lag_tokens)
+
+
+def _holder_id(copy: copy_owner.State) -> str | None:
+    return copy.holder.instance_id if isinstance(copy, Opening | Copied | Moving) else None
+
+
+def _is_life(holder: Holder, instance: InstanceRecord) -> bool:
+    return (holder.instance_id, holder.incarnation) == (instance.instance_id, instance.incarnation)
 
 
 def _log(request: DecodeRequest, holder_id: str) -> FilteringBoundLogger:

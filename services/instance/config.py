@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kaveri.domain.view import BOTH_PHASES, Phase
-from services.decode.config import OF_COPIES, BatchConfig
+from services.decode.config import BatchConfig
 from services.prefill.config import PromptConfig
 
 
@@ -22,8 +22,6 @@ class PhasesConfig(PromptConfig, BatchConfig):
 class PrefillConfig(PhasesConfig):
     """Computes prompts in chunks and pushes their KV cache to decode instances."""
 
-    # The memory for copies is resident from the start, and useless for an instance that computes prompts.
-    NOT_TAKEN = OF_COPIES
     phases: tuple[Phase, ...] = (Phase.PREFILL,)
 
 

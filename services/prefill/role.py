@@ -9,7 +9,7 @@ from kaveri.domain.attachment import Attached, Attachment, check_received
 from kaveri.domain.length import known_length
 from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.domain.view import InstanceLoad
+from kaveri.domain.view import DrainWay, InstanceLoad
 from kaveri.engine.blame import error_of_stop
 from kaveri.engine.contract import EngineEvent, EngineInfo, EngineKey, EngineRequest, EngineStopped, PrefillEngine
 from kaveri.errors import (
@@ -119,6 +119,8 @@ class PrefillRole:
         """Owners whose Abort came before their request; by request id."""
         self._refuses_s: float | None = None
         """Retry time told to new requests, which are refused; None: they are accepted."""
+        self._gives_back = True
+        """Prompts that have not begun go back to routers that ask, while requests are refused."""
         self._rate = BusyRate()
         """Prompt tokens per second."""
         self._level_at_s = 0.0
@@ -252,7 +254,7 @@ class PrefillRole:
         """While the instance refuses requests: end one that its engine has not received, so that the router places it
         elsewhere. Others are left alone."""
         life = self._lives.get(request_id)
-        if self._refuses_s is None or life is None:
+        if self._refuses_s is None or not self._gives_back or life is None:
             return
         waits = isinstance(life.state, AwaitingLength | Queued) and life.request not in self._queue.computing
         if waits and ownership.comparable(life.request.ownership) == life.request.ownership.term:
@@ -308,8 +310,8 @@ class PrefillRole:
             prefill_tokens_per_s=self._rate.per_s,
         )
 
-    def drain(self, retry_after_s: float = DRAIN_RETRY_S) -> None:
-        self._refuses_s = retry_after_s
+    def drain(self, retry_after_s: float = DRAIN_RETRY_S, way: DrainWay = DrainWay.MIGRATE) -> None:
+        self._refuses_s, self._gives_back = retry_after_s, way is not DrainWay.FINISH
 
     def undrain(self) -> None:
         self._refuses_s = None

@@ -1,7 +1,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from kaveri.domain.view import InstanceLoad
+from kaveri.domain.view import DrainWay, InstanceLoad
 from kaveri.engine.contract import EngineEvent
 
 
@@ -26,7 +26,7 @@ class IdleService:
     def load(self) -> InstanceLoad:
         return InstanceLoad()
 
-    def drain(self, retry_after_s: float = 1.0) -> None:
+    def drain(self, retry_after_s: float = 1.0, way: DrainWay = DrainWay.MIGRATE) -> None:
         self.calls.append("drain")
 
     def undrain(self) -> None:

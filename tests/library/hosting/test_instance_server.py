@@ -12,7 +12,7 @@ from grpc import aio
 
 from kaveri.client.api_key import key_metadata
 from kaveri.cluster.memory_store import MemoryCluster, MemoryStore
-from kaveri.domain.view import BOTH_PHASES, FIRST_ORDER, InstanceLoad, InstanceState, Phase, PhaseOrder, Role
+from kaveri.domain.view import BOTH_PHASES, FIRST_ORDER, DrainWay, InstanceLoad, InstanceState, Phase, PhaseOrder, Role
 from kaveri.errors import InvalidArgument, KaveriError, Unauthenticated, Unavailable
 from kaveri.hosting.orders import InstanceOrders
 from kaveri.hosting.service_host import ServiceHost, service_record
@@ -24,7 +24,7 @@ from kaveri.security.callers import Callers, make_callers
 from kaveri.security.keys_file import add_key
 from kaveri.v1 import instance_pb2
 from kaveri.v1.instance_pb2_grpc import InstanceServiceStub
-from kaveri.wire.messages import phase_order_from_proto, phase_order_to_proto, phases_to_proto
+from kaveri.wire.messages import drain_way_to_proto, phase_order_from_proto, phase_order_to_proto, phases_to_proto
 from kaveri.wire.status import error_of
 from tests.library.hosting.idle_service import IdleService
 
@@ -40,6 +40,7 @@ class Work(IdleService):
         self.idle = asyncio.Event()
         self.order = FIRST_ORDER
         self.phases = BOTH_PHASES
+        self.way = DrainWay.MIGRATE
         self.fencing_token = 0
         self.next_order: Callable[[], PhaseOrder | None] = lambda: None
 
@@ -64,14 +65,14 @@ class Work(IdleService):
 class OrderedHost(ServiceHost):
     """A host that records its orders; one of an engine accepts them."""
 
-    def order_phases(self, phases: Collection[Phase], order: PhaseOrder, deadline_s: float) -> bool:
+    def order_phases(self, phases: Collection[Phase], order: PhaseOrder, deadline_s: float, way: DrainWay) -> bool:
         if self.record.role is not Role.ENGINE:
-            return super().order_phases(phases, order, deadline_s)
+            return super().order_phases(phases, order, deadline_s, way)
         work = self._hosted
         assert isinstance(work, Work)
         accepted = order >= work.order
         if accepted:
-            work.order, work.phases = order, tuple(phases)
+            work.order, work.phases, work.way = order, tuple(phases), way
         return accepted
 
 
@@ -244,6 +245,17 @@ async def test_the_router_that_leads_numbers_an_order_and_any_other_passes_it_on
         # By an order that no heartbeat may show yet.
         with pytest.raises(InvalidArgument, match="no other instance serves it"):
             await follower.set_phases("decode-1", Phase.DECODE)
+
+
+async def test_an_order_says_what_becomes_of_the_requests_of_a_phase_that_ends() -> None:
+    async with two_routers() as (follower, _, first, _):
+        for way in DrainWay:
+            await follower.set_phases("decode-0", Phase.DECODE, drain=drain_way_to_proto(way))
+            assert first.work.way is way
+        # As a caller of a former version does not say it.
+        first.work.way = DrainWay.FINISH
+        await follower.set_phases("decode-0", Phase.DECODE)
+        assert first.work.way is DrainWay.MIGRATE
 
 
 async def test_an_order_that_was_not_carried_out_is_not_under_way() -> None:

@@ -105,6 +105,17 @@ def test_a_request_that_ends_by_its_last_token_while_it_is_let_go_leaves_its_cop
     assert copy == Alone()
 
 
+def test_a_holder_that_is_unwanted_drops_its_copy_before_another_one_is_asked() -> None:
+    copied = (HolderChosen(ONE), RoomGranted(TICKET, 1), CopyGrew(16), BareEvent.HOLDER_UNWANTED)
+    copy, done = after(*copied)
+    assert done[-1] == CloseCopy(ONE)
+    assert after(*copied, HolderChosen(OTHER), CopyGrew(32), BareEvent.MOVE_REQUESTED) == (copy, done)
+    copy, _ = after(*copied, LOST)
+    assert copy == Alone(), "another one is looked for at once"
+    for ended in (RequestEnded(), RequestEnded(is_given_up=True)):
+        assert after(*copied, ended) == (Alone(), done)
+
+
 def test_a_former_holder_is_closed_once_another_one_has_granted_room() -> None:
     copied = (HolderChosen(ONE), RoomGranted(TICKET, 1), LOST, HolderChosen(OTHER))
     _, before = after(*copied)

@@ -47,7 +47,7 @@ class Bench:
             engine,
             self.instance,  # type: ignore[arg-type]
             store,  # type: ignore[arg-type]
-            SimpleNamespace(),  # type: ignore[arg-type]
+            InstanceRecord("d0", 1, Role.ENGINE, "127.0.0.1:0", "m"),
             ReplicationMode.SPREAD,
             CopyRules(),
             random.Random(1),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.domain.view import Phase, Role
+from kaveri.domain.view import DrainWay, Phase, Role
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
@@ -93,6 +93,7 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
     if seed >= _FIRST_WITH_FLIPS:
         plan = _with_flips(plan, random.Random(f"flips {seed}"), load_s)
         plan = _with_flip_policy(plan, random.Random(f"flip policy {seed}"))
+        plan = replace(plan, prefills_hold_copies=random.Random(f"prefills hold {seed}").random() < 0.7)
     return _with_deaths(_with_rare_faults(plan, random.Random(f"rare {seed}")), random.Random(f"deaths {seed}"))
 
 
@@ -407,7 +408,12 @@ def _with_switches(plan: Plan, rng: random.Random, load_s: float) -> Plan:
 
 def _with_flips(plan: Plan, rng: random.Random, load_s: float) -> Plan:
     """The plan with orders of an operator, in some. An order that leaves a phase without an instance is refused."""
-    return plan if rng.random() < 0.6 else _with_orders(FaultKind.FLIP, plan, rng, load_s)
+    if rng.random() < 0.6:
+        return plan
+    plan = _with_orders(FaultKind.FLIP, plan, rng, load_s)
+    ways = (*DrainWay, DrainWay.MIGRATE, DrainWay.MIGRATE)
+    flips = [replace(fault, drain=rng.choice(ways)) if fault.kind is FaultKind.FLIP else fault for fault in plan.faults]
+    return replace(plan, faults=tuple(flips))
 
 
 def _with_flip_policy(plan: Plan, rng: random.Random) -> Plan:

@@ -15,7 +15,7 @@ from kaveri.hosting.service_host import ServiceHost
 from kaveri.rpc import server
 from kaveri.v1.instance_pb2 import SetPhasesRequest
 from kaveri.v1.instance_pb2_grpc import InstanceServiceStub
-from kaveri.wire.messages import phases_to_proto
+from kaveri.wire.messages import drain_way_to_proto, phases_to_proto
 from tests.simulation.cluster.draws import InjectedError
 from tests.simulation.cluster.fault_rows import FaultRows
 from tests.simulation.cluster.plan import Fault, FaultKind
@@ -287,7 +287,9 @@ class Faults:
             ((Phase(fault.other),), fault.lasts_s),
             (world.lives[fault.target].planned.phases, 0.0),
         ):
-            request = SetPhasesRequest(instance_id=fault.target, phases=phases_to_proto(phases))
+            request = SetPhasesRequest(
+                instance_id=fault.target, phases=phases_to_proto(phases), drain=drain_way_to_proto(fault.drain)
+            )
             asking = world.loop.spawn(operator, _ask_for_flip(world, request))
             # A fault may end the operator's process.
             await asyncio.wait((asking,), timeout=_FLIP_WITHIN_S + len(world.plan.routers) * _FLIP_CALL_S)

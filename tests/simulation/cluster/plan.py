@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kaveri.domain.sampling import SamplingParams
-from kaveri.domain.view import BOTH_PHASES, Phase, Role
+from kaveri.domain.view import BOTH_PHASES, DrainWay, Phase, Role
 from kaveri.policy.admission import AdmissionPolicy
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
@@ -81,9 +81,12 @@ class Fault:
     other: str = ""
     lasts_s: float = 0.0
     amount: float = 0.0
+    drain: DrainWay = DrainWay.MIGRATE
+    """FLIP: what becomes of the requests of a phase that ends."""
 
     def __str__(self) -> str:
         parts = [f"{self.kind} {self.target}".rstrip()]
+        parts += [f"({self.drain})"] if self.drain is not DrainWay.MIGRATE else []
         parts += [f"and {self.other}"] if self.other else []
         parts += [f"by {self.amount:.3f}"] if self.amount else []
         parts += [f"for {self.lasts_s:.3f} s"] if self.lasts_s else []
@@ -175,6 +178,8 @@ class Plan:
     replication: ReplicationMode = ReplicationMode.OFF
     replica_blocks: int = 200
     """Blocks of each instance that decodes, for copies."""
+    prefills_hold_copies: bool = False
+    """Instances that start with prefill have memory for copies too, for the time after a flip."""
     replica_min_tokens: int = 32
     prediction: PredictionMode = PredictionMode.OFF
     failure_domains: int = 1

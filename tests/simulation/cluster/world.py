@@ -281,7 +281,8 @@ class World:
                 draws=self.draws,
             )
             registry, rng = CollectorRegistry(), random.Random(self.rng.getrandbits(64))
-            if plan.replication is not ReplicationMode.OFF and Phase.DECODE in phases:
+            holds_copies = Phase.DECODE in phases or plan.prefills_hold_copies
+            if plan.replication is not ReplicationMode.OFF and holds_copies:
                 life.replicas = self._replicas(engine)
             life.serving = life.host = instance_host(
                 config, engine, store, rng, registry, life.replicas, self.tokenizer
