@@ -121,7 +121,7 @@ class ReplicaCounts:
     resumed: int = 0
     """Requests resumed here from a replica, in this incarnation."""
     moved: int = 0
-    """Requests moved during a drain, with all their KV at the holder, in this incarnation."""
+    """Requests moved in a drain or to level batches, with all their KV at the holder, in this incarnation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ class _DrainWay:
 class _DrainWayEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrainWay.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DRAIN_WAY_UNSPECIFIED: _DrainWay.ValueType  # 0
+    """As MIGRATE."""
     DRAIN_WAY_FINISH: _DrainWay.ValueType  # 1
     """All of them end where they are."""
     DRAIN_WAY_RETURN: _DrainWay.ValueType  # 2
@@ -40,6 +41,7 @@ class DrainWay(_DrainWay, metaclass=_DrainWayEnumTypeWrapper):
     """What an instance does with its requests of a phase that ends. Unset: MIGRATE."""
 
 DRAIN_WAY_UNSPECIFIED: DrainWay.ValueType  # 0
+"""As MIGRATE."""
 DRAIN_WAY_FINISH: DrainWay.ValueType  # 1
 """All of them end where they are."""
 DRAIN_WAY_RETURN: DrainWay.ValueType  # 2

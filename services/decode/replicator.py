@@ -6,7 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpc import StatusCode, aio
 from structlog.typing import FilteringBoundLogger
@@ -127,7 +127,6 @@ class Replicator:
         """Number of moved requests not yet resumed by their holders."""
         self.counts = ReplicaCounts()
         """Counts at the last update, without resumptions here."""
-        self._moved_count = 0
         self._moved: UnconfirmedWork[EngineKey] = UnconfirmedWork()
         """Blocks of moved requests that no heartbeat reports yet."""
 
@@ -334,7 +333,7 @@ class Replicator:
                     return  # it stopped; EngineStopped follows and ends every request
             case copy_owner.EndAsMoved(replica):
                 self._metrics.moves.inc()
-                self._moved_count += 1
+                self.counts = replace(self.counts, moved=self.counts.moved + 1)
                 log = _log(owned.request, replica.holder_id)
                 log.info("request_let_go", tokens=replica.token_count)
                 self._instance.move(owned.request, replica)
@@ -470,7 +469,7 @@ class Replicator:
                 case _ if self._is_worth_a_copy(owned.request):
                     unprotected_count += 1
         counts = self.counts = ReplicaCounts(
-            len(lags), unprotected_count, max(lags, default=0), moved=self._moved_count
+            len(lags), unprotected_count, max(lags, default=0), moved=self.counts.moved
         )
         self._metrics.copies.owned.set(counts.owned)
         self._metrics.copies.unprotected.set(counts.unprotected)

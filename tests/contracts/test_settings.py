@@ -39,9 +39,6 @@ def test_every_service_takes_the_documented_file(section: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("section", "flag"),
     [
-        ("prefill", "--replication"),
-        ("prefill", "--replica-memory"),
-        ("prefill", "--replication-rate"),
         ("profile", "--kv-port"),
         ("profile", "--chunk-tokens"),
     ],
