@@ -44,6 +44,8 @@ def decode_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> Vllm
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args=draw.to_extra_args(),
+        # Made for this request alone.
+        skip_clone=True,
     )
 
 
