@@ -19,15 +19,17 @@ ORPHAN_GRACE_S = 3.0
 _STEP_S = "0.02"
 _REST_S = ORPHAN_GRACE_S + 12.0
 """Orphans and kept answers end after their grace; the rest is for heartbeats and a busy machine."""
+# Pools are so small that batches of unlike length are levelled (kaveri/policy/balance.py).
 ENGINES: dict[str, dict[str, Any]] = {
     "fake": {
         "engine": "fake",
+        "kv_cache_memory": "1MiB",
         "prefill_flags": ("--fake-step-s", _STEP_S, "--chunk-tokens", "128"),
         "decode_flags": ("--fake-step-s", _STEP_S),
     },
     # In bfloat16 near ties depend on who else is in the batch.
-    "kaveri-tiny": {"engine": "transformers", "dtype": "float32", "kv_cache_memory": "64MiB"},
-    "vllm": {"engine": "vllm", "dtype": "float32", "kv_cache_memory": "64MiB", "start_timeout_s": 900.0},
+    "kaveri-tiny": {"engine": "transformers", "dtype": "float32", "kv_cache_memory": "12MiB"},
+    "vllm": {"engine": "vllm", "dtype": "float32", "kv_cache_memory": "12MiB", "start_timeout_s": 900.0},
 }
 LOGPROB_TOLERANCE = {"fake": 0.0, "kaveri-tiny": 1e-3, "vllm": 1e-3}
 _EMPTY = {
@@ -44,8 +46,9 @@ _EMPTY = {
     ),
 }
 """Metrics that are 0 at rest, by role; series with other labels are summed."""
-_THREAD_SLACK = 12
-"""KV senders and receivers start a thread per peer (decode: up to eight), executors when they have work."""
+_THREAD_SLACK = 20
+"""KV senders and receivers start a thread per peer, an instance that flips those of both phases and of copies (up to
+sixteen), executors when they have work."""
 _DESCRIPTOR_SLACK = 40
 _MEMORY_SLACK_BYTES = 64 * 2**20
 _ERROR = re.compile(r'"level": ?"(?:error|critical)"|^Traceback|^\w*Error\b|SIGSEGV|Fatal')
