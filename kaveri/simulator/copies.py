@@ -15,7 +15,8 @@ from kaveri.engine.stepwise.sequence import SequencePhase
 from kaveri.errors import KaveriError, NoCapacity
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.lives import copy_owner
-from kaveri.policy.replication import CopyRules, ReplicationMode, choose_holder, copy_bytes
+from kaveri.policy.balance import RunningRequest, plan_moves
+from kaveri.policy.replication import CopyRules, ReplicationMode, choose_holder, copy_bytes, has_room_to_run
 from kaveri.policy.retry import bounded_retry_s
 from kaveri.policy.unconfirmed import UnconfirmedWork
 from kaveri.policy.waits import COPY_LOOK_S, COPY_REQUESTS_MAX, HOLDER_REST_S, NO_HOLDER_S
@@ -24,6 +25,11 @@ from kaveri.simulator.instance import InstanceRouter, SimulatedAttempt, Simulate
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.spec import ClusterSpec
 from kaveri.simulator.timeline import Timeline
+
+_MOST_MOVES = 2
+"""Max requests that an instance moves in COPY_LOOK_S, as services/decode/replicator.py has that many on the way."""
+_MOST_LACKING_BLOCKS, _LEAST_REST_TOKENS = 2, 4
+"""As services/decode/replicator.py."""
 
 
 @dataclass(slots=True, eq=False)
@@ -136,13 +142,25 @@ class _HolderChoice:
         self._resting_until_s: dict[str, float] = {}
         self._none_before_s = 0.0
 
-    def choose(self, number: int, needed_bytes: int, now_s: float) -> ViewedInstance | None:
-        """Choose an instance to ask for memory for request `number`'s copy; None if none can be asked now."""
+    def choose(
+        self, number: int, needed_bytes: int, now_s: float, target: InstanceRecord | None = None
+    ) -> ViewedInstance | None:
+        """Choose an instance to ask for memory for request `number`'s copy; None if none can be asked now. target: the
+        only one that comes into question, as the request is to move there."""
         if self.asked_count >= COPY_REQUESTS_MAX or now_s < self._none_before_s:
             return None
         found = choose_holder(
-            self._mode, self.view, self._owner, needed_bytes, self._unconfirmed, self._rng, self._resting_until_s
+            self._mode if target is None else ReplicationMode.SPREAD,
+            self.view,
+            self._owner,
+            needed_bytes,
+            self._unconfirmed,
+            self._rng,
+            self._resting_until_s,
+            lambda one: target is None or one.record is target,
         )
+        if found is None and target is not None:
+            return None
         if found is None:
             self._none_before_s = now_s + NO_HOLDER_S
             return None
@@ -169,9 +187,13 @@ class _HolderChoice:
 class OwnedCopies:
     """Copies, at other instances, of the requests of one incarnation (run of the process) of an instance."""
 
-    def __init__(self, timeline: Timeline, spec: ClusterSpec, instance: SimulatedInstance, layout: KvLayout) -> None:
+    def __init__(self, router: InstanceRouter, instance: SimulatedInstance, layout: KvLayout) -> None:
+        timeline, spec = router.timeline, router.spec
         record, copies = instance.record, spec.decode.copies
+        self._router = router
         self._timeline = timeline
+        self._instance = instance
+        self._push_tail_s = spec.overheads.push_tail_s
         self._rules = CopyRules(copies.replica_min_tokens)
         self._layout = layout
         self._engine = instance.engine
@@ -184,6 +206,10 @@ class OwnedCopies:
         """Requests that have no copy and have not asked a holder for one."""
         self._looks = False
         self._looked_s = -COPY_LOOK_S
+        self.is_leaving = False
+        """The instance ceases to decode: all requests move that can."""
+        self._moved: UnconfirmedWork[int] = UnconfirmedWork()
+        """Blocks of moved requests that no heartbeat reports yet."""
 
     def follow(self, attempt: SimulatedAttempt, sequence: CountedSequence) -> None:
         """Start to copy the KV of a request that decodes on this instance."""
@@ -237,21 +263,90 @@ class OwnedCopies:
         self._looks = False
         now_s = self._looked_s = self._timeline.now_s
         self._sender.send()
+        targets = self._plan_moves()
+        self._move_some(targets)
         for owned in tuple(self._alone):
-            if owned.none_before_s <= now_s and self._is_worth_a_copy(owned):
+            number = owned.attempt.request.number
+            if owned.none_before_s <= now_s and (number in targets or self._is_worth_a_copy(owned)):
                 needed_bytes = copy_bytes(self._layout, self._engine.token_count(owned.sequence))
-                found = self.choice.choose(owned.attempt.request.number, needed_bytes, now_s)
+                found = self.choice.choose(number, needed_bytes, now_s, targets.get(number))
                 if found is not None:
                     del self._alone[owned]
                     self._timeline.post(self._ask, (owned, found))
         self.choice.forget_old(now_s)
+        self._moved.retain(self.choice.view)
         if self._owned:
             self._look_soon()
 
+    def _plan_moves(self) -> dict[int, InstanceRecord | None]:
+        """Return the requests that should leave now, by number, with their target; None: wherever the copy is."""
+        least = _LEAST_REST_TOKENS if self.is_leaving else self._rules.min_rest_tokens
+        movable = {number: owned for number, owned in self._owned.items() if self._can_move(owned, least)}
+        if self.is_leaving:
+            return dict.fromkeys(movable)
+        requests = [
+            RunningRequest(number, self._engine.token_count(owned.sequence), _holder_id(owned))
+            for number, owned in movable.items()
+        ]
+        plan = plan_moves(self.choice.view, self._instance.record, requests, self._unconfirmed_tokens)
+        return dict.fromkeys(plan.keys, plan.target) if plan is not None else {}
+
+    def _can_move(self, owned: OwnedRequest, least_rest_tokens: int) -> bool:
+        has_begun = owned.sequence.phase is SequencePhase.RUNNING and owned.sequence.first_step_s >= 0
+        return has_begun and self._rest_tokens(owned) >= least_rest_tokens
+
+    def _unconfirmed_tokens(self, instance: ViewedInstance) -> int:
+        return self._moved.at(instance).amount * self._layout.block_tokens
+
+    def _move_some(self, targets: dict[int, InstanceRecord | None]) -> None:
+        moved_count = 0
+        for number, target in targets.items():
+            owned = self._owned[number]
+            if owned.held is None:
+                continue
+            record = owned.held.holder.record
+            if target is not None and record is not target:
+                self._sender.line.remove(owned)
+                self._close(owned.held)
+                owned.held = None
+                self._alone[owned] = None
+            elif moved_count < _MOST_MOVES and self._lacks_little(owned) and self._has_room(owned, record):
+                moved_count += 1
+                self._move(owned)
+
+    def _lacks_little(self, owned: OwnedRequest) -> bool:
+        assert owned.held is not None
+        copied_tokens = owned.held.sent_blocks * self._layout.block_tokens
+        lacking = self._engine.token_count(owned.sequence) - copied_tokens
+        return owned.held.is_growing and lacking <= _MOST_LACKING_BLOCKS * self._layout.block_tokens
+
+    def _has_room(self, owned: OwnedRequest, holder: InstanceRecord) -> bool:
+        viewed = self.choice.view.instances.get(holder.instance_id)
+        blocks = self._layout.block_count(self._engine.token_count(owned.sequence) + 1)
+        if viewed is None or viewed.record is not holder or not has_room_to_run(viewed, blocks, self._moved):
+            return False
+        self._moved.add(owned.attempt.request.number, viewed, blocks)
+        return True
+
+    def _move(self, owned: OwnedRequest) -> None:
+        """Stop a request and send the rest of its KV to its copy, from which it goes on."""
+        attempt, held = owned.attempt, owned.held
+        assert held is not None
+        del self._owned[attempt.request.number]
+        self._sender.line.remove(owned)
+        token_count = self._instance.let_go(owned.sequence)
+        held.holder.finish(held, token_count - 1)
+        holder = held.holder.record
+        attempt.replica = ReplicaLocation(holder.instance_id, holder.incarnation, token_count - 1)
+        self._timeline.after(self._push_tail_s + self._timeline.hop_s, self._router.moved, attempt)
+
     def _is_worth_a_copy(self, owned: OwnedRequest) -> bool:
-        request, context_tokens = owned.attempt.request, self._engine.token_count(owned.sequence)
-        rest_tokens = request.output_tokens - (context_tokens - request.prompt_tokens)
-        return self._rules.is_worth_a_copy(context_tokens, rest_tokens)
+        context_tokens = self._engine.token_count(owned.sequence)
+        return self._rules.is_worth_a_copy(context_tokens, self._rest_tokens(owned))
+
+    def _rest_tokens(self, owned: OwnedRequest) -> int:
+        request = owned.attempt.request
+        return request.output_tokens - (self._engine.token_count(owned.sequence) - request.prompt_tokens)
 
     def _ask(self, asked: tuple[OwnedRequest, ViewedInstance]) -> None:
         owned, found = asked
@@ -300,7 +395,7 @@ class InstanceCopies:
         layout = instance.record.layout
         assert isinstance(layout, KvLayout)
         self.record = instance.record
-        self.owned = OwnedCopies(router.timeline, router.spec, instance, layout)
+        self.owned = OwnedCopies(router, instance, layout)
         self.held = HeldCopies(router.timeline, router.spec.decode.copies, instance, layout)
         self._router = router
         self._instance = instance
@@ -349,9 +444,13 @@ class InstanceCopies:
         held = self.held.find(attempt.request.number)
         if held is not None:
             self.held.drop(held)
-        assert attempt.request.losses is not None
-        attempt.request.losses.resumed(attempt.token_count, held_tokens)
+        if attempt.request.losses is not None:
+            attempt.request.losses.resumed(attempt.token_count, held_tokens)
         self.owned.follow(attempt, sequence)
+
+
+def _holder_id(owned: OwnedRequest) -> str | None:
+    return owned.held.holder.record.instance_id if owned.held is not None else None
 
 
 def _blocks_per_s(spec: ClusterSpec, layout: KvLayout) -> float:

@@ -79,6 +79,18 @@ class DecodeSide(SimulatedInstance):
         self._batch.expect(self._serial, member, now_s)
         return sequence
 
+    def let_go(self, sequence: CountedSequence) -> int:
+        """End a running request here, as it moves to another instance; return its tokens."""
+        self.touch()
+        attempt: SimulatedAttempt = sequence.owner
+        token_count = self.engine.token_count(sequence)
+        attempt.sequence = None
+        attempt.request.generated = token_count - attempt.request.prompt_tokens
+        attempt.request.last_token_s = min(self._timeline.now_s, self.engine.step_began_s)
+        self._forget(sequence)
+        self.engine.end(sequence)
+        return token_count
+
     def land_resumed(self, sequence: CountedSequence, held_tokens: int) -> None:
         """Start to decode a resumed request, ahead of others; its copy had the KV of `held_tokens` tokens."""
         self.touch()
@@ -105,8 +117,7 @@ class DecodeSide(SimulatedInstance):
     def drew_first(self, sequence: CountedSequence, time_s: float) -> None:
         attempt: SimulatedAttempt = sequence.owner
         self._gaps(time_s - attempt.first_token_s, 1)
-        if attempt.resumed_from is not None:
-            assert attempt.request.losses is not None
+        if attempt.resumed_from is not None and attempt.request.losses is not None:
             attempt.request.losses.drew(time_s)
 
     def ended(self, sequence: CountedSequence) -> None:

@@ -39,6 +39,8 @@ class SimulatedDynamic(SimulatedDecode, SimulatedColocated):
         self._order, self._ordered = order, frozenset(phases)
         if Phase.PREFILL not in self._ordered:
             self._return_prompts(self._queue.to_level(1 << 62))
+        if self.copies is not None:
+            self.copies.owned.is_leaving = Phase.DECODE not in self._ordered
         if Phase.DECODE not in self._ordered:
             for waiting in list(self._in_line.values()):
                 self.leave_line(waiting.attempt)

@@ -195,6 +195,10 @@ class CountedEngine:
         assert 0 < held_tokens < sequence.tokens
         self._lands_parts = True
         sequence.computed = held_tokens
+        # Runs of steps take the next token's block with the step before it.
+        spare_blocks = len(sequence.block_ids) - -(-sequence.tokens // self._pool.block_tokens)
+        del sequence.block_ids[len(sequence.block_ids) - spare_blocks :]
+        self.blocks.free_count += spare_blocks
         self._residency.land(sequence)
         self._blocks_may_be_taken()
 

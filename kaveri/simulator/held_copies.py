@@ -31,6 +31,8 @@ class HeldKv:
     """Allocated blocks."""
     sent_blocks: int = 0
     """Blocks received so far."""
+    token_count: int = 0
+    """Tokens held once its owner has finished it, with the part-full last block; 0 before."""
     is_growing: bool = True
     """True while its owner may add blocks. Otherwise it is kept for orphan_grace_s, to resume the request from."""
     is_gone: bool = False
@@ -127,7 +129,14 @@ class HeldCopies:
     def usable_tokens(self, held: HeldKv, context_tokens: int) -> int:
         """Return how many of context_tokens have held KV that a resume can use: whole blocks, not the last token."""
         block_tokens = self._layout.block_tokens
+        if held.token_count:
+            return min(held.token_count, context_tokens - 1)
         return min(held.sent_blocks, (context_tokens - 1) // block_tokens) * block_tokens
+
+    def finish(self, held: HeldKv, token_count: int) -> None:
+        """Accept the rest of a request's KV, `token_count` tokens in all, for the request to go on here."""
+        held.token_count = token_count
+        self.shut(held)
 
     def drop(self, held: HeldKv) -> None:
         """Free a copy's memory. Idempotent."""

@@ -132,6 +132,7 @@ class InstanceRouter(Protocol):
     def decode_lost(self, attempt: SimulatedAttempt) -> None: ...
     def not_resumed(self, attempt: SimulatedAttempt) -> None: ...
     def resume_lost(self, attempt: SimulatedAttempt) -> None: ...
+    def moved(self, attempt: SimulatedAttempt) -> None: ...
     def lost(
         self, attempt: SimulatedAttempt, error: KaveriError, setback: Setback = ..., retry_after_s: float = 0.0
     ) -> None: ...
@@ -186,6 +187,9 @@ class SimulatedInstance(EngineListener):
         raise NotImplementedError
 
     def touch(self) -> None:
+        raise NotImplementedError
+
+    def let_go(self, sequence: CountedSequence) -> int:
         raise NotImplementedError
 
     def reserve_resumed(self, attempt: SimulatedAttempt) -> CountedSequence | None:

@@ -40,6 +40,8 @@ class SimulatedRouter:
         self._rng = random.Random(seeds.random())
         self._unconfirmed: UnconfirmedWork[str] = UnconfirmedWork()
         self._turn = 0
+        self.moved_count = 0
+        """Requests that went on elsewhere without a loss."""
         self._line: dict[SimulatedRequest, None] = {}
         self._line_looks = False
         self._unserved: dict[SimulatedRequest, float] = {}
@@ -180,6 +182,17 @@ class SimulatedRouter:
         at_fault = attempt.prefill.record if is_both and attempt.resumed_from is None else None
         name = "its instance" if is_both else "the decode instance"
         self._set_back(attempt, Setback.LOST, at_fault, Unavailable(f"{name} has died"))
+
+    def moved(self, attempt: SimulatedAttempt) -> None:
+        """Let a request that has left its instance go on at the holder of its KV copy; costs no attempt."""
+        attempt.is_over = True
+        attempt.request.attempt_count -= 1
+        self.moved_count += 1
+        assert attempt.replica is not None
+        if self._is_usable(attempt.replica, attempt.request):
+            self._resume(attempt, attempt.replica)
+        else:
+            self._place(attempt.request)
 
     def not_resumed(self, attempt: SimulatedAttempt) -> None:
         """Handle an instance's refusal to resume a request from the KV copy that it holds."""

@@ -13,6 +13,7 @@ from kaveri.errors import ConfigError, KaveriError
 from kaveri.kv.transports.link_speed import parse_link_speed
 from kaveri.policy.flipping import FlipPolicy, FlipRules
 from kaveri.policy.ordering import OrderingPolicy
+from kaveri.policy.replication import ReplicationMode
 from kaveri.policy.room_search import RoomSearch
 from kaveri.simulator.decode import Answer
 from kaveri.simulator.dynamic import SimulatedDynamic
@@ -22,7 +23,7 @@ from kaveri.simulator.instance import SimulatedAttempt
 from kaveri.simulator.report import rows
 from kaveri.simulator.sequence import CountedSequence
 from kaveri.simulator.simulate import Simulation
-from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec
+from kaveri.simulator.spec import ClusterSpec, CopySpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec
 from kaveri.workload.requests import PlannedRequest, RequestLengths, WorkloadClass, draw_lengths, plan_requests
 from tests.library.simulator.test_simulate import LATENCY, poisson, run_whole, spec_of
 
@@ -270,3 +271,34 @@ def test_the_work_is_shared_again_once_a_dead_instance_is_back(victim: str) -> N
     later = run.due_s > 15
     places = np.concatenate((run.placements.prefill[later], run.placements.decode[later]))
     assert np.bincount(places, minlength=2).min() > 0
+
+
+def with_copies(spec: ClusterSpec, **changes: Any) -> ClusterSpec:
+    copies = CopySpec(replication=ReplicationMode.SPREAD, **changes)
+    return replace(spec, decode=replace(spec.decode, copies=copies))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_with_copies_running_answers_move_and_none_is_lost_or_drawn_twice(seed: int) -> None:
+    simulation = run_whole(with_copies(dynamic_of()), shifting(seed))
+    assert simulation.flip_count
+    assert simulation.router.moved_count
+
+
+def test_an_instance_that_begins_to_decode_takes_its_share_of_the_answers_that_run() -> None:
+    """All come at once, while one of two instances decodes; then the other one begins to."""
+    requests = plan_requests([RequestLengths(300, 400)] * 48, [0.0] * 48)
+
+    def steps_of(copies: bool) -> float:
+        spec = dynamic_of(3, flips=FlipRules(policy=FlipPolicy.NONE))
+        simulation = Simulation(with_copies(spec) if copies else spec, requests)
+        other = simulation.prefills["dynamic-1"]
+        assert isinstance(other, SimulatedDynamic)
+        simulation.timeline.at(2.0, lambda _: other.order(DECODE, PhaseOrder(1, 1)))
+        run = simulation.run().columns()
+        simulation.check_conservation()
+        assert run.answered.all()
+        assert bool(simulation.router.moved_count) is copies
+        return float(run.last_s.max())
+
+    assert steps_of(copies=True) < 0.9 * steps_of(copies=False)
