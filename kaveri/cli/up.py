@@ -161,7 +161,8 @@ def up(
         flags = _with_preset(flags, running, config, wanted)
         print(f"preset {preset}: without {'; '.join(wanted.left_out)}", file=sys.stderr)
     engine, tls = _check_settings(flags, running, config)
-    _check_flips(_read_settings(ServiceKind.ROUTER, flags, config).config.flip_rules, dynamic)
+    if dynamic:
+        counts |= _first_counts(_read_settings(ServiceKind.ROUTER, flags, config).config.flip_rules, dynamic)
     if tls is not None:
         use_tls(RpcTls(tls))
     stack = StackConfig(
@@ -187,15 +188,15 @@ def up(
 
 
 def _one_kind(prefill: int | None, decode: int | None, colocated: int, dynamic: int) -> tuple[int | None, int | None]:
-    """Return the numbers of instances that start with prefill and with decode; None: the default. Raises ConfigError
-    for instances of several kinds."""
+    """Return the numbers of prefill and decode instances; None: the default. Raises ConfigError for several kinds."""
     if colocated and (prefill is not None or decode is not None):
         raise ConfigError("--colocated", "these instances do both phases; leave --prefill and --decode out")
     if not dynamic:
         return prefill, decode
     if colocated or prefill is not None or decode is not None:
         raise ConfigError("--dynamic", "these instances do either phase; leave all other instances out")
-    return (dynamic + 1) // 2, dynamic // 2
+    # Both phases have an instance; how many of each, the rules say.
+    return 1, 1
 
 
 def _gateway_count(asked: int | None) -> int:
@@ -265,16 +266,17 @@ def _read_settings(role: ServiceKind, flags: "ServiceFlags", config_file: str) -
         raise ConfigError(f"--{role}.{field[2:]}" if field in own else field, error.reason) from error
 
 
-def _check_flips(rules: "FlipRules", instances: int) -> None:
-    """Raise ConfigError if the rules never change a phase of so many dynamic instances."""
-    from kaveri.policy.flipping import FlipPolicy
+def _first_counts(rules: "FlipRules", instances: int) -> dict[ServiceKind, int]:
+    """Return how many of so many dynamic instances start with each phase. Raises ConfigError if the rules never change
+    a phase of them."""
+    from kaveri.policy.flipping import FlipPolicy, first_prefill_count
 
-    if not instances:
-        return
     if rules.policy is FlipPolicy.NONE:
         raise ConfigError("--dynamic", "without targets nothing changes; set --slo-ttft-s and --slo-tpot-s")
     if instances < (least := rules.min_prefill + rules.min_decode):
         raise ConfigError("--dynamic", f"is {instances}; --min-prefill and --min-decode together are {least}")
+    prefills = first_prefill_count(instances, rules)
+    return {ServiceKind.PREFILL: prefills, ServiceKind.DECODE: instances - prefills}
 
 
 def _predictor_of(asked: str, model: str, engine: str) -> str:

@@ -100,6 +100,11 @@ class FlipRules:
             raise ConfigError("late_step_share", reason)
 
 
+def first_prefill_count(instances: int, rules: FlipRules) -> int:
+    """Return how many of so many instances that change phase start with prefill: half of them, within the minima."""
+    return max(rules.min_prefill, min((instances + 1) // 2, instances - rules.min_decode))
+
+
 @dataclass(frozen=True, slots=True)
 class OrderedPhases:
     """Order that was sent to one incarnation of an instance, whose load may not show it yet."""

@@ -12,7 +12,7 @@ from kaveri.errors import ConfigError
 from kaveri.kv.transports.link_speed import LinkSpeed
 from kaveri.latency.model import LatencyModel
 from kaveri.policy.admission import AdmissionPolicy
-from kaveri.policy.flipping import FlipRules
+from kaveri.policy.flipping import FlipRules, first_prefill_count
 from kaveri.policy.ordering import DEFAULT_SCHEDULING_BATCH, OrderingPolicy
 from kaveri.policy.placement import DEFAULT_THRESHOLDS, DecodePlacementPolicy, HeavyThresholds, PlacementPolicy
 from kaveri.policy.replication import ReplicationMode
@@ -161,8 +161,7 @@ class ClusterSpec:
         """Phases that the instance serves at the start."""
         if instance_id in self.colocated_ids:
             return BOTH_PHASES
-        half, most = (self.dynamic_count + 1) // 2, self.dynamic_count - self.flips.min_decode
-        prefills = (*self.prefill_ids, *self.dynamic_ids[: max(self.flips.min_prefill, min(half, most))])
+        prefills = (*self.prefill_ids, *self.dynamic_ids[: first_prefill_count(self.dynamic_count, self.flips)])
         return (Phase.PREFILL if instance_id in prefills else Phase.DECODE,)
 
     def __post_init__(self) -> None:

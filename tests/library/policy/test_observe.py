@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from kaveri.domain.view import BOTH_PHASES, ClusterView, InstanceState, InstanceStatus, Phase, PhaseOrder, accepts
 from kaveri.errors import ConfigError
-from kaveri.policy.flipping import FlipPolicy, FlipRules, FlipState, OrderedPhases, StepModel, check_order, observe
+from kaveri.policy.flipping import (
+    FlipPolicy,
+    FlipRules,
+    FlipState,
+    OrderedPhases,
+    StepModel,
+    check_order,
+    first_prefill_count,
+    observe,
+)
 from tests.library.policy.test_flipping import able
 from tests.library.policy.views import DECODE, MODEL, PREFILL, instance, view_of
 
@@ -402,3 +411,14 @@ def test_an_instance_that_restarted_was_not_idle_before() -> None:
     again = replace(prefill("a"), record=replace(prefill("a").record, incarnation=2))
     view = view_of(again, prefill("b", running_requests=8), decode("c"), decode("d"))
     assert decision(view, IDLE, state=state, now_s=60.0) is None
+
+
+@pytest.mark.parametrize(
+    ("instances", "minima", "prefills"),
+    [(4, (1, 1), 2), (5, (1, 1), 3), (4, (3, 1), 3), (4, (1, 3), 1), (2, (1, 1), 1), (5, (1, 3), 2)],
+)
+def test_half_of_the_instances_start_with_each_phase_within_the_minima(
+    instances: int, minima: tuple[int, int], prefills: int
+) -> None:
+    rules = FlipRules(min_prefill=minima[0], min_decode=minima[1])
+    assert first_prefill_count(instances, rules) == prefills
