@@ -54,7 +54,8 @@ def plan_moves(
     with the shortest, of the second longest the second shortest, and so on. None if there is nothing to move.
 
     Instances that hold no copies, or whose heartbeats are late, are left out. requests: in order of arrival; the newest
-    move first, as their answers last longest, but first of all those whose copy is at the counterpart.
+    move first, as their answers last longest, but before them those whose copy is at the counterpart, and last those
+    whose copy is elsewhere, as they would be without one for a while.
     unconfirmed_tokens: of requests moved to an instance that its heartbeat does not show yet.
     """
     counterpart, surplus_tokens = _counterpart(view, own, unconfirmed_tokens)
@@ -63,7 +64,8 @@ def plan_moves(
     target = counterpart.record
     left_tokens, keys = surplus_tokens // 2, list[KeyT]()
     newest_first = reversed(tuple(requests))
-    for request in sorted(newest_first, key=lambda one: one.holder_id != target.instance_id):
+    cost_rank = {target.instance_id: 0, None: 1}
+    for request in sorted(newest_first, key=lambda one: cost_rank.get(one.holder_id, 2)):
         if len(keys) < _MOST_PLANNED and request.context_tokens <= left_tokens:
             keys.append(request.key)
             left_tokens -= request.context_tokens

@@ -69,6 +69,8 @@ def test_requests_whose_copy_is_at_the_other_instance_move_first() -> None:
     tokens = POOL_TOKENS // 10
     requests = [RunningRequest(number, tokens, "engine-1" if number < 2 else "engine-2") for number in range(6)]
     assert moved(plan(view_of(6 * tokens, 0), 0, requests)) == ("engine-1", (1, 0, 5))
+    requests[2] = RunningRequest(2, tokens)
+    assert moved(plan(view_of(6 * tokens, 0), 0, requests)) == ("engine-1", (1, 0, 2))
 
 
 def test_small_differences_stay() -> None:

@@ -11,11 +11,13 @@ from prometheus_client import CollectorRegistry
 from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Role
-from kaveri.engine.contract import EngineKey, EngineRequest, LetGo
-from kaveri.lives.copy_owner import Copied, Holder, Moving
+from kaveri.engine.contract import EngineKey, EngineRequest, LetGo, ReplicaEnded
+from kaveri.lives.copy_owner import Alone, Copied, Holder, Leaving, Moving
 from kaveri.lives.decoding import Ended, Landed, Outcome, Running
+from kaveri.policy.balance import Moves
 from kaveri.policy.growth import BatchMember
 from kaveri.policy.replication import CopyRules, ReplicationMode
+from services.decode import replicator as decode_replicator
 from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.replicator import Replicator, _Owned
 from services.decode.requests import AnswerLog, DecodeRequest
@@ -115,3 +117,29 @@ async def test_a_request_is_let_go_only_to_the_life_of_its_holder_that_has_the_c
     bench.replicator.drain()
     bench.replicator._move_some()
     assert isinstance(owned.copy, Moving) is (life == HOLDER.incarnation)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_a_request_leaves_for_its_planned_instance_only_with_a_copy_there(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    """Else the holder of its copy drops that first, as the engine copies to one at a time."""
+    target = InstanceRecord("d1" if is_there else "d2", HOLDER.incarnation, Role.ENGINE, "127.0.0.1:2", "m")
+    monkeypatch.setattr(decode_replicator, "plan_moves", lambda *_: Moves(target, (KEY,)))
+    record = InstanceRecord(HOLDER.instance_id, HOLDER.incarnation, Role.ENGINE, HOLDER.address, "m")
+    view = ClusterView({HOLDER.instance_id: InstanceStatus(record, InstanceLoad())})
+    monkeypatch.setattr(bench.replicator._store, "view", lambda: view)
+    monkeypatch.setattr(bench.replicator, "_needed_blocks", lambda request: 1)
+    monkeypatch.setattr(bench.replicator, "_has_room", lambda instance, request: True)
+    monkeypatch.setattr(bench.replicator._engine, "release", lambda key, timeout_s: None, raising=False)
+    monkeypatch.setattr(bench.instance, "landed", lambda: (bench.request,))
+    bench.request.state = Running(0.0, 0.0, 2)
+    owned = bench.replicator._owned[KEY]
+    owned.copy = Copied(HOLDER, 0, 3)
+    await asyncio.wait_for(bench.look(), 5)
+    assert type(owned.copy) is (Moving if is_there else Leaving)
+    assert bench.closed == ([] if is_there else [HOLDER])
+    bench.replicator.handle([ReplicaEnded(KEY, "the holder has dropped it")])
+    assert isinstance(owned.copy, Alone)
+    # Its holder did nothing wrong, and is asked again.
+    assert bool(bench.replicator._resting_until_s) is is_there
