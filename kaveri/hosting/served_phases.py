@@ -129,8 +129,10 @@ class ServedPhases:
             phase for phase, service in self.services.items() if phase not in self.ordered and not service.is_idle
         )
         served = tuple(phase for phase in self.services if phase in self.ordered or phase in ending)
+        # Those that are not served forget ended requests with it, too.
+        all_loads = {phase: service.load() for phase, service in self.services.items()}
         # Without a phase it still has an engine, whose blocks every phase reports.
-        loads = {phase: self.services[phase].load() for phase in served or tuple(self.services)[:1]}
+        loads = {phase: all_loads[phase] for phase in served or tuple(self.services)[:1]}
         self.on_loads(loads, () if self._stopping else self.ordered)
         return replace(
             _combined(loads),

@@ -135,3 +135,23 @@ async def test_other_phases_under_a_number_that_is_known_are_no_order() -> None:
     assert phases.order([Phase.PREFILL], SECOND_ORDER)
     assert phases.order([Phase.PREFILL], SECOND_ORDER)
     assert not phases.order([Phase.DECODE], SECOND_ORDER)
+
+
+@pytest.mark.parametrize("served", [[Phase.PREFILL], [Phase.DECODE], [], [Phase.PREFILL, Phase.DECODE]])
+async def test_a_phase_forgets_ended_requests_whether_it_is_served_or_not(served: list[Phase]) -> None:
+    """load() is what forgets them."""
+    looked: list[Phase] = []
+
+    class Looked(OneRequest):
+        def __init__(self, phase: Phase) -> None:
+            super().__init__()
+            self.phase = phase
+            self.idle.set()
+
+        def load(self) -> InstanceLoad:
+            looked.append(self.phase)
+            return super().load()
+
+    phases = ServedPhases({phase: Looked(phase) for phase in Phase}, served)
+    assert phases.load().phases == tuple(served)
+    assert set(looked) == set(Phase)
