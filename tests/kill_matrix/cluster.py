@@ -50,7 +50,8 @@ _THREAD_SLACK = 20
 """KV senders and receivers start a thread per peer, an instance that flips those of both phases and of copies (up to
 sixteen), executors when they have work."""
 _DESCRIPTOR_SLACK = 40
-_MEMORY_SLACK_BYTES = 64 * 2**20
+_MEMORY_SLACK_BYTES = 160 * 2**20
+"""An instance that has served both phases has the buffers and threads of both: up to 120 MiB more, over 140 flips."""
 _ERROR = re.compile(r'"level": ?"(?:error|critical)"|^Traceback|^\w*Error\b|SIGSEGV|Fatal')
 
 
