@@ -51,7 +51,7 @@ class DrainWay(enum.StrEnum):
     """What an instance does with its requests of a phase that ends."""
 
     FINISH = "finish"
-    """They end where they are."""
+    """They end where they are, except those that still wait for blocks to decode in, which are refused."""
     RETURN = "return"
     """Prompts that have not begun go back to their routers."""
     MIGRATE = "migrate"

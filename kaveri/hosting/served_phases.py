@@ -103,11 +103,12 @@ class ServedPhases:
 
     def _serve(self, phases: frozenset[Phase]) -> None:
         self.ordered = phases
-        for phase, service in self.services.items():
-            if phase not in phases:
-                service.drain(0.0, self._way)
-            elif not self._stopping:
+        # During a drain none of them serves anything; undrain() comes here again.
+        for phase, service in self.services.items() if not self._stopping else ():
+            if phase in phases:
                 service.undrain()
+            else:
+                service.drain(0.0, self._way)
         self.on_change()
 
     async def _carry_out(self, deadline_s: float | None) -> None:
@@ -129,7 +130,7 @@ class ServedPhases:
             phase for phase, service in self.services.items() if phase not in self.ordered and not service.is_idle
         )
         served = tuple(phase for phase in self.services if phase in self.ordered or phase in ending)
-        # Those that are not served forget ended requests with it, too.
+        # load() also lets a service forget ended requests, so it is called for phases that are not served, too.
         all_loads = {phase: service.load() for phase, service in self.services.items()}
         # Without a phase it still has an engine, whose blocks every phase reports.
         loads = {phase: all_loads[phase] for phase in served or tuple(self.services)[:1]}

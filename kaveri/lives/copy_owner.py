@@ -16,6 +16,7 @@ from kaveri.kv.transfer.ticket import Ticket
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
+_CLOSE_AGAIN_S = 1.0
 _DOUBLINGS = 6
 """Number of doublings after which the retry pause exceeds its maximum."""
 
@@ -73,9 +74,11 @@ class Moving:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """State of a request's KV copy: its holder was asked to drop it, as another instance is to hold one."""
+    """State of a request's KV copy: its holder was asked to drop it, so that another instance can hold the copy."""
 
     holder: Holder
+    until_s: float
+    """Earliest time to ask again: the message may be lost while the push goes on."""
 
 
 State = Alone | Opening | Copied | Moving | Leaving
@@ -196,8 +199,8 @@ def step(copy: State, event: Event, now_s: float) -> Step:
             return Alone(now_s + pause_s(copy.failures, jitter), copy.failures + 1, copy.former), ()
         case CopyLost(jitter), Copied() | Moving():
             return Alone(now_s + pause_s(copy.failures, jitter), copy.failures + 1, copy.holder), ()
-        case BareEvent.HOLDER_UNWANTED, Copied():
-            return Leaving(copy.holder), (CloseCopy(copy.holder),)
+        case BareEvent.HOLDER_UNWANTED, Copied() | Leaving():
+            return Leaving(copy.holder, now_s + _CLOSE_AGAIN_S), (CloseCopy(copy.holder),)
         case CopyLost(), Leaving():
             return Alone(), ()
         case CopyGrew(token_count), Copied() | Moving() if token_count > copy.token_count:
@@ -213,7 +216,7 @@ def step(copy: State, event: Event, now_s: float) -> Step:
             # The holder may have received everything just before.
             return Alone(), (CloseCopy(copy.holder),)
         case RequestEnded(), Moving() | Leaving():
-            # The holder keeps the copy for a while, complete or not.
+            # A holder that was not asked to drop the copy keeps it for a while, complete or not.
             return Alone(), ()
         case RequestEnded(is_given_up=True), Alone() | Opening() if copy.former is not None:
             return Alone(), (CloseCopy(copy.former),)

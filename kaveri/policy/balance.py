@@ -2,9 +2,8 @@
 
 A request stays where it was placed. So an instance that begins to decode takes new requests only, and the batches of
 the others stay long until their answers end. Each decode instance compares its batch with another one's, as
-kaveri.policy.levelling does with queues of prompts, and moves requests there with their KV, until both have as many
-tokens. AcceLLM (arXiv 2411.05555, section 4.1.3) levels the batches of its
-instances likewise.
+kaveri.policy.levelling does with queues of prompts, and moves requests there with their KV until about half of the
+difference has left. AcceLLM (arXiv 2411.05555, section 4.1.3) levels the batches of its instances likewise.
 
 A move copies a request's KV, and stops it for a few steps. So small differences stay: those below a factor of two, and
 those that hardly change the time of a step.
@@ -20,10 +19,10 @@ from kaveri.policy.unconfirmed import KeyT
 _RATIO = 2
 """A batch is levelled with one that has at most 1/_RATIO of its tokens."""
 _LEAST_SHARE = 1 / 16
-"""Least difference that is levelled, as a share of the tokens in the instance's KV pool. A step reads the KV of its
-batch: as much less takes little off it."""
-_MOST_PLANNED = 8
-"""Max requests to move at a time: until they have left, later loads change the plan."""
+"""Least difference that is levelled, as a share of the tokens in the instance's KV pool. A step takes longer the more
+KV it reads; moving less than this hardly shortens it."""
+_MOST_PLANNED = 4
+"""Max requests planned at once. The plan is made anew every 0.1 s, from newer loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +48,19 @@ def plan_moves(
     own: InstanceRecord,
     requests: Iterable[RunningRequest[KeyT]],
     unconfirmed_tokens: Callable[[ViewedInstance], int],
+    takes: Callable[[ViewedInstance, RunningRequest[KeyT]], bool],
+    former: InstanceRecord | None = None,
 ) -> Moves[KeyT] | None:
-    """Return the requests that instance `own` should move to its counterpart: of the longest batch that is the instance
-    with the shortest, of the second longest the second shortest, and so on. None if there is nothing to move.
+    """Return the requests that instance `own` should move to its counterpart; None if there is nothing to move. The
+    longest batch is levelled with the shortest, the second longest with the second shortest, and so on.
 
     Instances that hold no copies, or whose heartbeats are late, are left out. requests: in order of arrival; the newest
     move first, as their answers last longest, but before them those whose copy is at the counterpart, and last those
-    whose copy is elsewhere, as they would be without one for a while.
-    unconfirmed_tokens: of requests moved to an instance that its heartbeat does not show yet.
+    whose copy is elsewhere, as they would be without one for a while. unconfirmed_tokens: of requests moved to an
+    instance that its heartbeat does not show yet. takes: returns True if the instance has room for the request, and for
+    a copy of it unless it has one. former: the last plan's target, which stays while its batch is short enough.
     """
-    counterpart, surplus_tokens = _counterpart(view, own, unconfirmed_tokens)
+    counterpart, surplus_tokens = _counterpart(view, own, unconfirmed_tokens, former)
     if counterpart is None:
         return None
     target = counterpart.record
@@ -66,31 +68,46 @@ def plan_moves(
     newest_first = reversed(tuple(requests))
     cost_rank = {target.instance_id: 0, None: 1}
     for request in sorted(newest_first, key=lambda one: cost_rank.get(one.holder_id, 2)):
-        if len(keys) < _MOST_PLANNED and request.context_tokens <= left_tokens:
+        if len(keys) == _MOST_PLANNED:
+            break
+        if request.context_tokens <= left_tokens and takes(counterpart, request):
             keys.append(request.key)
             left_tokens -= request.context_tokens
     return Moves(target, tuple(keys)) if keys else None
 
 
 def _counterpart(
-    view: ClusterView, own: InstanceRecord, unconfirmed_tokens: Callable[[ViewedInstance], int]
+    view: ClusterView,
+    own: InstanceRecord,
+    unconfirmed_tokens: Callable[[ViewedInstance], int],
+    former: InstanceRecord | None,
 ) -> tuple[ViewedInstance | None, int]:
     """Return the instance to level with, and by how many tokens its batch is shorter."""
 
     def tokens(instance: ViewedInstance) -> int:
         return instance.load.context_tokens + unconfirmed_tokens(instance)
 
-    able = [
-        one
+    here = view.instances.get(own.instance_id)
+    if here is None or own.layout is None:
+        return None, 0
+    own_tokens, least_tokens = tokens(here), _LEAST_SHARE * here.load.total_blocks * own.layout.block_tokens
+    if own_tokens < least_tokens:
+        return None, 0
+    able = {
+        one.record.instance_id: one
         for one in view.ready(Phase.DECODE, own.model)
         if one.record.layout == own.layout and one.load.replica_total_bytes > 0 and not is_late(one)
-    ]
-    by_batch = sorted(able, key=lambda one: (tokens(one), one.record.instance_id))
+    }
+
+    def is_much_shorter(instance: ViewedInstance) -> bool:
+        other_tokens = tokens(instance)
+        return other_tokens * _RATIO <= own_tokens and own_tokens - other_tokens >= least_tokens
+
+    kept = able.get(former.instance_id) if former is not None else None
+    if kept is not None and kept.record == former and own.instance_id in able and is_much_shorter(kept):
+        return kept, own_tokens - tokens(kept)
+    by_batch = sorted(able.values(), key=lambda one: (tokens(one), one.record.instance_id))
     for place, counterpart in enumerate(by_batch[: len(by_batch) // 2]):
-        here = by_batch[-1 - place]
-        if here.record.instance_id == own.instance_id and own.layout is not None:
-            surplus_tokens = tokens(here) - tokens(counterpart)
-            least_tokens = _LEAST_SHARE * here.load.total_blocks * own.layout.block_tokens
-            is_much = tokens(counterpart) * _RATIO <= tokens(here) and surplus_tokens >= least_tokens
-            return (counterpart, surplus_tokens) if is_much else (None, 0)
+        if by_batch[-1 - place].record.instance_id == own.instance_id and is_much_shorter(counterpart):
+            return counterpart, own_tokens - tokens(counterpart)
     return None, 0

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
 from kaveri.domain.replica import ReplicaLocation
-from kaveri.domain.view import ClusterView, InstanceRecord, InstanceState, Phase, ViewedInstance, phases_now
+from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance, accepts, phases_now
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.placement import Candidates
 from kaveri.policy.plugins import Guarded, HolderPlacement, chosen_by
@@ -134,7 +134,7 @@ def has_room_to_run(instance: ViewedInstance, needed_blocks: int, unconfirmed: U
     there that its heartbeat does not show yet."""
     # Each running request may take a block before the next heartbeat.
     free_blocks = instance.load.free_blocks - instance.load.running_requests - unconfirmed.at(instance).amount
-    return instance.load.state is InstanceState.READY and free_blocks >= needed_blocks
+    return accepts(instance, Phase.DECODE) and free_blocks >= needed_blocks
 
 
 class HeldCopy(NamedTuple, Generic[KeyT]):

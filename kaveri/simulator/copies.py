@@ -1,4 +1,5 @@
-"""Copies of a simulated instance's KV in other instances' memory, to resume its requests after its death. Pure.
+"""Copies of a simulated instance's KV in other instances' memory, to resume its requests after its death, and to move
+them while it lives. Pure.
 
 They mirror services/decode/replicator.py and holder.py, and kaveri/engine/copier.py. No request waits for a copy. Sent
 blocks are counted every 0.1 s, as the services poll, and when the instance dies, without an event per block.
@@ -7,6 +8,7 @@ blocks are counted every 0.1 s, as the services poll, and when the instance dies
 import math
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kaveri.domain.replica import ReplicaLocation
@@ -28,8 +30,10 @@ from kaveri.simulator.timeline import Timeline
 
 _MOST_MOVES = 2
 """Max requests that an instance moves in COPY_LOOK_S, as services/decode/replicator.py has that many on the way."""
-_MOST_LACKING_BLOCKS, _LEAST_REST_TOKENS = 2, 4
+_MOST_LACKING_BLOCKS, _LEAST_REST_TOKENS, _SETTLED_S = 2, 4, 1.0
 """As services/decode/replicator.py."""
+
+IsFit = Callable[[ViewedInstance], bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -143,10 +147,10 @@ class _HolderChoice:
         self._none_before_s = 0.0
 
     def choose(
-        self, number: int, needed_bytes: int, now_s: float, target: InstanceRecord | None = None
+        self, number: int, needed_bytes: int, now_s: float, target: InstanceRecord | None, is_fit: IsFit
     ) -> ViewedInstance | None:
         """Choose an instance to ask for memory for request `number`'s copy; None if none can be asked now. target: the
-        only one that comes into question, as the request is to move there."""
+        only one that comes into question, as the request is to move there. is_fit: additional condition."""
         if self.asked_count >= COPY_REQUESTS_MAX or now_s < self._none_before_s:
             return None
         found = choose_holder(
@@ -157,7 +161,7 @@ class _HolderChoice:
             self._unconfirmed,
             self._rng,
             self._resting_until_s,
-            lambda one: target is None or one.record is target,
+            lambda one: (target is None or one.record is target) and is_fit(one),
         )
         if found is None and target is not None:
             return None
@@ -167,6 +171,11 @@ class _HolderChoice:
         self._unconfirmed.add(number, found, needed_bytes)
         self.asked_count += 1
         return found
+
+    def takes_copy(self, instance: ViewedInstance, needed_bytes: int) -> bool:
+        """Return True if the instance has memory for a copy of so many bytes, and has not refused one lately."""
+        free_bytes = instance.load.replica_free_bytes - self._unconfirmed.at(instance).amount
+        return free_bytes >= needed_bytes and instance.record.instance_id not in self._resting_until_s
 
     def refused(self, number: int, instance_id: str, rests_until_s: float) -> None:
         self._unconfirmed.remove(number, instance_id)
@@ -210,6 +219,8 @@ class OwnedCopies:
         """The instance ceases to decode: all requests move that can."""
         self._moved: UnconfirmedWork[int] = UnconfirmedWork()
         """Blocks of moved requests that no heartbeat reports yet."""
+        self._target: InstanceRecord | None = None
+        """Target of the last plan of moves."""
 
     def follow(self, attempt: SimulatedAttempt, sequence: CountedSequence) -> None:
         """Start to copy the KV of a request that decodes on this instance."""
@@ -268,8 +279,13 @@ class OwnedCopies:
         for owned in tuple(self._alone):
             number = owned.attempt.request.number
             if owned.none_before_s <= now_s and (number in targets or self._is_worth_a_copy(owned)):
-                needed_bytes = copy_bytes(self._layout, self._engine.token_count(owned.sequence))
-                found = self.choice.choose(number, needed_bytes, now_s, targets.get(number))
+                tokens = self._engine.token_count(owned.sequence)
+                moves, needed_bytes = number in targets, copy_bytes(self._layout, tokens)
+
+                def is_fit(instance: ViewedInstance, tokens: int = tokens, moves: bool = moves) -> bool:
+                    return not moves or self._has_room(instance, tokens)
+
+                found = self.choice.choose(number, needed_bytes, now_s, targets.get(number), is_fit)
                 if found is not None:
                     del self._alone[owned]
                     self._timeline.post(self._ask, (owned, found))
@@ -284,12 +300,21 @@ class OwnedCopies:
         movable = {number: owned for number, owned in self._owned.items() if self._can_move(owned, least)}
         if self.is_leaving:
             return dict.fromkeys(movable)
+        settled_s = self._timeline.now_s - _SETTLED_S
         requests = [
             RunningRequest(number, self._engine.token_count(owned.sequence), _holder_id(owned))
             for number, owned in movable.items()
+            if owned.attempt.landed_s <= settled_s
         ]
-        plan = plan_moves(self.choice.view, self._instance.record, requests, self._unconfirmed_tokens)
+        own, view = self._instance.record, self.choice.view
+        plan = plan_moves(view, own, requests, self._unconfirmed_tokens, self._takes, self._target)
+        self._target = plan.target if plan is not None else None
         return dict.fromkeys(plan.keys, plan.target) if plan is not None else {}
+
+    def _takes(self, instance: ViewedInstance, running: RunningRequest[int]) -> bool:
+        holds_copy = running.holder_id == instance.record.instance_id
+        needed_bytes = 0 if holds_copy else copy_bytes(self._layout, running.context_tokens)
+        return self.choice.takes_copy(instance, needed_bytes) and self._has_room(instance, running.context_tokens)
 
     def _can_move(self, owned: OwnedRequest, least_rest_tokens: int) -> bool:
         has_begun = owned.sequence.phase is SequencePhase.RUNNING and owned.sequence.first_step_s >= 0
@@ -310,23 +335,29 @@ class OwnedCopies:
                 self._close(owned.held)
                 owned.held = None
                 self._alone[owned] = None
-            elif moved_count < _MOST_MOVES and self._lacks_little(owned) and self._has_room(owned, record):
+                continue
+            viewed, tokens = (
+                self.choice.view.instances.get(record.instance_id),
+                self._engine.token_count(owned.sequence),
+            )
+            is_there = viewed is not None and viewed.record is record and self._has_room(viewed, tokens)
+            if moved_count < _MOST_MOVES and self._lacks_little(owned) and viewed is not None and is_there:
                 moved_count += 1
+                self._moved.add(number, viewed, self._layout.block_count(tokens + 1))
                 self._move(owned)
 
     def _lacks_little(self, owned: OwnedRequest) -> bool:
         assert owned.held is not None
         copied_tokens = owned.held.sent_blocks * self._layout.block_tokens
         lacking = self._engine.token_count(owned.sequence) - copied_tokens
-        return owned.held.is_growing and lacking <= _MOST_LACKING_BLOCKS * self._layout.block_tokens
+        return (
+            owned.held.is_growing
+            and not owned.held.is_gone
+            and lacking <= _MOST_LACKING_BLOCKS * self._layout.block_tokens
+        )
 
-    def _has_room(self, owned: OwnedRequest, holder: InstanceRecord) -> bool:
-        viewed = self.choice.view.instances.get(holder.instance_id)
-        blocks = self._layout.block_count(self._engine.token_count(owned.sequence) + 1)
-        if viewed is None or viewed.record is not holder or not has_room_to_run(viewed, blocks, self._moved):
-            return False
-        self._moved.add(owned.attempt.request.number, viewed, blocks)
-        return True
+    def _has_room(self, instance: ViewedInstance, context_tokens: int) -> bool:
+        return has_room_to_run(instance, self._layout.block_count(context_tokens + 1), self._moved)
 
     def _move(self, owned: OwnedRequest) -> None:
         """Stop a request and send the rest of its KV to its copy, from which it goes on."""

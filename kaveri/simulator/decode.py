@@ -88,6 +88,7 @@ class DecodeSide(SimulatedInstance):
         attempt.request.generated = token_count - attempt.request.prompt_tokens
         attempt.request.last_token_s = min(self._timeline.now_s, self.engine.step_began_s)
         self._forget(sequence)
+        self._preemptions.pop(sequence.number, None)
         self.engine.end(sequence)
         return token_count
 

@@ -41,6 +41,7 @@ class SimulatedDynamic(SimulatedDecode, SimulatedColocated):
             self._return_prompts(self._queue.to_level(1 << 62))
         if self.copies is not None:
             self.copies.owned.is_leaving = Phase.DECODE not in self._ordered
+            self.copies.held.drain(Phase.DECODE not in self._ordered)
         if Phase.DECODE not in self._ordered:
             for waiting in list(self._in_line.values()):
                 self.leave_line(waiting.attempt)

@@ -53,10 +53,11 @@ class HeldCopies:
         self._free_blocks = spec.replica_blocks
         self._starved: dict[HeldKv, None] = {}
         self.is_dead = False
+        self._is_drained = False
 
     @property
     def free_bytes(self) -> int:
-        return self._free_blocks * self._block_bytes
+        return 0 if self._is_drained else self._free_blocks * self._block_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -71,6 +72,8 @@ class HeldCopies:
         NoCapacity and evict copies far cheaper to recompute. on_lost: called if the copy ends early."""
         if self.is_dead:
             return Unavailable("the holder cannot be reached")
+        if self._is_drained:
+            return Unavailable("the holder is draining")
         self._touch()
         if (former := self._held.get(number)) is not None:
             self.drop(former)
@@ -122,6 +125,14 @@ class HeldCopies:
         held.starved_since_s = math.inf
         self._starved.pop(held, None)
         self._timeline.after(self._spec.orphan_grace_s, self.drop, held)
+
+    def drain(self, is_drained: bool) -> None:
+        """Take no copies, and no more of those that are here, while the instance does not decode."""
+        self._is_drained = is_drained
+        for held in tuple(self._held.values()) if is_drained else ():
+            if held.is_growing and not held.is_gone:
+                self.shut(held)
+                self._timeline.post(held.on_lost, held)
 
     def find(self, number: int) -> HeldKv | None:
         return self._held.get(number)

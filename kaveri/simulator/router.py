@@ -187,9 +187,9 @@ class SimulatedRouter:
         """Let a request that has left its instance go on at the holder of its KV copy; costs no attempt."""
         attempt.is_over = True
         attempt.request.attempt_count -= 1
-        self.moved_count += 1
         assert attempt.replica is not None
         if self._is_usable(attempt.replica, attempt.request):
+            self.moved_count += 1
             self._resume(attempt, attempt.replica)
         else:
             self._place(attempt.request)

@@ -29,7 +29,7 @@ class _DrainWayEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrainWay.Val
     DRAIN_WAY_UNSPECIFIED: _DrainWay.ValueType  # 0
     """As MIGRATE."""
     DRAIN_WAY_FINISH: _DrainWay.ValueType  # 1
-    """All of them end where they are."""
+    """All of them end where they are, except those that still wait for blocks to decode in, which are refused."""
     DRAIN_WAY_RETURN: _DrainWay.ValueType  # 2
     """Prompts that have not begun go back to their routers, which place them again."""
     DRAIN_WAY_MIGRATE: _DrainWay.ValueType  # 3
@@ -43,7 +43,7 @@ class DrainWay(_DrainWay, metaclass=_DrainWayEnumTypeWrapper):
 DRAIN_WAY_UNSPECIFIED: DrainWay.ValueType  # 0
 """As MIGRATE."""
 DRAIN_WAY_FINISH: DrainWay.ValueType  # 1
-"""All of them end where they are."""
+"""All of them end where they are, except those that still wait for blocks to decode in, which are refused."""
 DRAIN_WAY_RETURN: DrainWay.ValueType  # 2
 """Prompts that have not begun go back to their routers, which place them again."""
 DRAIN_WAY_MIGRATE: DrainWay.ValueType  # 3

@@ -54,10 +54,7 @@ class ReplicatedDecode:
     def drain(self, retry_after_s: float = DRAIN_RETRY_S, way: DrainWay = DrainWay.MIGRATE) -> None:
         self._instance.drain(retry_after_s, way)
         self._holder.drain()
-        if way is DrainWay.MIGRATE:
-            self._replicator.drain()
-        else:
-            self._replicator.undrain()
+        self._replicator.drain(way)
 
     def undrain(self) -> None:
         self._instance.undrain()

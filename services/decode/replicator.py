@@ -14,7 +14,7 @@ from structlog.typing import FilteringBoundLogger
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.owner import Ownership
 from kaveri.domain.replica import ReplicaOffer
-from kaveri.domain.view import InstanceRecord, ReplicaCounts, ViewedInstance
+from kaveri.domain.view import DrainWay, InstanceRecord, ReplicaCounts, ViewedInstance
 from kaveri.engine.contract import (
     DecodeEngine,
     EngineEvent,
@@ -75,6 +75,8 @@ _RESUME_TIMEOUT_S = 2.0
 """Limit on the wait for a moved request's resumption at its holder; afterwards the next one is moved."""
 _MOST_LACKING_BLOCKS = 2
 """Max blocks that a copy may lack when its request is moved; other requests run until their copies have caught up."""
+_SETTLED_S = 1.0
+"""Time for which a request stays where it came, before the batches are levelled by it."""
 _LEAST_REST_TOKENS = 4
 """Min remaining tokens of a moved request; with fewer, the request ends before it could be moved."""
 
@@ -120,7 +122,8 @@ class Replicator:
         self._asked_count = 0
         self._changed = asyncio.Event()
         self._numbers = itertools.count(1)
-        self._draining = False
+        self._drain_way: DrainWay | None = None
+        """What becomes of requests while this instance takes none; None: it takes some."""
         self._plan: Moves[EngineKey] | None = None
         """Requests to move although this instance does not drain; None: none."""
         self._let_go_count = 0
@@ -163,15 +166,15 @@ class Replicator:
                         self._take(key, copy_owner.MoveDone(token_count))
                     self._move_some()
 
-    def drain(self) -> None:
-        """Begin to move running requests to the instances that hold their KV copies, a few at a time, as far as those
-        have room. Requests without a copy get one first."""
-        self._draining, self._plan = True, None
+    def drain(self, way: DrainWay) -> None:
+        """Stop levelling. With MIGRATE, begin to move running requests to the instances that hold their KV copies, a
+        few at a time, as far as those have room; requests without a copy get one first."""
+        self._drain_way, self._plan = way, None
         self._changed.set()
 
     def undrain(self) -> None:
         """Stop moving requests to other instances; moves under way continue."""
-        self._draining = False
+        self._drain_way = None
 
     async def _look(self) -> None:
         """Request a copy at another instance for each request without one, and drop the state of ended requests."""
@@ -185,13 +188,15 @@ class Replicator:
             del self._owned[key]
         for key, request in here.items():
             self._owned.setdefault(key, _Owned(request, Alone(), request.ownership))
-        self._level()
+        self._level(now_s)
         for key, request in here.items():
             owned = self._owned[key]
             match owned.copy:
                 case Copied(holder) | Moving(holder) if owned.told != request.ownership:
                     self._tasks.create_task(self._update(owned, holder))
                 case Copied(holder) if (target := self._target_of(key)) is not None and not _is_life(holder, target):
+                    self._take(key, copy_owner.BareEvent.HOLDER_UNWANTED)
+                case Leaving(_, until_s) if until_s <= now_s:
                     self._take(key, copy_owner.BareEvent.HOLDER_UNWANTED)
                 case Alone(until_s) if until_s <= now_s and (self._is_worth_a_copy(request) or self._moves(request)):
                     self._choose(owned, now_s)
@@ -206,22 +211,33 @@ class Replicator:
     def _is_worth_a_copy(self, request: DecodeRequest) -> bool:
         return self._rules.is_worth_a_copy(request.context_tokens, request.rest_tokens)
 
-    def _level(self) -> None:
+    def _level(self, now_s: float) -> None:
         """Plan which requests to move to an instance with a shorter batch."""
-        former, self._plan = self._plan, None
-        if self._draining:
+        former, self._plan = self._plan.target if self._plan is not None else None, None
+        if self._drain_way is not None:
             return
         movable = [
             RunningRequest(key, owned.request.context_tokens, _holder_id(owned.copy))
             for key, owned in self._owned.items()
-            if self._can_move(owned.request) and not self._is_ending(owned.request)
+            if self._can_move(owned.request) and self._stays_long(owned.request, now_s)
         ]
-        plan = self._plan = plan_moves(self._store.view(), self._own, movable, self._unconfirmed_tokens)
-        if plan is not None and (former is None or former.target != plan.target):
+        view = self._store.view()
+        plan = self._plan = plan_moves(view, self._own, movable, self._unconfirmed_tokens, self._takes, former)
+        if plan is not None and plan.target != former:
             get_logger().info("batch_levelled", target_id=plan.target.instance_id, requests=len(plan.keys))
 
-    def _is_ending(self, request: DecodeRequest) -> bool:
-        return request.rest_tokens is not None and request.rest_tokens < self._rules.min_rest_tokens
+    def _stays_long(self, request: DecodeRequest, now_s: float) -> bool:
+        is_ending = request.rest_tokens is not None and request.rest_tokens < self._rules.min_rest_tokens
+        return not is_ending and now_s - request.came_s >= _SETTLED_S
+
+    def _takes(self, instance: ViewedInstance, running: RunningRequest[EngineKey]) -> bool:
+        """Return True if the instance has room for a request, and for a copy of it unless it has one."""
+        instance_id, layout = instance.record.instance_id, self._engine.info.layout
+        free_bytes = instance.load.replica_free_bytes - self._unconfirmed.at(instance).amount
+        holds_copy = running.holder_id == instance_id or free_bytes >= copy_bytes(layout, running.context_tokens)
+        needed_blocks = layout.block_count(running.context_tokens + 1)
+        is_resting = instance_id in self._resting_until_s
+        return holds_copy and not is_resting and has_room_to_run(instance, needed_blocks, self._moved)
 
     def _unconfirmed_tokens(self, instance: ViewedInstance) -> int:
         return self._moved.at(instance).amount * self._engine.info.layout.block_tokens
@@ -232,7 +248,12 @@ class Replicator:
 
     def _moves(self, request: DecodeRequest) -> bool:
         """Return True if the request should leave now, in a drain or to level the batches."""
-        return (self._draining or self._target_of(request.engine_request.key) is not None) and self._can_move(request)
+        leaves = self._migrates or self._target_of(request.engine_request.key) is not None
+        return leaves and self._can_move(request)
+
+    @property
+    def _migrates(self) -> bool:
+        return self._drain_way is DrainWay.MIGRATE
 
     def _can_move(self, request: DecodeRequest) -> bool:
         """Return True if the request can leave now. Requests whose router has no stream stay."""
@@ -244,7 +265,7 @@ class Replicator:
         return has_begun and not is_ending and has_router
 
     def _move_some(self) -> None:
-        if not self._draining and self._plan is None:
+        if not self._migrates and self._plan is None:
             return
         moving_count = self._let_go_count + sum(isinstance(owned.copy, Moving) for owned in self._owned.values())
         view, most_lacking = self._store.view(), _MOST_LACKING_BLOCKS * self._engine.info.layout.block_tokens
@@ -280,7 +301,7 @@ class Replicator:
 
         def is_fit(instance: ViewedInstance) -> bool:
             is_there = target is None or instance.record.instance_id == target.instance_id
-            stays = target is None and not self._draining
+            stays = target is None and not self._migrates
             return is_there and (stays or self._has_room(instance, owned.request))
 
         found = choose_holder(

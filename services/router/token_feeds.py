@@ -431,7 +431,7 @@ class TokenFeeds:
             if update.moved:
                 self._subscriptions[life.instance_id].let_go_s = now_s
             if update.moved and isinstance(entry.state, lives.Lost) and entry.state.decode == life:
-                entry.note_loss(f"decode instance {life.instance_id} drains", life)
+                entry.note_loss(f"decode instance {life.instance_id} has moved it", life)
         except Exception:  # Isolate failures per request.
             get_logger().exception(
                 "request_failed_unexpectedly",

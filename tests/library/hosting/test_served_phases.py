@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kaveri.domain.view import FIRST_ORDER, InstanceLoad, Phase, PhaseOrder
+from kaveri.domain.view import FIRST_ORDER, DrainWay, InstanceLoad, Phase, PhaseOrder
 from kaveri.errors import InvalidArgument
 from kaveri.hosting.metrics import PhaseMetrics
 from kaveri.hosting.served_phases import ServedPhases
@@ -155,3 +155,15 @@ async def test_a_phase_forgets_ended_requests_whether_it_is_served_or_not(served
     phases = ServedPhases({phase: Looked(phase) for phase in Phase}, served)
     assert phases.load().phases == tuple(served)
     assert set(looked) == set(Phase)
+
+
+async def test_an_order_during_a_drain_leaves_the_drain_as_it_is() -> None:
+    """What becomes of present requests, and the time after which callers try again, are the drain's."""
+    prefill, decode = OneRequest(), OneRequest()
+    phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: decode}, [Phase.DECODE])
+    phases.drain()
+    calls = len(prefill.calls), len(decode.calls)
+    assert phases.order([Phase.PREFILL], SECOND_ORDER, way=DrainWay.FINISH)
+    assert (len(prefill.calls), len(decode.calls)) == calls
+    phases.undrain()
+    assert (prefill.drained, decode.drained) == (False, True)

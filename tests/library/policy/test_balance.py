@@ -1,6 +1,6 @@
 """Which requests a decode instance moves to level its batch with another one's."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from hypothesis import given
@@ -35,15 +35,28 @@ def view_of(*context_tokens: int, **changes: InstanceStatus) -> ClusterView:
 
 
 def plan(
-    view: ClusterView, number: int, requests: Sequence[int | RunningRequest[int]], sent_tokens: int = 0
+    view: ClusterView,
+    number: int,
+    requests: Sequence[int | RunningRequest[int]],
+    sent_tokens: int = 0,
+    taken: Collection[int] | None = None,
+    former: int | None = None,
 ) -> Moves[int] | None:
     """Plan of instance `number`. requests: their context tokens, or with the place of a copy. sent_tokens: moved to
-    each other instance, and not in its heartbeat yet."""
+    each other instance, and not in its heartbeat yet. taken: keys that others have room for; None: all. former: number
+    of the last plan's target."""
     running = [
         each if isinstance(each, RunningRequest) else RunningRequest(place, each) for place, each in enumerate(requests)
     ]
     own = record(number)
-    return plan_moves(view, own, running, lambda one: 0 if one.record == own else sent_tokens)
+    return plan_moves(
+        view,
+        own,
+        running,
+        lambda one: 0 if one.record == own else sent_tokens,
+        lambda _, request: taken is None or request.key in taken,
+        record(former) if former is not None else None,
+    )
 
 
 def moved(found: Moves[int] | None) -> tuple[str, tuple[int, ...]] | None:
@@ -71,6 +84,29 @@ def test_requests_whose_copy_is_at_the_other_instance_move_first() -> None:
     assert moved(plan(view_of(6 * tokens, 0), 0, requests)) == ("engine-1", (1, 0, 5))
     requests[2] = RunningRequest(2, tokens)
     assert moved(plan(view_of(6 * tokens, 0), 0, requests)) == ("engine-1", (1, 0, 2))
+
+
+def test_requests_that_the_other_instance_has_no_room_for_stay() -> None:
+    tokens = POOL_TOKENS // 10
+    assert moved(plan(view_of(6 * tokens, 0), 0, [tokens] * 6, taken=[0, 2])) == ("engine-1", (2, 0))
+    assert plan(view_of(6 * tokens, 0), 0, [tokens] * 6, taken=[]) is None
+
+
+def test_the_target_of_the_last_plan_stays_while_its_batch_is_short() -> None:
+    """Or copies that were made there would be for nothing when two long batches change places."""
+    tokens = POOL_TOKENS // 10
+    for longer in (6 * tokens, 6 * tokens + 1):
+        view = view_of(longer, 6 * tokens, tokens, 0)
+        for number in (0, 1):
+            for former in (2, 3):
+                found = moved(plan(view, number, [tokens] * 6, former=former))
+                assert found is not None
+                assert found[0] == f"engine-{former}"
+    for view in (view_of(6 * tokens, 4 * tokens, 0), view_of(6 * tokens, 0)):
+        found = moved(plan(view, 0, [tokens] * 6, former=1 if len(view.instances) == 3 else 7))
+        assert found is not None
+        assert found[0] != "engine-7"
+        assert found[0] == ("engine-2" if len(view.instances) == 3 else "engine-1")
 
 
 def test_small_differences_stay() -> None:

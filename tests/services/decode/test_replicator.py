@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Role
+from kaveri.domain.view import ClusterView, DrainWay, InstanceLoad, InstanceRecord, InstanceStatus, Role
 from kaveri.engine.contract import EngineKey, EngineRequest, LetGo, ReplicaEnded
 from kaveri.lives.copy_owner import Alone, Copied, Holder, Leaving, Moving
 from kaveri.lives.decoding import Ended, Landed, Outcome, Running
@@ -97,7 +97,7 @@ async def test_the_copy_of_a_request_that_was_aborted_before_its_holder_had_all_
 @pytest.mark.parametrize("holds_blocks", [True, False])
 async def test_a_preempted_request_is_not_let_go_before_it_draws_again(bench: Bench, holds_blocks: bool) -> None:
     bench.request.state = Running(0.0, 0.0, 2, holds_blocks=holds_blocks)
-    bench.replicator.drain()
+    bench.replicator.drain(DrainWay.MIGRATE)
     assert bench.replicator._moves(bench.request) is holds_blocks
 
 
@@ -114,7 +114,7 @@ async def test_a_request_is_let_go_only_to_the_life_of_its_holder_that_has_the_c
     bench.request.state = Running(0.0, 0.0, 2)
     owned = bench.replicator._owned[KEY]
     owned.copy = Copied(HOLDER, 0, 3)
-    bench.replicator.drain()
+    bench.replicator.drain(DrainWay.MIGRATE)
     bench.replicator._move_some()
     assert isinstance(owned.copy, Moving) is (life == HOLDER.incarnation)
 
