@@ -46,9 +46,9 @@ _EMPTY = {
     ),
 }
 """Metrics that are 0 at rest, by role; series with other labels are summed."""
-_THREAD_SLACK = 20
-"""KV senders and receivers start a thread per peer, an instance that flips those of both phases and of copies (up to
-sixteen), executors when they have work."""
+_THREAD_SLACK = 28
+"""An instance that flips has up to five threads for each of four peers, which push prompts and copies in both
+directions; executors start some when they have work."""
 _DESCRIPTOR_SLACK = 40
 _MEMORY_SLACK_BYTES = 160 * 2**20
 """An instance that has served both phases has the buffers and threads of both: up to 120 MiB more, over 140 flips."""
