@@ -6,7 +6,7 @@ kaveri.policy.levelling does with queues of prompts, and moves requests there wi
 difference has left. AcceLLM (arXiv 2411.05555, section 4.1.3) levels the batches of its instances likewise.
 
 A move copies a request's KV, and stops it for a few steps. So small differences stay: those below a factor of two, and
-those that hardly change the time of a step.
+those that hardly change the time of a step. On an instance that also computes prompts their tokens count, too.
 """
 
 from collections.abc import Callable, Iterable

@@ -296,16 +296,14 @@ class OwnedCopies:
 
     def _plan_moves(self) -> dict[int, InstanceRecord | None]:
         """Return the requests that should leave now, by number, with their target; None: wherever the copy is."""
-        least = _LEAST_REST_TOKENS if self.is_leaving else self._rules.min_rest_tokens
-        movable = {number: owned for number, owned in self._owned.items() if self._can_move(owned, least)}
         if self.is_leaving:
-            return dict.fromkeys(movable)
-        settled_s = self._timeline.now_s - _SETTLED_S
-        requests = [
+            return {number: None for number, owned in self._owned.items() if self._can_move(owned, _LEAST_REST_TOKENS)}
+        settled_s, least_tokens = self._timeline.now_s - _SETTLED_S, self._rules.min_rest_tokens
+        requests = (
             RunningRequest(number, self._engine.token_count(owned.sequence), _holder_id(owned))
-            for number, owned in movable.items()
-            if owned.attempt.landed_s <= settled_s
-        ]
+            for number, owned in self._owned.items()
+            if owned.attempt.landed_s <= settled_s and self._can_move(owned, least_tokens)
+        )
         own, view = self._instance.record, self.choice.view
         plan = plan_moves(view, own, requests, self._unconfirmed_tokens, self._takes, self._target)
         self._target = plan.target if plan is not None else None

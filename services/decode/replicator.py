@@ -216,11 +216,12 @@ class Replicator:
         former, self._plan = self._plan.target if self._plan is not None else None, None
         if self._drain_way is not None:
             return
-        movable = [
+        # Not looked at unless there is an instance to level with.
+        movable = (
             RunningRequest(key, owned.request.context_tokens, _holder_id(owned.copy))
             for key, owned in self._owned.items()
             if self._can_move(owned.request) and self._stays_long(owned.request, now_s)
-        ]
+        )
         view = self._store.view()
         plan = self._plan = plan_moves(view, self._own, movable, self._unconfirmed_tokens, self._takes, former)
         if plan is not None and plan.target != former:
