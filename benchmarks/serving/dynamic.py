@@ -1,11 +1,12 @@
 """Instances that change phase against fixed splits, for real: one stream, answered by one system after the other.
 
 Real services on the timed engine (OPT-13B on two A100, tensor parallel), four instances: dynamic ones with the policy
-`slo`, the fixed split of two and two, which is the best for this stream in simulation (simulator.flips), and four
-colocated ones. The stream changes between long prompts (HPLD) and long answers (LPHD) every 40 s. Goodput is the
-highest load, in steps of 0.05, at which at least 90 % of the requests have both a TTFT of at most 1 s and a TPOT of at
-most 30 ms. Each search begins where the simulator leads one to expect the first load that is too high, and goes up or
-down from there until it has one load that is met and the next one that is not.
+`slo` and copies of KV, so that running answers move (the engine's KV is small, so copies are cheap); the fixed split of
+two and two, which is the best for this stream in simulation (simulator.flips); and four colocated ones. The stream
+changes between long prompts (HPLD) and long answers (LPHD) every 40 s. Goodput is the highest load, in steps of 0.05,
+at which at least 90 % of the requests have both a TTFT of at most 1 s and a TPOT of at most 30 ms. Each search begins
+where the simulator leads one to expect the first load that is too high, and goes up or down from there until it has one
+load that is met and the next one that is not.
 """
 
 import asyncio
@@ -37,7 +38,13 @@ _FLAGS: dict[str, Any] = {
 }
 _NONE = {"prefill_count": 0, "decode_count": 0}
 SYSTEMS: dict[str, dict[str, Any]] = {
-    "dynamic": {"prefill_count": 2, "decode_count": 2, "slo_ttft_s": str(TTFT_S), "slo_tpot_s": str(TPOT_S)},
+    "dynamic": {
+        "prefill_count": 2,
+        "decode_count": 2,
+        "slo_ttft_s": str(TTFT_S),
+        "slo_tpot_s": str(TPOT_S),
+        "replication": "spread",
+    },
     "2 prefill, 2 decode": {"prefill_count": 2, "decode_count": 2},
     "colocated": {**_NONE, "colocated_count": 4},
 }
