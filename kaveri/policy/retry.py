@@ -13,6 +13,8 @@ from kaveri.domain.view import ClusterView, InstanceRecord
 
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
+_LONGEST_REFUSAL_S = 0.5
+"""Limit to which pauses grow while instances refuse a request again and again, as with an old view of their phases."""
 LONGEST_RETRY_AFTER_S = 5.0
 """Max retry delay honoured; longer or invalid ones count as this."""
 _DOUBLINGS = 6
@@ -60,6 +62,8 @@ class RetryState:
     """The request is not placed before this time."""
     _failures: int = 0
     """Failures other than a full queue; each doubles the pauses."""
+    _refusals: int = 0
+    """Refusals by full instances; each doubles the next one's pause up to _LONGEST_REFUSAL_S."""
     _unreached: int = 0
     """Consecutive placements that failed for lack of a connection."""
     _unreached_since_s: float = 0.0
@@ -91,7 +95,8 @@ def after_setback(
     """Return the state after a failed placement; None if the request fails now, with that placement's error.
 
     at_fault: the failed prefill instance; None if prefill had finished. jitter: random, in [0, 1). retry_after_s: delay
-    requested by a full instance, which is avoided for 1 to 1.5 times as long. 0: it may be used at once.
+    requested by a full instance, which is avoided for 1 to 1.5 times as long, and longer after several refusals. 0: it
+    may be used at once.
 
     A full queue never ends a request. Unreachable instances end it after at least `max_attempts` consecutive failures
     whose first is `unavailable_after_s` ago. A refusal by the holder of a KV copy changes nothing.
@@ -104,8 +109,10 @@ def after_setback(
     match setback:
         case Setback.FULL:
             # A full instance is healthy: pauses for other failures do not grow.
-            pause_s = max(FIRST_PAUSE_S, bounded_retry_s(retry_after_s)) * (1 + jitter / 2)
-            after = replace(after, _failures=state._failures)
+            grown_s = min(_LONGEST_REFUSAL_S, FIRST_PAUSE_S * 2 ** min(state._refusals, _DOUBLINGS))
+            pause_s = max(grown_s, bounded_retry_s(retry_after_s)) * (1 + jitter / 2)
+            refusals = state._refusals + bool(retry_after_s)
+            after = replace(after, _failures=state._failures, _refusals=refusals)
         case Setback.UNREACHED:
             since_s = state._unreached_since_s if state._unreached else now_s
             after = replace(after, _unreached=state._unreached + 1, _unreached_since_s=since_s)

@@ -18,6 +18,8 @@ from tests.simulation.cluster.plan import Fault, FaultKind
 from tests.simulation.cluster.schedule import run_schedule
 
 BLOCK_TOKENS = 16
+POOL_BLOCKS = 2000
+"""So many that no request moves to level the batches."""
 STEP_S = 0.02
 PROMPT_TOKENS, ANSWER_TOKENS = 100, 150
 ARRIVALS_S = tuple(0.15 * number for number in range(9))
@@ -44,7 +46,7 @@ def of_services(mode: ReplicationMode, killed: str, tokenizer: ModelTokenizer) -
         for number, at_s in enumerate(ARRIVALS_S)
     ]
     plan = story(
-        cluster(prefills=1, decodes=3, step_s=STEP_S),
+        cluster(prefills=1, decodes=3, step_s=STEP_S, block_count=POOL_BLOCKS),
         requests,
         [Fault(kind=FaultKind.KILL, at_s=DIES_S, target=killed)],
         max_model_len=320,
@@ -74,7 +76,7 @@ def of_simulator(mode: ReplicationMode, killed: str) -> GoneOn:
         prefill=PrefillLatency(step_s=STEP_S, token_s=0.0, token_squared_s=0.0),
         decode=(DecodeLatency(min_batch=1, step_s=STEP_S, context_token_s=0.0, request_s=0.0),),
     )
-    pool = PoolSpec(latency=latency, total_blocks=200, chunk_tokens=64, max_batch=16, max_model_len=320)
+    pool = PoolSpec(latency=latency, total_blocks=POOL_BLOCKS, chunk_tokens=64, max_batch=16, max_model_len=320)
     copies = CopySpec(replication=mode, replica_blocks=200, replica_min_tokens=32, orphan_grace_s=2.0)
     spec = ClusterSpec(
         prefill_count=1,

@@ -77,12 +77,25 @@ def test_who_has_failed_rests_for_a_bounded_time_and_others_never_do(
         if setback is Setback.FULL:
             least_s = max(FIRST_PAUSE_S, retry_after_s)
             assert least_s <= until_s - now_s + 1e-9
-            assert until_s - now_s <= 1.5 * least_s + 1e-9
+            assert until_s - now_s <= 1.5 * max(least_s, 0.5) + 1e-9
         else:
             assert until_s - now_s + 1e-9 >= FIRST_PAUSE_S / 2
             assert until_s - now_s <= LONGEST_PAUSE_S + 1e-9
         assert not state.resting(view, until_s).get(f"prefill-{number}"), "its rest is over"
         assert state.failed(view) == {f"prefill-{failed}" for _, failed, _ in steps[: step + 1]}
+
+
+def test_an_instance_that_refuses_a_request_again_and_again_is_asked_less_often() -> None:
+    """As with a view of its phases that is old for as long as the store is away."""
+    state, pauses = RetryState(), []
+    for _ in range(7):
+        state = after(state, Setback.FULL, retry_after_s=FIRST_PAUSE_S)
+        pauses.append(state.resting(view_of(record()), 0.0)["prefill-0"])
+    assert pauses == sorted(pauses)
+    assert pauses[0] <= 1.5 * FIRST_PAUSE_S
+    assert 0.5 <= pauses[-1] <= 0.75
+    # What the instance asks for is enough where that is longer.
+    assert after(state, Setback.FULL, retry_after_s=2.0).resting(view_of(record()), 0.0)["prefill-0"] >= 2.0
 
 
 def test_an_instance_that_asks_for_another_placement_at_once_is_neither_avoided_nor_at_fault() -> None:
