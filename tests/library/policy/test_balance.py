@@ -117,6 +117,8 @@ def test_small_differences_stay() -> None:
     least = POOL_TOKENS // 16
     assert plan(view_of(least, 0), 0, [least // 4] * 4) is not None
     assert plan(view_of(least - 1, 0), 0, [least // 4] * 4) is None, "steps would hardly become shorter"
+    assert plan(view_of(least + 200, 200), 0, [least // 4] * 4) is not None
+    assert plan(view_of(least + 200, 201), 0, [least // 4] * 4) is None
 
 
 def test_requests_that_no_heartbeat_shows_yet_count() -> None:

@@ -136,6 +136,9 @@ async def test_a_request_leaves_for_its_planned_instance_only_with_a_copy_there(
     bench.request.state = Running(0.0, 0.0, 2)
     owned = bench.replicator._owned[KEY]
     owned.copy = Copied(HOLDER, 0, 3)
+    bench.replicator._plan = Moves(target, (KEY,))
+    bench.replicator._move_some()
+    assert isinstance(owned.copy, Moving) is is_there
     await asyncio.wait_for(bench.look(), 5)
     assert type(owned.copy) is (Moving if is_there else Leaving)
     assert bench.closed == ([] if is_there else [HOLDER])
