@@ -95,7 +95,7 @@ async def _measure(options: Options, report: Report) -> None:
 
 
 async def _goodput(attained: Callable[[float], Awaitable[float]], start: float) -> float:
-    """Return the highest load that is met, in steps from `start`."""
+    """Return the highest load at which enough requests meet both limits, searched in steps from `start`."""
     load = start
     if await attained(load) >= ATTAINED:
         while await attained(round(load + STEP, 2)) >= ATTAINED:

@@ -14,8 +14,8 @@ from kaveri.telemetry.logs import get_logger
 _MIN_PAUSE_S = 0.01
 """Min interval between heartbeats, even with beat_now() and note_work(): at most a hundred per second."""
 _GATHER_S = 0.005
-"""Wait after beat_now(): changes that come together are one heartbeat. Each one costs every process of the cluster some
-CPU, which the answer to an order and the first request behind it would wait for."""
+"""Delay of a heartbeat after beat_now(). Several changes share it, and the answer to an order is sent before all other
+processes handle the new load."""
 _LEASE_PARTS = 3
 """Heartbeats per lease while the load does not change."""
 _MAX_PAUSE_S = 1.0

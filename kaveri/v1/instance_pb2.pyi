@@ -33,8 +33,8 @@ class _DrainWayEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrainWay.Val
     DRAIN_WAY_RETURN: _DrainWay.ValueType  # 2
     """Prompts that have not begun go back to their routers, which place them again."""
     DRAIN_WAY_MIGRATE: _DrainWay.ValueType  # 3
-    """As RETURN; and running answers move to other instances with their KV, if the instance's requests have copies there
-    (--replication) and there is room.
+    """As RETURN, and running answers move, with their KV, to instances that hold copies of it (--replication) and have
+    room.
     """
 
 class DrainWay(_DrainWay, metaclass=_DrainWayEnumTypeWrapper):
@@ -47,8 +47,8 @@ DRAIN_WAY_FINISH: DrainWay.ValueType  # 1
 DRAIN_WAY_RETURN: DrainWay.ValueType  # 2
 """Prompts that have not begun go back to their routers, which place them again."""
 DRAIN_WAY_MIGRATE: DrainWay.ValueType  # 3
-"""As RETURN; and running answers move to other instances with their KV, if the instance's requests have copies there
-(--replication) and there is room.
+"""As RETURN, and running answers move, with their KV, to instances that hold copies of it (--replication) and have
+room.
 """
 Global___DrainWay: _TypeAlias = DrainWay  # noqa: Y015
 

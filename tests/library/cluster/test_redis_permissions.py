@@ -28,7 +28,7 @@ from tests.support.store_conformance import DECODE, REQUEST, has, view_that
 WITHIN_S = 60.0
 _NEEDS = store_needs("kaveri:default:0")
 _CLUSTER_BUS = 10_000
-"""Redis in cluster mode also listens this far above its port."""
+"""Offset of the cluster bus from the port of a Redis in cluster mode."""
 _USAGE = RedisNeeds(frozenset(USAGE_COMMANDS), (f"{usage_prefix('default')}:*",))
 
 

@@ -158,7 +158,7 @@ async def test_a_phase_forgets_ended_requests_whether_it_is_served_or_not(served
 
 
 async def test_an_order_during_a_drain_leaves_the_drain_as_it_is() -> None:
-    """What becomes of present requests, and the time after which callers try again, are the drain's."""
+    """The drain keeps its way and its retry time."""
     prefill, decode = OneRequest(), OneRequest()
     phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: decode}, [Phase.DECODE])
     phases.drain()

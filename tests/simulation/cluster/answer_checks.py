@@ -75,15 +75,14 @@ def check_router_deaths(world: World) -> list[str]:
 def check_requests_of_death(world: World) -> list[str]:
     """A request that raises in the forward pass ends two instances at most, and none of these requests gets past the
     token at which it raises. Other faults may keep what an instance has said of it from its router: one more each. So
-    may other requests that raise: a step of an attempt that was lost to them may still be under way, and the router may
-    have no stream yet to the next life of an instance that they have ended (seed 1000865)."""
+    may other requests that raise: one more, as a step of an attempt that was lost to them may still be under way."""
     deaths, others = world.draws.deaths, [fault for fault in world.plan.faults if fault.kind is not FaultKind.DEATH]
     counts = Counter(run.key.request_id for run in world.draws.deadly_runs)
     return [
         *(
             f"{request_id} has ended {count} instances"
             for request_id, count in counts.items()
-            if count > _MOST_ENDED + len(others) + max(0, len(deaths) - 1)
+            if count > _MOST_ENDED + len(others) + (len(deaths) > 1)
         ),
         *(
             f"{outcome.request_id} has {len(outcome.token_ids)} tokens, and raises at token {death.at_index}"
