@@ -286,9 +286,9 @@ class ClusterView:
         return max(leading, key=lambda each: each.load.fencing_token, default=None)
 
     @once_per_view
-    def addresses(self) -> frozenset[str]:
-        """Addresses of all instances."""
-        return frozenset(instance.record.address for instance in self.instances.values())
+    def incarnations(self) -> Mapping[str, int]:
+        """Incarnation of the instance at each address."""
+        return {instance.record.address: instance.record.incarnation for instance in self.instances.values()}
 
     @once_per_view
     def broadcast_lives(self) -> frozenset[tuple[Hashable, ...]]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,6 +20,8 @@ class _Peer:
     channel: aio.Channel
     generation: int
     """Version of the TLS certificates that it was opened with."""
+    incarnation: int
+    """Process run at the address when it was opened; 0: unknown."""
     stubs: dict[Callable[[aio.Channel], Any], Any] = field(default_factory=dict)
     """Stubs by class."""
     call_count: int = 0
@@ -31,27 +33,28 @@ class Channels:
 
     def __init__(self) -> None:
         self._peers: dict[str, _Peer] = {}
+        self._incarnations: Mapping[str, int] = {}
+        """Process run at each address, as of the last retain()."""
         self._closing: dict[asyncio.Task[None], None] = {}
-        """Tasks that close replaced channels."""
+        """Tasks that close channels."""
 
     def stub(self, make: Callable[[aio.Channel], StubT], address: str) -> StubT:
         """Return a gRPC stub for "host:port". make: the stub's class. retain() may cancel its calls; see calling()."""
         peer, tls = self._peers.get(address), process_tls()
         generation = 0 if tls is None else tls.generation
+        incarnation = self._incarnations.get(address, 0)
         if (
             peer is not None
             and not peer.call_count
-            and peer.generation != generation
+            and (peer.generation != generation or peer.incarnation not in (0, incarnation))
             and peer.channel.get_state() is not grpc.ChannelConnectivity.READY
         ):
-            # It would reconnect with replaced certificates. A connected channel may stay.
-            del self._peers[address]
-            closing = asyncio.create_task(peer.channel.close(), name="close of a channel")
-            self._closing[closing] = None
-            closing.add_done_callback(self._closing.pop)
+            # It would reconnect with replaced certificates, or wait as long as its failures to reach an earlier
+            # process run call for. A connected channel may stay.
+            self._close(address)
             peer = None
         if peer is None:
-            peer = self._peers[address] = _Peer(open_channel(address), generation)
+            peer = self._peers[address] = _Peer(open_channel(address), generation, incarnation)
         stub: StubT | None = peer.stubs.get(make)
         if stub is None:
             stub = peer.stubs[make] = make(peer.channel)
@@ -72,15 +75,24 @@ class Channels:
         finally:
             peer.call_count -= 1
 
-    async def retain(self, addresses: Collection[str]) -> None:
-        """Close all channels but those to `addresses` and those in use by calling(); cancels their calls."""
-        await self._close([name for name, peer in self._peers.items() if name not in addresses and not peer.call_count])
+    def retain(self, incarnations: Mapping[str, int]) -> None:
+        """Close all channels but those to these addresses and those in use by calling(); cancels their calls. A later
+        call to another process run than before gets a new channel, unless the channel is connected.
+
+        incarnations: process run at each address; 0: unknown."""
+        self._incarnations = incarnations
+        for address, peer in tuple(self._peers.items()):
+            peer.incarnation = peer.incarnation or incarnations.get(address, 0)
+            if address not in incarnations and not peer.call_count:
+                self._close(address)
 
     async def close(self) -> None:
         """Close all channels, which cancels their calls."""
-        await self._close(list(self._peers))
+        for address in tuple(self._peers):
+            self._close(address)
         await asyncio.gather(*self._closing)
 
-    async def _close(self, addresses: Collection[str]) -> None:
-        closing = [self._peers.pop(address).channel for address in addresses]
-        await asyncio.gather(*(channel.close() for channel in closing))
+    def _close(self, address: str) -> None:
+        closing = asyncio.create_task(self._peers.pop(address).channel.close(), name="close of a channel")
+        self._closing[closing] = None
+        closing.add_done_callback(self._closing.pop)

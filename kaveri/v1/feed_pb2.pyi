@@ -232,6 +232,7 @@ class AttachRequest(_message.Message):
     FORM_FIELD_NUMBER: _builtins.int
     READER_ID_FIELD_NUMBER: _builtins.int
     CHARACTERS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     router_id: _builtins.str
@@ -256,6 +257,8 @@ class AttachRequest(_message.Message):
     """The reader_id of the client's Follow."""
     characters: _builtins.int
     """Characters (Unicode code points) of text that the client has."""
+    incarnation: _builtins.int
+    """The instance's incarnation, as known to the caller. Another one answers UNAVAILABLE. 0: whichever is there."""
     @_builtins.property
     def term(self) -> _term_pb2.Term:
         """The new owner's term: above the present owner's, or the same. With FORM_TEXT the client's present session alone."""
@@ -279,10 +282,11 @@ class AttachRequest(_message.Message):
         form: Global___Form.ValueType = ...,
         reader_id: _builtins.str = ...,
         characters: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_prefill", b"at_prefill", "characters", b"characters", "form", b"form", "generated_count", b"generated_count", "landed", b"landed", "placed_by", b"placed_by", "reader_id", b"reader_id", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "term", b"term", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_prefill", b"at_prefill", "characters", b"characters", "form", b"form", "generated_count", b"generated_count", "incarnation", b"incarnation", "landed", b"landed", "placed_by", b"placed_by", "reader_id", b"reader_id", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "term", b"term", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

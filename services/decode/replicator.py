@@ -139,7 +139,7 @@ class Replicator:
                 while True:
                     await self._changed.wait()
                     self._changed.clear()
-                    await self._look()
+                    self._look()
                     if self._owned:
                         self._changed.set()
                     await asyncio.sleep(COPY_LOOK_S)
@@ -176,7 +176,7 @@ class Replicator:
         """Stop moving requests to other instances; moves under way continue."""
         self._drain_way = None
 
-    async def _look(self) -> None:
+    def _look(self) -> None:
         """Request a copy at another instance for each request without one, and drop the state of ended requests."""
         now_s = time.monotonic()
         here = {request.engine_request.key: request for request in self._instance.landed()}
@@ -206,7 +206,7 @@ class Replicator:
         self._unconfirmed.retain(view)
         self._moved.retain(view)
         self._resting_until_s = {name: until_s for name, until_s in self._resting_until_s.items() if until_s > now_s}
-        await self._channels.retain(view.addresses())
+        self._channels.retain(view.incarnations())
 
     def _is_worth_a_copy(self, request: DecodeRequest) -> bool:
         return self._rules.is_worth_a_copy(request.context_tokens, request.rest_tokens)

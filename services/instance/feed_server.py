@@ -5,7 +5,7 @@ from typing import Any
 
 from grpc import aio
 
-from kaveri.errors import KaveriError, SlowReader
+from kaveri.errors import KaveriError, SlowReader, Unavailable
 from kaveri.feeds.feed import RouterFeeds
 from kaveri.hosting.read_limit import read_limit
 from kaveri.telemetry.logs import get_logger
@@ -73,6 +73,8 @@ class FeedServer(FeedServiceServicer):
     ) -> feed_pb2.AttachResponse:
         attached = None
         try:
+            if request.incarnation not in (0, self._incarnation):
+                raise Unavailable("the instance has restarted")
             if request.form == feed_pb2.FORM_TEXT:
                 await self._decode.owners.readers.read(_asked_from_proto(request))
             else:

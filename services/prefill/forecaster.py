@@ -76,7 +76,7 @@ class LengthForecaster:
         """Send calls to predictors until cancelled, which ends pending ones."""
         try:
             async with self._tasks:
-                await self._predictors.run()
+                await asyncio.Event().wait()
         finally:
             await self._predictors.close()
 

@@ -1,6 +1,5 @@
 """Chooses and calls length predictors: those in the cluster, or the one in the settings. Refuses invalid responses."""
 
-import asyncio
 import math
 import random
 from collections.abc import Sequence
@@ -39,15 +38,6 @@ class Predictors:
         self._rng = rng
         self._channels = Channels()
         self._health: dict[str, PredictorHealth] = {}
-        self._addresses: set[str] = set()
-        self._address_gone = asyncio.Event()
-
-    async def run(self) -> None:
-        """Close channels to predictors that have left, until cancelled."""
-        while True:
-            await self._address_gone.wait()
-            self._address_gone.clear()
-            await self._channels.retain(self._addresses)
 
     async def close(self) -> None:
         """Close all channels to predictors, which ends pending calls."""
@@ -60,10 +50,7 @@ class Predictors:
         for name in [name for name in self._health if name not in present]:
             if self._health.pop(name).left():
                 get_logger().warning("predictor_left", predictor=name)
-        addresses = {status.address for status in known}
-        if not self._addresses <= addresses:
-            self._address_gone.set()
-        self._addresses = addresses
+        self._channels.retain({status.address: status.incarnation for status in known})
         candidates = []
         for status in known:
             health = self._health.setdefault(status.name, PredictorHealth())

@@ -123,7 +123,7 @@ class RoomFinder:
                         self._changed = None
                     self.on_view(view)
                     self._search.retain(view)
-                    await self._channels.retain(view.addresses())
+                    self._channels.retain(view.incarnations())
         finally:
             await self._channels.close()
 

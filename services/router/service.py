@@ -240,16 +240,13 @@ class Router:
             await self._serving.wait()
 
     async def _watch(self) -> None:
-        addresses: frozenset[str] = frozenset()
         while True:
             view = await self.store.wait_for_change(_WATCH_TIMEOUT_S)
+            # First: the others call instances that have restarted, which need new channels.
+            self.channels.retain(view.incarnations())
             self.feeds.update(view)
             self.placer.update(view)
             self.departures.update(view)
             self.claims.update(view)
             self.monitor.update(view)
             self._send_away()
-            present = view.addresses()
-            if present is not addresses and not addresses <= present:
-                await self.channels.retain(present)
-            addresses = present

@@ -240,8 +240,10 @@ class TokenFeeds:
         Raises the error with which the instance answers, or Unavailable."""
         name = f"{'prefill' if attachment.at_prefill else 'decode'} instance {record.instance_id}"
         stub = self._channels.stub(FeedServiceStub, record.address)
+        message = attachment_to_proto(attachment)
+        message.incarnation = record.incarnation
         try:
-            response = await stub.Attach(attachment_to_proto(attachment), timeout=timeout_s)
+            response = await stub.Attach(message, timeout=timeout_s)
         except aio.AioRpcError as rpc_error:
             error = error_of(rpc_error)
             if isinstance(error, DeadlineExceeded | RequestCancelled):

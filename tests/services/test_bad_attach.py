@@ -10,7 +10,7 @@ from grpc import aio
 
 from kaveri.domain.attachment import Attachment
 from kaveri.domain.owner import Ownership, Term
-from kaveri.errors import InvalidArgument, KaveriError, RequestNotFound
+from kaveri.errors import InvalidArgument, KaveriError, RequestNotFound, Unavailable
 from kaveri.v1 import feed_pb2
 from kaveri.v1.feed_pb2_grpc import FeedServiceStub
 from kaveri.wire.attempts import attachment_to_proto, ownership_to_proto
@@ -140,4 +140,17 @@ async def test_a_prefill_instance_gives_a_request_to_its_own_client_alone(cluste
     # What it keeps of the request answers a later session.
     kept: Any = await attach(RIGHT)
     assert kept.attached.max_tokens == 5
+    await cluster.all_free()
+
+
+async def test_an_attachment_meant_for_an_earlier_life_of_an_instance_is_refused_without_a_look(cluster: Any) -> None:
+    decode, router, stub = await let_it_decode(cluster)
+    answer = cluster.expected(list(PROMPT), 120)
+    message = attachment_to_proto(replace(RIGHT, token_ids=(*PROMPT, answer[0] + 1), generated_count=1))
+    message.incarnation = decode.host.record.incarnation + 1
+    # Its tokens may be those of another owner: a wrong one is no fault of the client.
+    with pytest.raises(aio.AioRpcError) as caught:
+        await stub.Attach(message, timeout=60)
+    assert isinstance(error_of(caught.value), Unavailable)
+    await eventually(lambda: router.finished("a"), "it ends")
     await cluster.all_free()

@@ -38,8 +38,8 @@ class EchoService(feed_pb2_grpc.FeedServiceServicer):
 
 
 @contextlib.asynccontextmanager
-async def serving(service: EchoService) -> AsyncIterator[RpcServer]:
-    server = RpcServer("127.0.0.1", 0, [SERVICE_NAME])
+async def serving(service: EchoService, port: int = 0) -> AsyncIterator[RpcServer]:
+    server = RpcServer("127.0.0.1", port, [SERVICE_NAME])
     server.add(partial(feed_pb2_grpc.add_FeedServiceServicer_to_server, service))
     await server.start()
     try:

@@ -1,11 +1,12 @@
 import asyncio
 
 import pytest
+from grpc import aio
 
 from kaveri.rpc.channels import Channels
 from kaveri.v1 import feed_pb2
 from kaveri.v1.feed_pb2_grpc import FeedServiceServicer, FeedServiceStub
-from tests.library.rpc.echo_service import serving
+from tests.library.rpc.echo_service import EchoService, serving
 
 WAIT_S = 60.0
 
@@ -33,7 +34,7 @@ async def test_a_peer_that_left_loses_its_channel_and_its_calls_unless_they_keep
         asking = asyncio.create_task(ask_in_context(address))
         await asyncio.wait_for(service.asked.wait(), WAIT_S)
         kept = channels.stub(FeedServiceStub, address)
-        await channels.retain(())
+        channels.retain({})
         assert channels.stub(FeedServiceStub, address) is kept
         service.may_answer.set()
         await asyncio.wait_for(asking, WAIT_S)
@@ -42,11 +43,34 @@ async def test_a_peer_that_left_loses_its_channel_and_its_calls_unless_they_keep
         service.asked.clear()
         call = kept.Abort(feed_pb2.AbortRequest(), timeout=WAIT_S)
         await asyncio.wait_for(service.asked.wait(), WAIT_S)
-        await channels.retain((address,))
+        channels.retain({address: 1})
         assert not call.done()
-        await channels.retain(())
+        channels.retain({})
         with pytest.raises(asyncio.CancelledError):
             await call
         assert channels.stub(FeedServiceStub, address) is not kept
         service.may_answer.set()
+        await channels.close()
+
+
+async def test_a_restarted_peer_is_reached_at_once_however_often_its_former_life_was_not() -> None:
+    channels = Channels()
+    async with serving(EchoService()) as server:
+        address = f"127.0.0.1:{server.port}"
+    channels.retain({address: 1})
+    kept = channels.stub(FeedServiceStub, address)
+    refusals = 0
+    # Pauses between attempts to connect grow to a second.
+    while refusals < 5:
+        with pytest.raises(aio.AioRpcError):
+            await kept.Abort(feed_pb2.AbortRequest(), timeout=WAIT_S)
+        refusals += 1
+        await asyncio.sleep(0.3)
+    async with serving(EchoService(), server.port):
+        channels.retain({address: 2})
+        renewed = channels.stub(FeedServiceStub, address)
+        assert renewed is not kept
+        await renewed.Abort(feed_pb2.AbortRequest(), timeout=WAIT_S)
+        channels.retain({address: 3})
+        assert channels.stub(FeedServiceStub, address) is renewed, "a connected channel may stay"
         await channels.close()

@@ -69,7 +69,7 @@ class Bench:
 
     async def look(self) -> None:
         async with self.replicator._tasks:
-            await self.replicator._look()
+            self.replicator._look()
 
 
 @pytest.fixture
