@@ -56,7 +56,10 @@ def warm_processes() -> Iterator[Callable[..., ChildProcess]]:
             return start_cold(name, command, log_path, environment)
         if modules not in started:
             started[modules] = _WarmProcess(modules)
-        return ChildProcess(name, started[modules].copy(command, log_path, environment), log_path)  # type: ignore[arg-type]
+        copy = started[modules].copy(command, log_path, environment)
+        child = ChildProcess(name, copy, log_path)  # type: ignore[arg-type]
+        copy.let_go()
+        return child
 
     try:
         yield start
@@ -97,12 +100,19 @@ class _WarmProcess:
             "log": str(log_path),
             "environment": dict(os.environ if environment is None else environment),
         }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        self._process.stdin.flush()
+        self._order({"start": order})
         while not self._pids:
             self._read(_START_TIMEOUT_S)
         return _WarmCopy(self, self._pids.pop())
+
+    def let_go(self, pid: int) -> None:
+        """Allow the pid of a copy to be used again once the copy has ended."""
+        self._order({"let_go": pid})
+
+    def _order(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        self._process.stdin.flush()
 
     def status_of(self, pid: int) -> int | None:
         """Return the exit status of a copy; None while it runs."""
@@ -141,6 +151,9 @@ class _WarmCopy:
         self.pid = pid
         self.returncode: int | None = None
 
+    def let_go(self) -> None:
+        self._source.let_go(self.pid)
+
     def poll(self) -> int | None:
         if self.returncode is None:
             self.returncode = self._source.status_of(self.pid)
@@ -168,29 +181,31 @@ def _serve() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
     buffer = b""
+    # A copy that ends at once must keep its pid until the test process has opened a pidfd.
+    let_go: set[int] = set()
     while True:
         readable, _, _ = select.select([0, woken], [], [])
         if woken in readable:
             os.read(woken, 4096)
-            _reap()
         if 0 in readable:
             received = os.read(0, 65_536)
             if not received:
                 return
             *lines, buffer = (buffer + received).split(b"\n")
-            for line in lines:
-                _say({"started": _start_copy(json.loads(line))})
+            for message in map(json.loads, lines):
+                if "start" in message:
+                    _say({"started": _start_copy(message["start"])})
+                else:
+                    let_go.add(message["let_go"])
+        _reap(let_go)
 
 
-def _reap() -> None:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        _say({"ended": pid, "status": os.waitstatus_to_exitcode(status)})
+def _reap(let_go: set[int]) -> None:
+    for pid in tuple(let_go):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            let_go.remove(pid)
+            _say({"ended": pid, "status": os.waitstatus_to_exitcode(status)})
 
 
 def _say(message: dict[str, Any]) -> None:
