@@ -1,11 +1,12 @@
 """The thread on which an engine copies KV to replicas, and the staging slots of a pool in this process.
 
-copier.py decides the copies and their order; this thread waits, for the rate limit and for pushes of prompts.
+copier.py decides the copies and their order; this thread waits: for the rate limit, and after each
+block, to leave time to other work.
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Generic, Protocol
 
@@ -20,8 +21,11 @@ from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import get_logger
 
 _CLOSE_TIMEOUT_S = 5.0
-_YIELD_S = 0.005
-"""Pause between two blocks, in seconds, while the instance also pushes prompts' KV."""
+_REST = 2.0
+"""Pause after each block, as a multiple of the time that its staging took: copies use idle time, and the more other
+work there is, the longer staging takes."""
+_LONGEST_REST_S = 0.02
+"""Longest of these pauses, in seconds."""
 _LONGEST_WAIT_S = 1.0
 """Longest wait before a block, in seconds: bounds how late holders learn that a request has ended."""
 _LOOK_EVERY_S = 0.1
@@ -61,7 +65,7 @@ class PoolCopyPlane:
 
 
 class Pace:
-    """Rate limit on blocks. interval_s: seconds from one block to the next; 0 for no limit."""
+    """Decides when the next block may be staged. interval_s: min seconds from one block to the next; 0 for no limit."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -73,11 +77,15 @@ class Pace:
         self._free_at_s = begin_s + self._interval_s
         return begin_s - now_s
 
+    def staged(self, took_s: float, now_s: float) -> None:
+        """Record that a block was staged, after which the next one waits."""
+        self._free_at_s = max(self._free_at_s, now_s + min(_REST * took_s, _LONGEST_REST_S))
+
 
 class CopierThread(Generic[OwnerT]):
     """Runs a Copier (KV copies to other instances) on its own thread. Nothing is allocated before the first copy.
 
-    layout: of the whole engine. is_pushing: returns True while prompts' KV is pushed from here; copies then slow down.
+    layout: of the whole engine.
     """
 
     def __init__(
@@ -87,11 +95,9 @@ class CopierThread(Generic[OwnerT]):
         shared: Shared,
         account: CopyAccount[OwnerT],
         options: ReplicaOptions,
-        is_pushing: Callable[[], bool],
     ) -> None:
         self._plane = plane
         self._shared = shared
-        self._is_pushing = is_pushing
         block_bytes = layout.layer_count * layout.block_bytes
         self._pace = Pace(block_bytes / options.bytes_per_s if options.bytes_per_s else 0.0)
         self._ending = threading.Event()
@@ -148,11 +154,12 @@ class CopierThread(Generic[OwnerT]):
     def _stage(self, block_id: int, slot: int) -> None:
         # The block may be given up meanwhile.
         wait_s = min(self._pace.wait_s(time.monotonic()), _LONGEST_WAIT_S)
-        if self._is_pushing():
-            wait_s = max(wait_s, _YIELD_S)
         if wait_s > 0:
             self._ending.wait(wait_s)
+        began_s = time.monotonic()
         self._plane.stage(block_id, slot)
+        now_s = time.monotonic()
+        self._pace.staged(now_s - began_s, now_s)
 
     def _run(self) -> None:
         assert self._copier is not None

@@ -128,10 +128,6 @@ class Transfers(Generic[OwnerT]):
         """Addresses that accept pushes: rank 0's in order of preference, then rank 1's, and so on."""
         return tuple(endpoint for of_rank in self._plane.endpoints for endpoint in of_rank)
 
-    def is_pushing(self) -> bool:
-        """Return True if KV of a prompt is being pushed from here. Callable from any thread, without the lock."""
-        return bool(self._pushes)
-
     def flow(self) -> KvFlow:
         return self._plane.flow()
 

@@ -95,7 +95,7 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
         transfers.attach(plane)
         self._plane = plane
         copies = PoolCopyPlane(pool, slots_of(layout, replicas), transports)
-        copier = CopierThread(layout, copies, shared, self._lifecycle, replicas, transfers.is_pushing)
+        copier = CopierThread(layout, copies, shared, self._lifecycle, replicas)
         super().__init__(info, shared, self._lifecycle, transfers, copier)
         # The step under way.
         self._computing: list[PlannedSlice] = []

@@ -85,7 +85,7 @@ class VllmEngine(ThreadedEngine[VllmRequest]):
         setup = RankSetup(tuple(listen), transports, info.epoch, receiving, copy_slots, logs=log_settings())
         plane = DataPlane(core.ranks, setup, transfers.hear, shared.stop)
         transfers.attach(plane)
-        copier = CopierThread(layout, plane, shared, self._requests, replicas, transfers.is_pushing)
+        copier = CopierThread(layout, plane, shared, self._requests, replicas)
         super().__init__(info, shared, self._requests, transfers, copier)
         self._steps = Steps(shared, self._requests, core, plane, transfers, self.info, max_batch, copier.wake)
         # Integrity checks to run on the engine thread.

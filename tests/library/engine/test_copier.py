@@ -377,13 +377,22 @@ def test_pace_spreads_bytes_evenly_and_saves_nothing_up() -> None:
     assert [unlimited.wait_s(10.0) for _ in range(2)] == [0, 0]
 
 
-@pytest.mark.parametrize(("bytes_per_s", "is_pushing"), [(1, False), (0, True)], ids=["limit", "prompts are pushed"])
-def test_copies_wait_for_their_rate_and_for_prompts_and_requests_do_not(
-    tmp_path: Path, stack: ExitStack, bytes_per_s: int, is_pushing: bool
-) -> None:
+def test_blocks_that_take_long_to_stage_wait_longer_for_each_other() -> None:
+    pace = Pace(0.0)
+    pace.staged(0.004, 10.0)
+    assert pace.wait_s(10.0) == pytest.approx(0.008)
+    assert pace.wait_s(10.1) == 0, "time without a block counts"
+    pace.staged(5.0, 20.0)
+    assert pace.wait_s(20.0) == pytest.approx(0.02), "a process that was stopped does not wait for long"
+    limited = Pace(0.1)
+    limited.wait_s(10.0)
+    limited.staged(0.01, 10.01)
+    assert limited.wait_s(10.01) == pytest.approx(0.09), "the rate limit counts from the start of a block"
+
+
+def test_copies_wait_for_their_rate_and_requests_do_not(tmp_path: Path, stack: ExitStack) -> None:
     waits: list[float] = []
-    _, engine, recorder, holder = _copying_engine(tmp_path, stack, ReplicaOptions(bytes_per_s=bytes_per_s))
-    engine._copier._is_pushing = lambda: is_pushing  # type: ignore[method-assign]
+    _, engine, recorder, holder = _copying_engine(tmp_path, stack, ReplicaOptions(bytes_per_s=1))
     ending = engine._copier._ending
     ending.wait = lambda timeout=None: waits.append(timeout or 0) is None and False  # type: ignore[method-assign]
     request = _adopted(engine, recorder, "r", 20)
@@ -391,7 +400,7 @@ def test_copies_wait_for_their_rate_and_for_prompts_and_requests_do_not(
     recorder.wait_until(lambda: len(waits) >= 9, "wait between two blocks")
     engine.admit(request.key)
     recorder.wait_for_finish(request.key)
-    assert set(waits[1:]) == {1.0 if bytes_per_s else 0.005}
+    assert set(waits[1:]) == {1.0}
 
 
 def test_holder_that_answers_nothing_leaves_slots_to_the_others() -> None:
