@@ -46,12 +46,12 @@ _EMPTY = {
     ),
 }
 """Metrics that are 0 at rest, by role; series with other labels are summed."""
-_THREAD_SLACK = 28
-"""An instance that flips has up to five threads for each of four peers, which push prompts and copies in both
-directions; executors start some when they have work."""
+_THREAD_SLACK, _FLIP_THREADS = 12, 16
+"""Executors start threads when they have work. An instance that flips has up to five for each of four peers, which push
+prompts and copies in both directions."""
 _DESCRIPTOR_SLACK = 40
-_MEMORY_SLACK_BYTES = 160 * 2**20
-"""An instance that has served both phases has the buffers and threads of both: up to 120 MiB more, over 140 flips."""
+_MEMORY_SLACK_BYTES, _FLIP_BYTES = 64 * 2**20, 96 * 2**20
+"""An instance that has served both phases has the buffers of both: up to 120 MiB more, over 140 flips."""
 _ERROR = re.compile(r'"level": ?"(?:error|critical)"|^Traceback|^\w*Error\b|SIGSEGV|Fatal')
 
 
@@ -79,6 +79,8 @@ def stack_settings(engine: str, metrics_port: int, *, over_links: bool) -> dict[
 class Rest:
     cluster: LocalCluster
     metrics_port: int
+    flips: bool
+    """True if instances change phase."""
     new: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """Most threads, descriptors and resident bytes of a process after the first requests, by role."""
     _log_offsets: dict[str, int] = field(default_factory=dict)
@@ -137,9 +139,9 @@ class Rest:
             if most is None:
                 continue
             for what, now, limit in (
-                ("threads", threads, most[0] + _THREAD_SLACK),
+                ("threads", threads, most[0] + _THREAD_SLACK + self.flips * _FLIP_THREADS),
                 ("descriptors", descriptors, most[1] + _DESCRIPTOR_SLACK),
-                ("bytes of memory", resident, most[2] + _MEMORY_SLACK_BYTES),
+                ("bytes of memory", resident, most[2] + _MEMORY_SLACK_BYTES + self.flips * _FLIP_BYTES),
             ):
                 if now > limit:
                     found.append(f"{name} has {now} {what}, allowed are {limit}")
