@@ -287,7 +287,7 @@ class ClusterView:
 
     @once_per_view
     def incarnations(self) -> Mapping[str, int]:
-        """Incarnation of the instance at each address."""
+        """Map the address of each instance to its incarnation."""
         return {instance.record.address: instance.record.incarnation for instance in self.instances.values()}
 
     @once_per_view

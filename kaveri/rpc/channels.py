@@ -21,7 +21,7 @@ class _Peer:
     generation: int
     """Version of the TLS certificates that it was opened with."""
     incarnation: int
-    """Process run at the address when it was opened; 0: unknown."""
+    """Incarnation of the instance at the address when the channel was opened; 0: unknown."""
     stubs: dict[Callable[[aio.Channel], Any], Any] = field(default_factory=dict)
     """Stubs by class."""
     call_count: int = 0
@@ -34,7 +34,7 @@ class Channels:
     def __init__(self) -> None:
         self._peers: dict[str, _Peer] = {}
         self._incarnations: Mapping[str, int] = {}
-        """Process run at each address, as of the last retain()."""
+        """Incarnation of the instance at each address, as of the last retain()."""
         self._closing: dict[asyncio.Task[None], None] = {}
         """Tasks that close channels."""
 
@@ -49,8 +49,8 @@ class Channels:
             and (peer.generation != generation or peer.incarnation not in (0, incarnation))
             and peer.channel.get_state() is not grpc.ChannelConnectivity.READY
         ):
-            # It would reconnect with replaced certificates, or wait as long as its failures to reach an earlier
-            # process run call for. A connected channel may stay.
+            # It would reconnect with replaced certificates, or only after the backoff from failed connections to an
+            # earlier incarnation. A connected channel may stay.
             self._close(address)
             peer = None
         if peer is None:
@@ -76,10 +76,11 @@ class Channels:
             peer.call_count -= 1
 
     def retain(self, incarnations: Mapping[str, int]) -> None:
-        """Close all channels but those to these addresses and those in use by calling(); cancels their calls. A later
-        call to another process run than before gets a new channel, unless the channel is connected.
+        """Close all channels but those to these addresses and those in use by calling(); cancels their calls. At an
+        address with another incarnation than before, the next stub() opens a new channel, unless the old one is
+        connected.
 
-        incarnations: process run at each address; 0: unknown."""
+        incarnations: incarnation of the instance at each address; 0: unknown."""
         self._incarnations = incarnations
         for address, peer in tuple(self._peers.items()):
             peer.incarnation = peer.incarnation or incarnations.get(address, 0)

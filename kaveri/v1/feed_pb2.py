@@ -29,7 +29,7 @@ from kaveri.v1 import sampling_pb2 as kaveri_dot_v1_dot_sampling__pb2
 from kaveri.v1 import term_pb2 as kaveri_dot_v1_dot_term__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kaveri/v1/feed.proto\x12\tkaveri.v1\x1a\x16kaveri/v1/decode.proto\x1a\x19kaveri/v1/inference.proto\x1a\x17kaveri/v1/prefill.proto\x1a\x18kaveri/v1/sampling.proto\x1a\x14kaveri/v1/term.proto\"\x82\x01\n\rFollowRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12,\n\x08requests\x18\x02 \x03(\x0b\x32\x1a.kaveri.v1.FollowedRequest\x12\x1d\n\x04\x66orm\x18\x03 \x01(\x0e\x32\x0f.kaveri.v1.Form\x12\x11\n\treader_id\x18\x04 \x01(\t\"l\n\x0f\x46ollowedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1d\n\x04term\x18\x02 \x01(\x0b\x32\x0f.kaveri.v1.Term\x12\x12\n\nnext_index\x18\x04 \x01(\r\x12\x12\n\nat_prefill\x18\x05 \x01(\x08\"\xb1\x01\n\x0e\x46ollowResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12*\n\x08requests\x18\x02 \x03(\x0b\x32\x18.kaveri.v1.RequestTokens\x12)\n\x07reports\x18\x03 \x03(\x0b\x32\x18.kaveri.v1.PrefillReport\x12\r\n\x05quiet\x18\x04 \x01(\x08\x12$\n\x05parts\x18\x05 \x03(\x0b\x32\x15.kaveri.v1.AnswerPart\"o\n\nAnswerPart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12-\n\x08response\x18\x03 \x01(\x0b\x32\x1b.kaveri.v1.GenerateResponse\x12\r\n\x05\x65nded\x18\x04 \x01(\x08\"\xa7\x02\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1d\n\x04term\x18\x02 \x01(\x0b\x32\x0f.kaveri.v1.Term\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x15\n\ttoken_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x07 \x01(\r\x12\x0e\n\x06landed\x18\x08 \x01(\x08\x12\x12\n\nat_prefill\x18\t \x01(\x08\x12\x11\n\tplaced_by\x18\n \x01(\t\x12\x1d\n\x04\x66orm\x18\x0b \x01(\x0e\x32\x0f.kaveri.v1.Form\x12\x11\n\treader_id\x18\x0c \x01(\t\x12\x12\n\ncharacters\x18\r \x01(\r\x12\x13\n\x0bincarnation\x18\x0e \x01(\x04\"~\n\x08\x41ttached\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x32\n\x0fresolved_params\x18\x04 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\"L\n\x0e\x41ttachResponse\x12%\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x13.kaveri.v1.Attached\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\\\n\x0c\x41\x62ortRequest\x12&\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32\x14.kaveri.v1.AttemptId\x12\x11\n\tby_router\x18\x02 \x01(\x08\x12\x11\n\tgive_back\x18\x03 \x01(\x08\"\x0f\n\rAbortResponse*+\n\x04\x46orm\x12\x14\n\x10\x46ORM_UNSPECIFIED\x10\x00\x12\r\n\tFORM_TEXT\x10\x01\x32\xc9\x01\n\x0b\x46\x65\x65\x64Service\x12?\n\x06\x46ollow\x12\x18.kaveri.v1.FollowRequest\x1a\x19.kaveri.v1.FollowResponse0\x01\x12=\n\x06\x41ttach\x12\x18.kaveri.v1.AttachRequest\x1a\x19.kaveri.v1.AttachResponse\x12:\n\x05\x41\x62ort\x12\x17.kaveri.v1.AbortRequest\x1a\x18.kaveri.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kaveri/v1/feed.proto\x12\tkaveri.v1\x1a\x16kaveri/v1/decode.proto\x1a\x19kaveri/v1/inference.proto\x1a\x17kaveri/v1/prefill.proto\x1a\x18kaveri/v1/sampling.proto\x1a\x14kaveri/v1/term.proto\"\x82\x01\n\rFollowRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12,\n\x08requests\x18\x02 \x03(\x0b\x32\x1a.kaveri.v1.FollowedRequest\x12\x1d\n\x04\x66orm\x18\x03 \x01(\x0e\x32\x0f.kaveri.v1.Form\x12\x11\n\treader_id\x18\x04 \x01(\t\"l\n\x0f\x46ollowedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1d\n\x04term\x18\x02 \x01(\x0b\x32\x0f.kaveri.v1.Term\x12\x12\n\nnext_index\x18\x04 \x01(\r\x12\x12\n\nat_prefill\x18\x05 \x01(\x08\"\xb1\x01\n\x0e\x46ollowResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12*\n\x08requests\x18\x02 \x03(\x0b\x32\x18.kaveri.v1.RequestTokens\x12)\n\x07reports\x18\x03 \x03(\x0b\x32\x18.kaveri.v1.PrefillReport\x12\r\n\x05quiet\x18\x04 \x01(\x08\x12$\n\x05parts\x18\x05 \x03(\x0b\x32\x15.kaveri.v1.AnswerPart\"o\n\nAnswerPart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\r\x12-\n\x08response\x18\x03 \x01(\x0b\x32\x1b.kaveri.v1.GenerateResponse\x12\r\n\x05\x65nded\x18\x04 \x01(\x08\"\xa7\x02\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1d\n\x04term\x18\x02 \x01(\x0b\x32\x0f.kaveri.v1.Term\x12\x11\n\trouter_id\x18\x04 \x01(\t\x12\x0e\n\x06secret\x18\x05 \x01(\x0c\x12\x15\n\ttoken_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x07 \x01(\r\x12\x0e\n\x06landed\x18\x08 \x01(\x08\x12\x12\n\nat_prefill\x18\t \x01(\x08\x12\x11\n\tplaced_by\x18\n \x01(\t\x12\x1d\n\x04\x66orm\x18\x0b \x01(\x0e\x32\x0f.kaveri.v1.Form\x12\x11\n\treader_id\x18\x0c \x01(\t\x12\x12\n\ncharacters\x18\r \x01(\r\x12\x13\n\x0bincarnation\x18\x0e \x01(\x04\"~\n\x08\x41ttached\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x32\n\x0fresolved_params\x18\x04 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\"=\n\x0e\x41ttachResponse\x12%\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x13.kaveri.v1.AttachedJ\x04\x08\x02\x10\x03\"\\\n\x0c\x41\x62ortRequest\x12&\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32\x14.kaveri.v1.AttemptId\x12\x11\n\tby_router\x18\x02 \x01(\x08\x12\x11\n\tgive_back\x18\x03 \x01(\x08\"\x0f\n\rAbortResponse*+\n\x04\x46orm\x12\x14\n\x10\x46ORM_UNSPECIFIED\x10\x00\x12\r\n\tFORM_TEXT\x10\x01\x32\xc9\x01\n\x0b\x46\x65\x65\x64Service\x12?\n\x06\x46ollow\x12\x18.kaveri.v1.FollowRequest\x1a\x19.kaveri.v1.FollowResponse0\x01\x12=\n\x06\x41ttach\x12\x18.kaveri.v1.AttachRequest\x1a\x19.kaveri.v1.AttachResponse\x12:\n\x05\x41\x62ort\x12\x17.kaveri.v1.AbortRequest\x1a\x18.kaveri.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,8 +40,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACHREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_ATTACHED'].fields_by_name['token_ids']._loaded_options = None
   _globals['_ATTACHED'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_FORM']._serialized_start=1310
-  _globals['_FORM']._serialized_end=1353
+  _globals['_FORM']._serialized_start=1295
+  _globals['_FORM']._serialized_end=1338
   _globals['_FOLLOWREQUEST']._serialized_start=160
   _globals['_FOLLOWREQUEST']._serialized_end=290
   _globals['_FOLLOWEDREQUEST']._serialized_start=292
@@ -55,11 +55,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTACHED']._serialized_start=993
   _globals['_ATTACHED']._serialized_end=1119
   _globals['_ATTACHRESPONSE']._serialized_start=1121
-  _globals['_ATTACHRESPONSE']._serialized_end=1197
-  _globals['_ABORTREQUEST']._serialized_start=1199
-  _globals['_ABORTREQUEST']._serialized_end=1291
-  _globals['_ABORTRESPONSE']._serialized_start=1293
-  _globals['_ABORTRESPONSE']._serialized_end=1308
-  _globals['_FEEDSERVICE']._serialized_start=1356
-  _globals['_FEEDSERVICE']._serialized_end=1557
+  _globals['_ATTACHRESPONSE']._serialized_end=1182
+  _globals['_ABORTREQUEST']._serialized_start=1184
+  _globals['_ABORTREQUEST']._serialized_end=1276
+  _globals['_ABORTRESPONSE']._serialized_start=1278
+  _globals['_ABORTRESPONSE']._serialized_end=1293
+  _globals['_FEEDSERVICE']._serialized_start=1341
+  _globals['_FEEDSERVICE']._serialized_end=1542
 # @@protoc_insertion_point(module_scope)

@@ -258,7 +258,7 @@ class AttachRequest(_message.Message):
     characters: _builtins.int
     """Characters (Unicode code points) of text that the client has."""
     incarnation: _builtins.int
-    """The instance's incarnation, as known to the caller. Another one answers UNAVAILABLE. 0: whichever is there."""
+    """Incarnation of the instance that the caller means; any other one answers UNAVAILABLE. 0: any."""
     @_builtins.property
     def term(self) -> _term_pb2.Term:
         """The new owner's term: above the present owner's, or the same. With FORM_TEXT the client's present session alone."""
@@ -337,9 +337,6 @@ class AttachResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ATTACHED_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
-    incarnation: _builtins.int
-    """The life of the instance."""
     @_builtins.property
     def attached(self) -> Global___Attached:
         """What the caller must know. Unset with FORM_TEXT."""
@@ -348,11 +345,10 @@ class AttachResponse(_message.Message):
         self,
         *,
         attached: Global___Attached | None = ...,
-        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "incarnation", b"incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

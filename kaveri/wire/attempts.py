@@ -113,10 +113,12 @@ def attachment_from_proto(message: feed_pb2.AttachRequest) -> Attachment:
     )
 
 
-def attachment_to_proto(attachment: Attachment) -> feed_pb2.AttachRequest:
+def attachment_to_proto(attachment: Attachment, incarnation: int = 0) -> feed_pb2.AttachRequest:
+    """Encode an attachment. incarnation: of the instance that it is meant for; 0: any."""
     return feed_pb2.AttachRequest(
         **ownership_fields(attachment.request_id, attachment.ownership) | same_fields(attachment, _ATTACHMENT_FIELDS),
         token_ids=attachment.token_ids,
+        incarnation=incarnation,
     )
 
 

@@ -76,7 +76,7 @@ _RESUME_TIMEOUT_S = 2.0
 _MOST_LACKING_BLOCKS = 2
 """Max blocks that a copy may lack when its request is moved; other requests run until their copies have caught up."""
 _SETTLED_S = 1.0
-"""Min time that a request has been here before it may move to level the batches."""
+"""Min time, in seconds, that a request stays here before levelling may move it to another instance."""
 _LEAST_REST_TOKENS = 4
 """Min remaining tokens of a moved request; with fewer, the request ends before it could be moved."""
 

@@ -83,7 +83,7 @@ class FeedServer(FeedServiceServicer):
                 attached = attached_to_proto(phase.attach(attachment))
         except KaveriError as error:
             await abort(context, error)
-        return feed_pb2.AttachResponse(attached=attached, incarnation=self._incarnation)
+        return feed_pb2.AttachResponse(attached=attached)
 
     async def Abort(  # noqa: N802
         self, request: feed_pb2.AbortRequest, context: aio.ServicerContext[Any, Any]

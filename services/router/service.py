@@ -242,7 +242,7 @@ class Router:
     async def _watch(self) -> None:
         while True:
             view = await self.store.wait_for_change(_WATCH_TIMEOUT_S)
-            # First: the others call instances that have restarted, which need new channels.
+            # First: an instance that has restarted needs a new channel before it is called.
             self.channels.retain(view.incarnations())
             self.feeds.update(view)
             self.placer.update(view)

@@ -240,8 +240,7 @@ class TokenFeeds:
         Raises the error with which the instance answers, or Unavailable."""
         name = f"{'prefill' if attachment.at_prefill else 'decode'} instance {record.instance_id}"
         stub = self._channels.stub(FeedServiceStub, record.address)
-        message = attachment_to_proto(attachment)
-        message.incarnation = record.incarnation
+        message = attachment_to_proto(attachment, record.incarnation)
         try:
             response = await stub.Attach(message, timeout=timeout_s)
         except aio.AioRpcError as rpc_error:
@@ -255,8 +254,6 @@ class TokenFeeds:
                 raise
             # Not this task but the call was cancelled: the channel was closed.
             raise Unavailable(f"{name} has left the cluster") from None
-        if response.incarnation != record.incarnation:
-            raise Unavailable(f"{name} has restarted")
         return attached_from_proto(response.attached)
 
     def is_connected(self, life: lives.InstanceLife) -> bool:

@@ -47,11 +47,12 @@ _EMPTY = {
 }
 """Metrics that are 0 at rest, by role; series with other labels are summed."""
 _THREAD_SLACK, _FLIP_THREADS = 12, 16
-"""Executors start threads when they have work. An instance that flips has up to five for each of four peers, which push
-prompts and copies in both directions."""
+"""Max additional threads of a process: without flips, and added with them. Executors start threads when they have work.
+An instance that flips has up to five for each of four peers, which push prompts and copies in both directions."""
 _DESCRIPTOR_SLACK = 40
 _MEMORY_SLACK_BYTES, _FLIP_BYTES = 64 * 2**20, 96 * 2**20
-"""An instance that has served both phases has the buffers of both: up to 120 MiB more, over 140 flips."""
+"""Max additional memory of a process: without flips, and added with them. An instance that flips allocates the buffers
+of both phases; up to 120 MiB were measured over 140 flips."""
 _ERROR = re.compile(r'"level": ?"(?:error|critical)"|^Traceback|^\w*Error\b|SIGSEGV|Fatal')
 
 
@@ -80,7 +81,7 @@ class Rest:
     cluster: LocalCluster
     metrics_port: int
     flips: bool
-    """True if instances change phase."""
+    """True if the faults include orders to change phases."""
     new: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """Most threads, descriptors and resident bytes of a process after the first requests, by role."""
     _log_offsets: dict[str, int] = field(default_factory=dict)

@@ -143,12 +143,12 @@ async def test_a_prefill_instance_gives_a_request_to_its_own_client_alone(cluste
     await cluster.all_free()
 
 
-async def test_an_attachment_meant_for_an_earlier_life_of_an_instance_is_refused_without_a_look(cluster: Any) -> None:
+async def test_an_attachment_meant_for_another_life_of_an_instance_is_refused_as_unavailable(cluster: Any) -> None:
     decode, router, stub = await let_it_decode(cluster)
     answer = cluster.expected(list(PROMPT), 120)
-    message = attachment_to_proto(replace(RIGHT, token_ids=(*PROMPT, answer[0] + 1), generated_count=1))
-    message.incarnation = decode.host.record.incarnation + 1
-    # Its tokens may be those of another owner: a wrong one is no fault of the client.
+    other_tokens = replace(RIGHT, token_ids=(*PROMPT, answer[0] + 1), generated_count=1)
+    # INVALID_ARGUMENT would be wrong: the client's tokens may come from that other life.
+    message = attachment_to_proto(other_tokens, decode.host.record.incarnation + 1)
     with pytest.raises(aio.AioRpcError) as caught:
         await stub.Attach(message, timeout=60)
     assert isinstance(error_of(caught.value), Unavailable)

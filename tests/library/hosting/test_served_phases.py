@@ -158,7 +158,7 @@ async def test_a_phase_forgets_ended_requests_whether_it_is_served_or_not(served
 
 
 async def test_an_order_during_a_drain_leaves_the_drain_as_it_is() -> None:
-    """The drain keeps its way and its retry time."""
+    """The order changes neither the drain way nor the retry time of refusals."""
     prefill, decode = OneRequest(), OneRequest()
     phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: decode}, [Phase.DECODE])
     phases.drain()

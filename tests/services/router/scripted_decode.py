@@ -136,7 +136,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServiceServicer):
 
     def _attached(self, max_tokens: int) -> feed_pb2.AttachResponse:
         attached = feed_pb2.Attached(max_tokens=max_tokens, first_index=0)
-        return feed_pb2.AttachResponse(attached=attached, incarnation=self.incarnation)
+        return feed_pb2.AttachResponse(attached=attached)
 
     async def Resume(self, request: decode_pb2.ResumeRequest, context: Any) -> decode_pb2.ResumeResponse:  # noqa: N802
         self.resumes.append(request)

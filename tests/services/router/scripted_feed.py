@@ -2,7 +2,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kaveri.errors import KaveriError
+from kaveri.errors import KaveriError, Unavailable
 from kaveri.v1 import feed_pb2, feed_pb2_grpc
 from kaveri.wire.status import abort
 from tests.services.router.scripted_decode import ScriptedDecode
@@ -32,12 +32,14 @@ class ScriptedFeed(feed_pb2_grpc.FeedServiceServicer):
     async def Attach(  # noqa: N802
         self, request: feed_pb2.AttachRequest, context: Any
     ) -> feed_pb2.AttachResponse:
+        instance = self._prefill if request.at_prefill else self._decode
+        assert instance is not None
         try:
-            if request.at_prefill:
-                assert self._prefill is not None
-                return self._prefill.attach(request)
-            assert self._decode is not None
-            return await self._decode.attach(request)
+            if request.incarnation not in (0, instance.incarnation):
+                raise Unavailable("the instance has restarted")
+            if isinstance(instance, ScriptedPrefill):
+                return instance.attach(request)
+            return await instance.attach(request)
         except KaveriError as error:
             await abort(context, error)
 

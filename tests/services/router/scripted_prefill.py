@@ -108,7 +108,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
         for report in reports:
             self._report(request, report)
         attached = attached_to_proto(Attached(ResolvedParams(max_tokens=20, temperature=0.0), first_index=0))
-        return feed_pb2.AttachResponse(attached=attached, incarnation=self.incarnation)
+        return feed_pb2.AttachResponse(attached=attached)
 
     @property
     def queue_room(self) -> int | None:

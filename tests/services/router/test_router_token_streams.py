@@ -195,7 +195,7 @@ async def test_an_answer_to_attach_that_is_of_no_use_loses_the_attempt_and_not_t
 ) -> None:
     decode = cluster.pausing()
     decode.thawed.clear()
-    empty = feed_pb2.AttachResponse(incarnation=decode.incarnation)
+    empty = feed_pb2.AttachResponse()
     monkeypatch.setattr(decode, "_attached", lambda max_tokens: empty)
     async with cluster.router() as router:
         call, responses = await read_once_placed(cluster, router, "early", "decode-0")

@@ -47,11 +47,11 @@ def stream_of_any_life() -> Iterator[None]:
 
 @planted
 def attached_at_any_life() -> Iterator[None]:
-    """The router takes an answer to Attach without regard to which life of the instance has answered."""
+    """The router does not name the life of the instance that it attaches to."""
 
     def make(original: Any) -> Any:
         async def attach(self: Any, record: Any, *args: Any, **named: Any) -> Any:
-            return await original(self, _unguarded(record), *args, **named)
+            return await original(self, replace(record, incarnation=0), *args, **named)
 
         return attach
 
