@@ -1,7 +1,7 @@
 """The thread on which an engine copies KV to replicas, and the staging slots of a pool in this process.
 
-copier.py decides the copies and their order; this thread waits: for the rate limit, and after each
-block, to leave time to other work.
+copier.py decides the copies and their order; this thread waits before each block: for the rate limit, and to
+leave CPU time and memory bandwidth to the requests.
 """
 
 import threading
@@ -22,10 +22,10 @@ from kaveri.telemetry.logs import get_logger
 
 _CLOSE_TIMEOUT_S = 5.0
 _REST = 2.0
-"""Pause after each block, as a multiple of the time that its staging took: copies use idle time, and the more other
-work there is, the longer staging takes."""
+"""Pause before each block, as a multiple of the time that staging the last one took: longer on a busy machine. It also
+keeps copies away from the end of a step, when tokens are sent."""
 _LONGEST_REST_S = 0.02
-"""Longest of these pauses, in seconds."""
+"""Longest pause before a block without a rate limit, in seconds."""
 _LONGEST_WAIT_S = 1.0
 """Longest wait before a block, in seconds: bounds how late holders learn that a request has ended."""
 _LOOK_EVERY_S = 0.1
@@ -65,21 +65,22 @@ class PoolCopyPlane:
 
 
 class Pace:
-    """Decides when the next block may be staged. interval_s: min seconds from one block to the next; 0 for no limit."""
+    """Limits how fast blocks are staged. interval_s: min seconds between the starts of two blocks; 0: no limit."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._free_at_s = 0.0
+        self._rest_s = 0.0
 
     def wait_s(self, now_s: float) -> float:
         """Return the seconds to wait before the next block, and count that block. Unused capacity is lost."""
-        begin_s = max(now_s, self._free_at_s)
+        begin_s = max(now_s + self._rest_s, self._free_at_s)
         self._free_at_s = begin_s + self._interval_s
         return begin_s - now_s
 
-    def staged(self, took_s: float, now_s: float) -> None:
-        """Record that a block was staged, after which the next one waits."""
-        self._free_at_s = max(self._free_at_s, now_s + min(_REST * took_s, _LONGEST_REST_S))
+    def staged(self, took_s: float) -> None:
+        """Record how many seconds staging a block took."""
+        self._rest_s = min(_REST * took_s, _LONGEST_REST_S)
 
 
 class CopierThread(Generic[OwnerT]):
@@ -158,8 +159,7 @@ class CopierThread(Generic[OwnerT]):
             self._ending.wait(wait_s)
         began_s = time.monotonic()
         self._plane.stage(block_id, slot)
-        now_s = time.monotonic()
-        self._pace.staged(now_s - began_s, now_s)
+        self._pace.staged(time.monotonic() - began_s)
 
     def _run(self) -> None:
         assert self._copier is not None

@@ -377,16 +377,17 @@ def test_pace_spreads_bytes_evenly_and_saves_nothing_up() -> None:
     assert [unlimited.wait_s(10.0) for _ in range(2)] == [0, 0]
 
 
-def test_blocks_that_take_long_to_stage_wait_longer_for_each_other() -> None:
+def test_the_longer_a_block_takes_to_stage_the_longer_the_next_one_waits() -> None:
     pace = Pace(0.0)
-    pace.staged(0.004, 10.0)
-    assert pace.wait_s(10.0) == pytest.approx(0.008)
-    assert pace.wait_s(10.1) == 0, "time without a block counts"
-    pace.staged(5.0, 20.0)
-    assert pace.wait_s(20.0) == pytest.approx(0.02), "a process that was stopped does not wait for long"
+    pace.staged(0.004)
+    assert [pace.wait_s(now_s) for now_s in (10.0, 20.0)] == pytest.approx([0.008, 0.008])
+    pace.staged(5.0)
+    assert pace.wait_s(30.0) == pytest.approx(0.02), "a process that was stopped does not wait for long"
+    pace.staged(0.0)
+    assert pace.wait_s(40.0) == 0
     limited = Pace(0.1)
     limited.wait_s(10.0)
-    limited.staged(0.01, 10.01)
+    limited.staged(0.01)
     assert limited.wait_s(10.01) == pytest.approx(0.09), "the rate limit counts from the start of a block"
 
 
