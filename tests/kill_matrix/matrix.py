@@ -292,7 +292,7 @@ async def run_matrix(options: MatrixOptions) -> dict[str, Any]:
         load = MatrixLoad(client, questions, options.seed, LOGPROB_TOLERANCE[options.engine])
         stack.push_async_callback(load.stop)
         await _learn(load, questions, options.engine)
-        rest = Rest(cluster, metrics_port, flips=HitKind.FLIPPED in options.kinds)
+        rest = Rest(cluster, metrics_port)
         await _warm_up(load, rest, options.clients)
         matrix = KillMatrix(options, cluster, load, rest, links)
         await matrix.run()
