@@ -36,6 +36,7 @@ from typing import NamedTuple, Protocol
 from kaveri.domain.sampling import FinishReason, Logprobs, ResolvedParams, check_token_ids
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.store import ReplicaKey, ReplicaStore
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 
@@ -99,6 +100,8 @@ class EngineInfo:
     """Addresses where the engine accepts pushed KV. Empty for an engine that only prefills."""
     can_replicate: bool = False
     """True if replicate() is supported."""
+    can_keep: bool = False
+    """True if the engine is a KeepingEngine."""
     runs_ahead: bool = False
     """True if the engine may decode a few tokens of a request that `stays` before adopt() and admit()."""
 
@@ -417,4 +420,30 @@ class DecodeEngine(Engine, Protocol):
         preemption, its replica ends first, or the holder has not taken everything after timeout_s seconds. No event
         follows if the request ends first. Ignores unknown keys and a second call. Call admit() before, or after
         ReleaseFailed, not in between. Raises EngineError once the engine has stopped.
+        """
+
+
+class KeepingEngine(DecodeEngine, Protocol):
+    """A DecodeEngine that keeps other instances' replicas (copies of requests' KV) in spare blocks of its own pool, and
+    decodes a request from such a replica without a copy of its KV.
+
+    AcceLLM (arXiv 2411.05555, section 4.1.2) keeps a second copy of each request's KV in the other instance's
+    accelerator memory likewise, in space that no request needs.
+    """
+
+    def keep_replicas(self, listen: Sequence[KvEndpoint], epoch: int) -> ReplicaStore:
+        """Create the store of replicas, once per engine; the caller closes it before the engine.
+
+        listen: addresses for owners' pushes, best first. epoch: incarnation, different from earlier ones at the same
+        addresses. EngineStats.free_blocks counts blocks of replicas that can be deleted as free: the engine deletes
+        replicas (ReplicaDropped) before its own requests run short of blocks. Raises ConfigError if it cannot listen.
+        """
+
+    def promote(self, request: EngineRequest, replica: ReplicaKey, held_tokens: int) -> None:
+        """Turn a sealed or ended replica into a request that waits for admit(), like one resumed by reserve() whose KV
+        has landed. held_tokens: first tokens of the replica that are the request's: at least one, and fewer than the
+        request has. Deletes the replica, without an event.
+
+        Raises TransferFailed if the replica is gone or has fewer tokens, and as reserve(): InvalidArgument,
+        RequestAlreadyExists, NoCapacity and EngineError. The replica then remains.
         """

@@ -58,9 +58,10 @@ def _wait_until_released(pair: Pair, key: EngineKey) -> None:
 
 
 class ReleaseConformance:
+    @pytest.mark.parametrize("place", ["host", "pool"])
     @pytest.mark.parametrize("moment", ["landed", "drawing", "drawing sampled"])
     def test_released_request_goes_on_at_its_holder_with_nothing_computed_again(
-        self, harness: ReplicationHarness, moment: str
+        self, harness: ReplicationHarness, moment: str, place: str
     ) -> None:
         params: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95} if moment == "drawing sampled" else {}
         with running_pair(harness) as pair:
@@ -74,7 +75,7 @@ class ReleaseConformance:
         with (
             running_pair(harness) as target,
             running_pair(harness, admit=False) as pair,
-            open_holder(harness, target) as holder,
+            open_holder(harness, target, place=place) as holder,
         ):
             for request in requests:
                 holder.begin(pair, request)

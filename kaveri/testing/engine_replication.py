@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import pytest
 
@@ -15,13 +15,14 @@ from kaveri.engine.contract import (
     EngineKey,
     EngineRequest,
     FirstToken,
+    KeepingEngine,
     Landed,
     Preempted,
     ReplicaEnded,
     Replicated,
     StepTokens,
 )
-from kaveri.errors import EngineError, InvalidArgument, LayoutMismatch
+from kaveri.errors import EngineError, InvalidArgument, LayoutMismatch, TransferFailed
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.store import (
     ReplicaDropped,
@@ -52,10 +53,16 @@ class ReplicationHarness(EngineHarness, Protocol):
     def replica_store(self, layout: KvLayout, block_count: int) -> ReplicaStore:
         """Create a store of `block_count` KV blocks, not started."""
 
+    def kept_replicas(self, engine: KeepingEngine) -> ReplicaStore:
+        """Create the store of an engine that keeps replicas in its pool, not started."""
+
 
 class ReplicaHoldingEngine:
-    def __init__(self, store: ReplicaStore) -> None:
+    """keeper: the engine in whose pool the store is; None: the store has memory of its own."""
+
+    def __init__(self, store: ReplicaStore, keeper: KeepingEngine | None = None) -> None:
         self.store = store
+        self.keeper = keeper
         self.log = EventLog()
         store.start(self.log)
 
@@ -88,6 +95,11 @@ class ReplicaHoldingEngine:
         if usable >= len(token_ids):
             # The tokens of the last steps were not reported.
             usable = (len(token_ids) - 1) // block_tokens * block_tokens
+        if self.keeper is not None:
+            keeper, key = self.keeper, replica_key(request.key)
+            when_there_is_room(lambda: keeper.promote(resumed, key, usable))
+            keeper.admit(request.key)
+            return
         reserve = partial(pair.decode.reserve, resumed, 60.0, self.store.layout, usable)
         ticket = when_there_is_room(lambda: reserve().result(SOON_S))
         self.store.push(replica_key(request.key), ticket).result(SOON_S)
@@ -99,10 +111,17 @@ def replica_key(key: EngineKey) -> ReplicaKey:
 
 @contextmanager
 def open_holder(
-    harness: ReplicationHarness, pair: Pair, block_count: int = _STORE_BLOCKS
+    harness: ReplicationHarness, pair: Pair, block_count: int = _STORE_BLOCKS, place: str = "host"
 ) -> Iterator[ReplicaHoldingEngine]:
-    """Open a replica store of `block_count` KV blocks, and close it at the end."""
-    holder = ReplicaHoldingEngine(harness.replica_store(pair.decode.info.layout, block_count))
+    """Open a replica store of `block_count` KV blocks, or in the pool of the pair's decode engine, and close it at the
+    end. place: "host" or "pool"; skips the test if the engine cannot keep replicas in its pool."""
+    if place == "host":
+        holder = ReplicaHoldingEngine(harness.replica_store(pair.decode.info.layout, block_count))
+    elif pair.decode.info.can_keep:
+        keeper = cast(KeepingEngine, pair.decode)
+        holder = ReplicaHoldingEngine(harness.kept_replicas(keeper), keeper)
+    else:
+        pytest.skip("this engine keeps no replicas in its pool")
     try:
         yield holder
     finally:
@@ -130,9 +149,10 @@ def wait_until_grown(recorder: EngineRecorder, key: EngineKey, token_count: int)
 
 
 class ReplicationConformance:
+    @pytest.mark.parametrize("place", ["host", "pool"])
     @pytest.mark.parametrize("moment", ["landed", "drawing", "drawing sampled"])
     def test_request_goes_on_from_its_replica_when_its_owner_is_lost(
-        self, harness: ReplicationHarness, moment: str
+        self, harness: ReplicationHarness, moment: str, place: str
     ) -> None:
         params: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95} if moment == "drawing sampled" else {}
         with running_pair(harness) as survivor:
@@ -145,7 +165,7 @@ class ReplicationConformance:
         with (
             running_pair(harness) as survivor,
             running_pair(harness, admit=False) as pair,
-            open_holder(harness, survivor) as holder,
+            open_holder(harness, survivor, place=place) as holder,
         ):
             for request in requests:
                 holder.begin(pair, request)
@@ -235,6 +255,61 @@ class ReplicationConformance:
             assert pair.decoded.of(Preempted), "the pool was meant to be too small"
             assert not pair.decoded.of(ReplicaEnded)
             wait_until_free(pair.prefill, pair.decode)
+
+    def test_replicas_in_the_pool_give_way_to_requests(self, harness: ReplicationHarness) -> None:
+        _, blocks = longest_blocks(harness)
+        with (
+            running_pair(harness, decode_blocks=2 * blocks) as target,
+            running_pair(harness, admit=False) as pair,
+            open_holder(harness, target, place="pool") as holder,
+        ):
+            length = MAX_MODEL_LEN // 2
+            copied = [make_request(pair.prefill, f"copied-{n}", length, 20) for n in range(2)]
+            for request in copied:
+                holder.begin(pair, request)
+                wait_until_grown(pair.decoded, request.key, length)
+            assert target.decode.stats().free_blocks == 2 * blocks, "blocks of replicas count as free"
+            requests = [make_request(target.prefill, f"r{n}", length + n, MAX_MODEL_LEN // 2 - 10) for n in range(2)]
+            for request in requests:
+                target.hand_over(request)
+            for request in requests:
+                answer = harness.answer(request.token_ids, MAX_MODEL_LEN // 2 - 10)
+                assert target.answer(request) == answer
+            holder.wait_for(ReplicaDropped, copied[0].key)
+            pair.decoded.wait_for(ReplicaEnded, copied[0].key)
+            for request in copied:
+                pair.decode.admit(request.key)
+                assert pair.answer(request) == harness.answer(request.token_ids, 20)
+            wait_until_free(pair.prefill, pair.decode, target.decode)
+
+    def test_promotion_that_is_refused_leaves_the_replica(self, harness: ReplicationHarness) -> None:
+        with (
+            running_pair(harness) as target,
+            running_pair(harness, admit=False) as pair,
+            open_holder(harness, target, place="pool") as holder,
+        ):
+            keeper, request = holder.keeper, make_request(pair.prefill, "r", 42, 20)
+            assert keeper is not None
+            holder.begin(pair, request)
+            held_tokens = 42 // holder.store.layout.block_tokens * holder.store.layout.block_tokens
+            holder.log.wait_for(ReplicaGrew, lambda event: event.token_count == held_tokens)
+            with pytest.raises(TransferFailed, match="still received"):
+                keeper.promote(request, replica_key(request.key), held_tokens)
+            holder.store.seal(replica_key(request.key))
+            with pytest.raises(TransferFailed, match="gone"):
+                keeper.promote(request, ReplicaKey("unknown", 0, 1), held_tokens)
+            with pytest.raises(TransferFailed, match=f"{held_tokens} tokens"):
+                keeper.promote(request, replica_key(request.key), held_tokens + 1)
+            with pytest.raises(InvalidArgument) as raised:
+                keeper.promote(request, replica_key(request.key), 42)
+            assert raised.value.field == "held_tokens"
+            assert holder.watermark(request.key) == held_tokens
+            drawn = [pair.prefilled.wait_for(FirstToken, request.key).token_id]
+            pair.decode.close()
+            holder.resume(target, request, drawn)
+            target.decoded.wait_for_finish(request.key)
+            assert drawn + target.decoded.token_ids[request.key] == harness.answer(request.token_ids, 20)
+            wait_until_free(target.decode)
 
     def test_full_holder_does_not_hold_the_request_up(self, harness: ReplicationHarness) -> None:
         with running_pair(harness, admit=False) as pair:

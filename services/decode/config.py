@@ -30,6 +30,12 @@ class BatchConfig(InstanceConfig):
         ReplicationMode.OFF,
         REPLICATIONS.parse,
     )
+    replica_place: str = setting(
+        "with replication: where copies of other instances' requests are kept: in host memory of their own, or in the "
+        "pool, as long as no request needs their blocks; not with vLLM",
+        "host",
+        choices=("host", "pool"),
+    )
     replica_memory: int = setting(
         "with replication: host memory for copies of other instances' requests, 256MiB or a number of bytes",
         256 * 2**20,

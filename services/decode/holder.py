@@ -5,10 +5,12 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.replica import ReplicaOffer, Resumed, Resumption
 from kaveri.domain.view import InstanceLoad
+from kaveri.engine.contract import KeepingEngine
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, Unavailable
 from kaveri.kv.replicas.store import (
     ReplicaDropped,
@@ -79,8 +81,10 @@ class ReplicaHolder:
         orphan_grace_s: float,
         is_there: Callable[[str, int], bool],
         metrics: ReplicaMetrics,
+        keeper: KeepingEngine | None = None,
     ) -> None:
-        """store: memory of the copies; closed by run(). orphan_grace_s: seconds to keep a copy whose decode instance is
+        """store: memory of the copies; closed by run(). keeper: the engine whose blocks the store uses; None: the store
+        has memory of its own. orphan_grace_s: seconds to keep a copy whose decode instance is
         lost. is_there: returns True if an instance with this id and incarnation is in the cluster."""
         self._instance = instance
         self._incarnation = incarnation
@@ -93,6 +97,7 @@ class ReplicaHolder:
         self._drained: asyncio.Event | None = None
         """Set once a drain has no copy left; None: not draining."""
         self._store = store
+        self._keeper = keeper
         metrics.watch(store)
 
     async def run(self) -> None:
@@ -319,8 +324,12 @@ class ReplicaHolder:
         try:
             await self._seal(held, resumption)
             held_tokens = usable_tokens(self._store.token_ids(held.key), resumption, held.offer.layout.block_tokens)
-            request, ticket = await self._instance.reserve_resumed(resumption, held_tokens)
-            await self._land(held, request, ticket)
+            if self._keeper is not None:
+                promote = partial(self._keeper.promote, replica=held.key, held_tokens=held_tokens)
+                self._instance.promote(resumption, held_tokens, promote)
+            else:
+                request, ticket = await self._instance.reserve_resumed(resumption, held_tokens)
+                await self._land(held, request, ticket)
         except BaseException:
             self._take(held, copy_holder.ResumeFailed(resumption.ownership))
             raise
@@ -379,11 +388,11 @@ class ReplicaHolder:
     def _drop_expired(self, now_s: float) -> None:
         unused_s = max(_UNUSED_S, self._orphan_grace_s)
         for held in list(self._held.values()):
-            usage, is_old = self._store.usage(), held.opened_s + unused_s <= now_s
+            is_old = held.opened_s + unused_s <= now_s
             check = copy_holder.Checked(
                 is_unused=not held.watermark and is_old,
                 is_expired=held.opened_s + held.offer.timeout_s <= now_s,
-                is_memory_scarce=usage.total_bytes - usage.used_bytes < _SCARCE * usage.total_bytes,
+                is_memory_scarce=isinstance(held.state, Complete) and self._is_memory_scarce(),
             )
             self._take(held, check, now_s)
             if isinstance(held.state, Growing):
@@ -392,6 +401,10 @@ class ReplicaHolder:
                     self._take(held, copy_holder.OwnerLost("its owner has left the cluster"), now_s)
                 elif self._is_starved(held, now_s):
                     self._take(held, copy_holder.BareEvent.BLOCK_MISSED, now_s)
+
+    def _is_memory_scarce(self) -> bool:
+        usage = self._store.usage()
+        return usage.total_bytes - usage.used_bytes < _SCARCE * usage.total_bytes
 
     def _is_starved(self, held: HeldReplica, now_s: float) -> bool:
         if not self._store.is_starved(held.key):

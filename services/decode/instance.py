@@ -3,7 +3,7 @@ ends each request once."""
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -153,12 +153,39 @@ class DecodeInstance:
         """Reserve KV blocks, ahead of waiting requests and even while draining, for a request resumed from a KV copy of
         `held_tokens` tokens that this instance holds. Return the request and the ticket for its KV; it also joins the
         batch first. Raises as reserve() without `waits`. On cancellation nothing stays reserved."""
+        request = self._open_resumed(resumption, held_tokens)
+        request.answer = asyncio.get_running_loop().create_future()
+        if self._has_room_for(request, 0):
+            self._ask(request)
+        else:
+            self._turn_away(request)
+        return request, await self._granted(request)
+
+    def promote(self, resumption: Resumption, held_tokens: int, promote: Callable[[EngineRequest], None]) -> None:
+        """Resume a request from a KV copy of `held_tokens` tokens in the engine's own blocks; as reserve_resumed(), but
+        nothing has to arrive. promote: turns the copy into the request in the engine. Raises as reserve() without
+        `waits`, and TransferFailed."""
+        request = self._open_resumed(resumption, held_tokens)
+        try:
+            if not self._has_room_for(request, self._engine.info.layout.block_count(held_tokens)):
+                raise self._room.refusal(self._free_room(), time.monotonic())
+            self._take(request, decoding.BareEvent.ROOM_REQUESTED)
+            promote(request.engine_request)
+        except KaveriError as error:
+            self._take(request, decoding.RoomRefused(error))
+            raise
+        self._take(request, decoding.BareEvent.ADOPTED)
+        assert request.resumed is not None
+        request.resumed.landed.set_result(True)
+        self._admit()
+        self.owners.announce(request)
+
+    def _open_resumed(self, resumption: Resumption, held_tokens: int) -> DecodeRequest:
         request_id, token_ids = resumption.request_id, resumption.token_ids
         key = EngineKey(request_id, next(self._serials))
         params, suspect_until = resumption.params, resumption.suspect_until
         engine_request = EngineRequest(key, token_ids, resumption.generated_count, params, suspect_until)
         self._engine.info.require_servable(engine_request)
-        needed_blocks = self._room.needed_blocks(len(token_ids))
         self._end_former(request_id, resumption.ownership)
         request = self._open(
             engine_request,
@@ -168,14 +195,13 @@ class DecodeInstance:
             False,
             resumption.traceparent,
         )
-        loop = asyncio.get_running_loop()
-        request.answer, request.resumed = loop.create_future(), ResumedHere(held_tokens, loop.create_future())
+        request.resumed = ResumedHere(held_tokens, asyncio.get_running_loop().create_future())
         request.log = AnswerLog(resumption.generated_count, resumption.generated_count)
-        if self._room.has_ahead_of_line(needed_blocks, self._free_room(), time.monotonic()):
-            self._ask(request)
-        else:
-            self._turn_away(request)
-        return request, await self._granted(request)
+        return request
+
+    def _has_room_for(self, request: DecodeRequest, held_blocks: int) -> bool:
+        needed_blocks = self._room.needed_blocks(len(request.engine_request.token_ids)) - held_blocks
+        return self._room.has_ahead_of_line(needed_blocks, self._free_room(), time.monotonic())
 
     def landed(self) -> Iterator[DecodeRequest]:
         """Iterate over requests whose KV has arrived, preempted ones included."""

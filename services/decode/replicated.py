@@ -5,12 +5,13 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 from prometheus_client import CollectorRegistry
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import DrainWay, InstanceLoad, InstanceRecord, Role
-from kaveri.engine.contract import DecodeEngine, EngineEvent, Replicated
+from kaveri.engine.contract import DecodeEngine, EngineEvent, KeepingEngine, Replicated
 from kaveri.engine.factory import listen_endpoints, transports_maker
 from kaveri.errors import ConfigError
 from kaveri.hosting.config import name_flag
@@ -75,8 +76,8 @@ class ReplicatedDecode:
 
 @contextlib.asynccontextmanager
 async def open_replicas(config: BatchConfig, engine: DecodeEngine) -> AsyncIterator[ReplicaStore | None]:
-    """Allocate host memory for KV copies of other instances' requests, freed at exit. Yields None if replication is off
-    or the engine cannot copy KV. Raises ConfigError."""
+    """Open a store for KV copies of other instances' requests, closed at exit. Yields None if replication is off or the
+    engine cannot copy KV. Raises ConfigError."""
     if config.replication is ReplicationMode.OFF:
         yield None
         return
@@ -84,11 +85,18 @@ async def open_replicas(config: BatchConfig, engine: DecodeEngine) -> AsyncItera
         get_logger().warning("replication_unavailable", engine=engine.info.engine)
         yield None
         return
+    if config.replica_place == "pool" and not engine.info.can_keep:
+        raise ConfigError("--replica-place", f"is pool; {engine.info.engine} keeps copies in host memory only")
     store = await asyncio.to_thread(_make_store, config, engine)
     try:
         yield store
     finally:
         await asyncio.to_thread(store.close)
+
+
+def keeper_of(config: BatchConfig, engine: DecodeEngine) -> KeepingEngine | None:
+    """Return the engine if KV copies are kept in its blocks; None: they have memory of their own."""
+    return cast(KeepingEngine, engine) if config.replica_place == "pool" else None
 
 
 def with_replicas(
@@ -101,8 +109,8 @@ def with_replicas(
     registry: CollectorRegistry,
     replicas: ReplicaStore | None,
 ) -> tuple[PhaseService, ReplicaHolder | None]:
-    """Add replication to a decode instance; return its service and its holder of KV copies. replicas: memory for
-    copies; None disables replication. rng: for the choice of other holders."""
+    """Add replication to a decode instance; return its service and its holder of KV copies. replicas: their
+    store; None disables replication. rng: for the choice of other holders."""
     if replicas is None:
         return instance, None
     metrics = ReplicaMetrics(registry)
@@ -121,21 +129,25 @@ def with_replicas(
         status = store.view().instances.get(instance_id)
         return status is not None and status.record.incarnation == life
 
-    holder = ReplicaHolder(instance, replicas, incarnation, config.orphan_grace_s, is_there, metrics)
+    keeper = keeper_of(config, engine)
+    holder = ReplicaHolder(instance, replicas, incarnation, config.orphan_grace_s, is_there, metrics, keeper)
     replicator = Replicator(engine, instance, store, own, config.replication, rules, rng, metrics)
     return ReplicatedDecode(instance, holder, replicator), holder
 
 
-def _make_store(config: BatchConfig, engine: DecodeEngine) -> HostReplicas:
+def _make_store(config: BatchConfig, engine: DecodeEngine) -> ReplicaStore:
     # A configured port belongs to the engine.
     settings = replace(config, kv_port=0)
+    listen, epoch, keeper = listen_endpoints(settings), new_incarnation(), keeper_of(config, engine)
     try:
+        if keeper is not None:
+            return keeper.keep_replicas(listen, epoch)
         return HostReplicas(
             engine.info.layout,
             config.replica_memory,
-            listen=listen_endpoints(settings),
+            listen=listen,
             transports=transports_maker(settings)(),
-            epoch=new_incarnation(),
+            epoch=epoch,
             receiving=settings.receiving,
         )
     except ConfigError as error:

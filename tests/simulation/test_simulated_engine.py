@@ -11,6 +11,7 @@ import pytest
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.replicas import Replicas
+from kaveri.kv.tiers.pool import BlockAllocator
 from kaveri.testing.engine_conformance import EngineConformance
 from kaveri.testing.engine_endings import EndingConformance
 from kaveri.testing.engine_release import ReleaseConformance
@@ -72,10 +73,10 @@ def _simulated_replicas(thread: _LoopThread, layout: KvLayout, block_count: int)
     epoch = thread.rng.getrandbits(63)
     return Replicas(
         layout,
-        block_count,
+        BlockAllocator(block_count),
         lambda told: SimulatedReceiver(memory, layout, thread.wire, epoch, told),
         lambda told: SimulatedSender(memory, layout, thread.wire, told),
-        thread.rng.randbytes,
+        token_bytes=thread.rng.randbytes,
     )
 
 
@@ -113,6 +114,9 @@ class _SimulatedHarness:
 
     def replica_store(self, layout: KvLayout, block_count: int) -> _OnThread:
         return _OnThread(self._thread, lambda: _simulated_replicas(self._thread, layout, block_count))
+
+    def kept_replicas(self, engine: Any) -> _OnThread:
+        return _OnThread(self._thread, lambda: engine._target.keep_replicas((), 0))
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
         return FakeModel(eos_probability=_EOS).answer(token_ids, 0, token_count)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from kaveri.engine.contract import EngineEvent, FirstToken
+from kaveri.engine.contract import EngineEvent, FirstToken, KeepingEngine
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.engine.stepwise.runner import ModelRunner
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.host import HostReplicas
+from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_conformance import EngineConformance
@@ -38,6 +39,9 @@ class ReplicaStores:
         memory_bytes = block_count * layout.layer_count * layout.block_bytes
         listen = [self._endpoint("replicas")]
         return HostReplicas(layout, memory_bytes, listen=listen, transports=make_transports(), epoch=self._count)
+
+    def kept_replicas(self, engine: KeepingEngine) -> ReplicaStore:
+        return engine.keep_replicas([self._endpoint("kept")], 1)
 
     def _endpoint(self, name: str) -> KvEndpoint:
         self._count += 1

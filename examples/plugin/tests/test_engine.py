@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from kaveri_example.engine import ExampleRunner, next_token
 
+from kaveri.engine.contract import KeepingEngine
 from kaveri.engine.stepwise.engine import StepwiseEngine
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.host import HostReplicas
+from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_conformance import EngineConformance
@@ -41,6 +43,9 @@ class _ExampleHarness:
         return HostReplicas(
             layout, memory_bytes, listen=[self._endpoint()], transports=make_transports(), epoch=self._count
         )
+
+    def kept_replicas(self, engine: KeepingEngine) -> ReplicaStore:
+        return engine.keep_replicas([self._endpoint()], 1)
 
     def answer(self, token_ids: Sequence[int], token_count: int) -> list[int]:
         tokens = list(token_ids)

@@ -17,13 +17,16 @@ from kaveri.engine.copier_thread import CopierThread, PoolCopyPlane, slots_of
 from kaveri.engine.kv_plane import PoolPlane
 from kaveri.engine.limits import require_room
 from kaveri.engine.shared import Shared
-from kaveri.engine.stepwise.lifecycle import Lifecycle
+from kaveri.engine.stepwise.lifecycle import Lifecycle, kept_free_blocks
 from kaveri.engine.stepwise.runner import ModelRunner
 from kaveri.engine.stepwise.sequence import PlannedSlice, Sequence
 from kaveri.engine.threaded import ThreadedEngine
 from kaveri.engine.transfers import Transfers
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.host import PoolReplicas
+from kaveri.kv.replicas.replicas import Replicas
+from kaveri.kv.replicas.store import ReplicaKey
 from kaveri.kv.tiers.pool import KvPool
 from kaveri.kv.transfer.receiver import KvReceiver, ReceiverOptions
 from kaveri.kv.transfer.sender import KvSender
@@ -77,6 +80,7 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
             epoch=secrets.randbits(63),
             kv_endpoints=(),
             can_replicate=True,
+            can_keep=True,
         )
         self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, shared.put, on_work=shared.wake)
         transfers = Transfers(info, shared, self._lifecycle)
@@ -94,6 +98,7 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
         plane = PoolPlane(layout, make_sender, make_receiver if listen else None, transfers.hear)
         transfers.attach(plane)
         self._plane = plane
+        self._pool, self._transports, self._receiving = pool, transports, receiving
         copies = PoolCopyPlane(pool, slots_of(layout, replicas), transports)
         copier = CopierThread(layout, copies, shared, self._lifecycle, replicas)
         super().__init__(info, shared, self._lifecycle, transfers, copier)
@@ -118,6 +123,33 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
             self._transfers.grant(sequence, sequence.block_ids)
         return granted
 
+    def keep_replicas(self, listen: Ordered[KvEndpoint], epoch: int) -> Replicas:
+        assert self._lifecycle.replicas is None, "kept already"
+        replicas = PoolReplicas(
+            self._pool,
+            self._lifecycle.residency.allocator,
+            listen=listen,
+            transports=self._transports,
+            epoch=epoch,
+            receiving=self._receiving,
+            kept_free=kept_free_blocks(self.info.total_blocks),
+            on_freed=self._wake,
+        )
+        with self._shared.lock:
+            self._lifecycle.replicas = replicas
+        return replicas
+
+    def promote(self, request: EngineRequest, replica: ReplicaKey, held_tokens: int) -> None:
+        self.info.require_servable(request)
+        self.info.require_held_tokens(request, held_tokens)
+        with self._shared.lock:
+            self._shared.require_alive()
+            self._lifecycle.promote(request, replica, held_tokens)
+
+    def _wake(self) -> None:
+        with self._shared.lock:
+            self._shared.wake()
+
     # The engine thread.
 
     def _run(self) -> None:
@@ -136,9 +168,12 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
                 self._shared.woken = False
                 self._shared.turns.turn_count += 1
                 planned = self._lifecycle.plan()
+                replicas, wanted_blocks = self._lifecycle.replicas, self._lifecycle.wanted_blocks()
                 stopping = self._lifecycle.last_blocks() if self._lifecycle.residency.stopping else []
             # The tokens of the last step, too: once this one has its blocks.
             self._shared.publish()
+            if replicas is not None and wanted_blocks > 0:
+                replicas.evict(wanted_blocks)
             if stopping:
                 self._stop(stopping)
             if planned:

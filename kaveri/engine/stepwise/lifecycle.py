@@ -5,7 +5,7 @@ with threads (engine.py) and a simulated one share all decisions.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 from kaveri.engine.blame import StepMember
 from kaveri.engine.contract import (
@@ -30,9 +30,19 @@ from kaveri.engine.stepwise.runner import Drawn, NoToken, ScoredSlice
 from kaveri.engine.stepwise.sequence import PlannedSlice, Sequence, SequencePhase, form_step
 from kaveri.engine.stopping import finish_reason
 from kaveri.errors import NoCapacity, RequestAlreadyExists
+from kaveri.kv.replicas.replica import Replica
+from kaveri.kv.replicas.replicas import Replicas
+from kaveri.kv.replicas.store import ReplicaKey
 from kaveri.kv.tiers.pool import BlockAllocator
 
 _RETRY_AFTER_S = 0.1
+_KEPT_FREE_SHARE = 1 / 16
+"""Share of the blocks that replicas leave free, for requests that come and grow."""
+
+
+def kept_free_blocks(total_blocks: int) -> int:
+    """Return how many of an engine's blocks the replicas in its pool leave free."""
+    return max(1, int(_KEPT_FREE_SHARE * total_blocks))
 
 
 class Lifecycle:
@@ -63,6 +73,10 @@ class Lifecycle:
         self._quarantined: set[Sequence] = set()
         """Ended requests whose blocks a step or a transfer can still touch."""
         self.residency = Residency(BlockAllocator(info.total_blocks), info.layout, max_batch)
+        self.replicas: Replicas | None = None
+        """Other instances' replicas in spare blocks of the pool."""
+        self._missing_blocks = 0
+        """Blocks that requests could not get since the last step."""
 
     def open_prefill(self, request: EngineRequest) -> Sequence:
         sequence = self._open(self.prefills, "prefill", request, SequencePhase.PREFILLING, len(request.token_ids))
@@ -96,6 +110,21 @@ class Lifecycle:
         """Add a request to decode, with blocks for prompt and next token. Raises RequestAlreadyExists, NoCapacity."""
         token_count = len(request.token_ids) + 1
         return self._open(self.decodes, "decode", request, SequencePhase.RESERVED, token_count, held_tokens)
+
+    def promote(self, request: EngineRequest, replica: ReplicaKey, held_tokens: int) -> None:
+        """Turn a replica into a request whose KV has landed. Raises as KeepingEngine.promote()."""
+        replicas, held_blocks = self.replicas, self._info.layout.block_count(held_tokens)
+        assert replicas is not None, "no replicas are kept"
+        sequence = self._open(
+            self.decodes,
+            "decode",
+            request,
+            SequencePhase.RESERVED,
+            len(request.token_ids) + 1,
+            held_tokens,
+            allocate=lambda owner, count: replicas.take(replica, owner, held_tokens, count - held_blocks),
+        )
+        self.land(sequence, None)
 
     def touch(self, sequence: Sequence, transfer_id: bytes | None) -> None:
         sequence.transfer_id = transfer_id
@@ -214,6 +243,20 @@ class Lifecycle:
                 self._put(PrefillStarted(sequence.key))
         return planned
 
+    def wanted_blocks(self) -> int:
+        """Return how many blocks replicas should give back: those that requests could not get, and those that running
+        ones may need before the next call. Called once per step."""
+        if self.replicas is None:
+            return 0
+        free, spare = self.residency.allocator.free_count, len(self.residency.running)
+        wanted, self._missing_blocks = self._missing_blocks, 0
+        if self.residency.short_of_blocks:
+            first = next(sequence for sequence in self.residency.waiting if not sequence.block_ids)
+            wanted = max(wanted, self._info.layout.block_count(len(first.token_ids)) + spare - free)
+        # Not block by block.
+        kept_free = max(kept_free_blocks(self._info.total_blocks), 2 * spare)
+        return max(wanted, kept_free - free if free <= kept_free // 2 else 0)
+
     @staticmethod
     def members(planned: list[PlannedSlice]) -> list[StepMember]:
         """Return the unfinished requests of a step that raised."""
@@ -292,7 +335,7 @@ class Lifecycle:
         return computed, unwanted
 
     def clear(self) -> None:
-        for owner in self.residency.allocator.owners():
+        for owner in self._owners():
             self.residency.allocator.release(owner)
         for container in (self.prefills, self._prefilling, self.decodes, self.residency, self._quarantined):
             container.clear()
@@ -300,8 +343,9 @@ class Lifecycle:
     def stats(self) -> EngineStats:
         admitted = len(self.residency.running) + len(self.residency.waiting)
         held = (*self.prefills.values(), *self.decodes.values())
+        evictable = self.replicas.evictable_blocks if self.replicas is not None else 0
         return EngineStats(
-            free_blocks=self.residency.allocator.free_count,
+            free_blocks=self.residency.allocator.free_count + evictable,
             running_requests=len(self._prefilling) + admitted,
             waiting_requests=len(self.decodes) - admitted,
             pending_prefill_tokens=sum(sequence.pending for sequence in self._prefilling),
@@ -311,12 +355,18 @@ class Lifecycle:
     def check_integrity(self) -> None:
         """Assert that every KV block is free, held by a live request, or kept while a step or transfer may touch it."""
         live = [*self.prefills.values(), *self.decodes.values(), *self._quarantined]
-        self.residency.allocator.check_integrity(live)
+        self.residency.allocator.check_integrity()
+        strangers = self._owners() - set(live)
+        assert not strangers, f"blocks are held by {strangers}"
         for sequence in live:
             held = self.residency.allocator.blocks_of(sequence)
             assert held == tuple(sequence.block_ids), f"{sequence.key}: blocks {sequence.block_ids}, allocator {held}"
         assert all(sequence.done and sequence.touched for sequence in self._quarantined), "quarantined without a reason"
         self.residency.check_integrity(self.decodes.values())
+
+    def _owners(self) -> set[Hashable]:
+        """Owners of blocks other than replicas."""
+        return {owner for owner in self.residency.allocator.owners() if not isinstance(owner, Replica)}
 
     def _open(
         self,
@@ -326,6 +376,7 @@ class Lifecycle:
         phase: SequencePhase,
         token_count: int,
         held_tokens: int | None = None,
+        allocate: Callable[[Sequence, int], list[int]] | None = None,
     ) -> Sequence:
         if request.key in table:
             raise RequestAlreadyExists(request.key.request_id)
@@ -344,8 +395,12 @@ class Lifecycle:
         )
         block_count = self._info.layout.block_count(token_count)
         try:
-            sequence.block_ids += self.residency.allocator.allocate(sequence, block_count)
+            sequence.block_ids += (allocate or self.residency.allocator.allocate)(sequence, block_count)
         except NoCapacity as error:
+            if self.replicas is not None:
+                missing = block_count - self.residency.allocator.free_count
+                self._missing_blocks = max(self._missing_blocks, missing)
+                self._on_work()
             raise NoCapacity(role, _RETRY_AFTER_S, error.reason) from error
         table[sequence.key] = sequence
         return sequence

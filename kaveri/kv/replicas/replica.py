@@ -46,6 +46,8 @@ class Replica:
     state: Receiving | Sealed | Kept | Dropped
     stays: bool = False
     """True if it is kept when its owner gives it up."""
+    is_given_up: bool = False
+    """True if its owner has given it up, and it is kept."""
     block_ids: list[int] = field(default_factory=list)
     """First the blocks of token_ids, verified, the last one possibly part full; then blocks for the next tokens."""
     token_ids: list[int] = field(default_factory=list)

@@ -1,8 +1,12 @@
-"""Bookkeeping of a replica store: blocks, watermarks, transfers. Its receiver and sender move the bytes."""
+"""Bookkeeping of a replica store: blocks, watermarks, transfers. Its receiver and sender move the bytes.
+
+The blocks are host memory of their own (host.py), or those of an engine: its spare ones, which the engine takes back
+with evict(), and in which it decodes a request after take(), without a copy of its KV.
+"""
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -39,24 +43,30 @@ from kaveri.telemetry.logs import get_logger
 
 OWNER_ENDED = "the owner has ended its push"
 """Reason in the ReplicaOrphaned of a replica whose owner has finished its push."""
+EVICTED = "its blocks are needed"
+"""Reason in the ReplicaDropped of an evicted replica."""
 _RETRY_AFTER_S = 0.5
 _BLOCKS_AHEAD = 1
 """Blocks granted beyond the last mark. An owner fills one in block_tokens steps; the next grant comes long before."""
 
 
 class Replicas:
-    """Implements ReplicaStore (copies of other instances' KV caches) over a pool of `block_count` blocks of all heads.
+    """Implements ReplicaStore (copies of other instances' KV caches) over a pool of blocks of all heads.
 
-    make_receiver, make_sender: for that pool; their errors propagate. token_bytes: source of random bytes, replaced in
-    simulations.
+    allocator: of the pool's blocks; owners other than replicas may hold some. make_receiver, make_sender: for that
+    pool; their errors propagate. kept_free: blocks that replicas leave free. on_freed: called, without a lock, when
+    replicas have returned blocks. token_bytes: source of random bytes, replaced in simulations.
     """
 
     def __init__(
         self,
         layout: KvLayout,
-        block_count: int,
+        allocator: BlockAllocator,
         make_receiver: Callable[[LandingListener], TicketReceiver],
         make_sender: Callable[[PushListener], PushSender],
+        *,
+        kept_free: int = 0,
+        on_freed: Callable[[], None] = lambda: None,
         token_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         self._layout = replace(layout, tensor_ranks=1)
@@ -64,8 +74,11 @@ class Replicas:
         self._token_bytes = token_bytes
         # Guards all below. Neither the listener nor a future is called with it held.
         self._lock = threading.Lock()
-        self._allocator = BlockAllocator(block_count)
+        self._allocator = allocator
+        self._kept_free = kept_free
+        self._on_freed = on_freed
         self._replicas: dict[ReplicaKey, Replica] = {}
+        """The least recently extended first."""
         # By transfer id of the owner's push, until that has ended.
         self._landings: dict[bytes, Replica] = {}
         self._pushes: dict[bytes, tuple[Replica, Future[None]]] = {}
@@ -111,7 +124,7 @@ class Replicas:
             if self._starved:
                 raise NoCapacity("replica", _RETRY_AFTER_S, "replicas wait for blocks")
             try:
-                replica.block_ids += self._allocator.allocate(replica, block_count)
+                replica.block_ids += self._allocate(replica, block_count)
             except NoCapacity as error:
                 raise NoCapacity("replica", _RETRY_AFTER_S, error.reason) from error
             assert isinstance(replica.state, Receiving)
@@ -147,6 +160,8 @@ class Replicas:
 
     def is_starved(self, key: ReplicaKey) -> bool:
         with self._lock:
+            # Other users of the pool may have freed blocks.
+            self._feed_starved()
             return self._replicas.get(key) in self._starved
 
     def seal(self, key: ReplicaKey) -> None:
@@ -201,12 +216,65 @@ class Replicas:
             self._sender.abort(transfer_id)
         if isinstance(state, Receiving):
             self._receiver.revoke(state.transfer_id)
+        self._on_freed()
+
+    def take(self, key: ReplicaKey, new_owner: Hashable, token_count: int, more_blocks: int) -> list[int]:
+        """Give the blocks of a replica's first `token_count` tokens, and `more_blocks` free ones, to another owner in
+        the allocator, and delete the replica. Return the blocks in order.
+
+        Raises TransferFailed if the replica has fewer tokens or is pushed elsewhere, and NoCapacity. The replica then
+        remains.
+        """
+        with self._lock:
+            replica = self._replicas.get(key)
+            if replica is None or replica.reading or isinstance(replica.state, Receiving):
+                raise TransferFailed("the replica is gone, still received, or being pushed elsewhere")
+            if not 1 <= token_count <= len(replica.token_ids):
+                raise TransferFailed(f"the replica has {len(replica.token_ids)} tokens, not {token_count}")
+            # A write that is still under way goes to blocks behind these.
+            taken_count = self._layout.block_count(token_count)
+            blocks = self._allocator.move_first(replica, new_owner, taken_count, more_blocks)
+            del replica.block_ids[:taken_count], replica.token_ids[:]
+            self._drop(replica)
+            return blocks
+
+    def evict(self, block_count: int) -> None:
+        """Delete replicas until `block_count` more blocks are free, or will be once their owners' writes have ended:
+        first those that their owners have given up, then those that grow, the least recently extended first. Others
+        have lost their owners and stay. ReplicaDropped follows."""
+        with self._lock:
+            ending = {replica for replica in self._landings.values() if isinstance(replica.state, Dropped)}
+            wanted = block_count - sum(len(replica.block_ids) for replica in ending)
+            replicas = self._replicas.values()
+            evictable = [replica for replica in replicas if replica.is_given_up and not replica.reading]
+            evictable += [replica for replica in replicas if isinstance(replica.state, Receiving)]
+            evicted: list[ReplicaKey] = []
+            for replica in evictable:
+                if wanted <= 0:
+                    break
+                wanted -= len(replica.block_ids)
+                evicted.append(replica.key)
+        for key in evicted:
+            self.drop(key)
+            if self._listener is not None:
+                self._listener(ReplicaDropped(key, EVICTED))
 
     def usage(self) -> ReplicaUsage:
         with self._lock:
-            total, used = self._allocator.total, self._allocator.total - self._allocator.free_count
+            used = sum(len(replica.block_ids) for replica in self._held())
+            total = used + max(0, self._allocator.free_count - self._kept_free)
             block_bytes = self._layout.layer_count * self._layout.block_bytes
             return ReplicaUsage(used * block_bytes, total * block_bytes, len(self._replicas))
+
+    @property
+    def evictable_blocks(self) -> int:
+        """Number of blocks that evict() can free."""
+        with self._lock:
+            return sum(
+                len(replica.block_ids)
+                for replica in self._held()
+                if replica.is_given_up or isinstance(replica.state, Receiving | Dropped)
+            )
 
     def flow(self) -> KvFlow:
         return KvFlow(self._sender.flow(), self._receiver.flow())
@@ -218,19 +286,20 @@ class Replicas:
         self._receiver.close()
         with self._lock:
             pushes = [accepted for _, accepted in self._pushes.values()]
-            for owner in self._allocator.owners():
-                self._allocator.release(owner)
+            for replica in self._held():
+                self._allocator.release(replica)
             for table in (self._replicas, self._landings, self._pushes, self._starved):
                 table.clear()
         for accepted in pushes:
             accepted.set_exception(TransferFailed("the replica store is closed"))
+        self._on_freed()
 
     def check_integrity(self) -> None:
         with self._lock:
-            live = set(self._replicas.values())
-            pushed = {replica for replica, _ in self._pushes.values()}
-            held = live | set(self._landings.values()) | pushed
-            self._allocator.check_integrity(held)
+            live, held = set(self._replicas.values()), self._held()
+            self._allocator.check_integrity()
+            strangers = {one for one in self._allocator.owners() if isinstance(one, Replica)} - held
+            assert not strangers, f"blocks are held by {strangers}"
             for replica in held:
                 assert self._allocator.blocks_of(replica) == tuple(replica.block_ids), f"{replica.key}: other blocks"
                 whole = len(replica.block_ids) * self._layout.block_tokens
@@ -251,6 +320,8 @@ class Replicas:
             self._receiver.revoke(revoked)
         if news is not None and self._listener is not None:
             self._listener(news)
+        if not isinstance(event, TransferMarked):
+            self._on_freed()
 
     def _take(self, replica: Replica, event: TransferEvent) -> tuple[ReplicaEvent | None, bytes | None]:
         # The caller holds the lock. Returns the event to report, and the id of the transfer to revoke.
@@ -273,6 +344,7 @@ class Replicas:
             )
             return None, self._seal(replica)
         replica.token_ids += token_ids
+        self._replicas[replica.key] = self._replicas.pop(replica.key)
         self._grant_ahead(replica)
         return ReplicaGrew(replica.key, len(replica.token_ids)), None
 
@@ -299,6 +371,7 @@ class Replicas:
                     return ReplicaDropped(replica.key, reason)
                 self._free_ahead(replica)
                 if is_given_up and not is_sealed:
+                    replica.is_given_up = True
                     return ReplicaGivenUp(replica.key, reason)
                 return ReplicaOrphaned(replica.key, reason)
 
@@ -328,12 +401,22 @@ class Replicas:
                 return
             replica.reading.discard(transfer_id)
             self._free_dropped(replica)
+        self._on_freed()
         if error is None:
             accepted.set_result(None)
         else:
             accepted.set_exception(error)
 
     # The caller holds the lock.
+
+    def _held(self) -> set[Replica]:
+        """Return the replicas that have blocks: those not dropped, and dropped ones that a transfer may still touch."""
+        return {*self._replicas.values(), *self._landings.values(), *(replica for replica, _ in self._pushes.values())}
+
+    def _allocate(self, replica: Replica, block_count: int) -> list[int]:
+        if self._kept_free and self._allocator.free_count < block_count + self._kept_free:
+            raise NoCapacity("replica", _RETRY_AFTER_S, f"{self._kept_free} blocks are left free for requests")
+        return self._allocator.allocate(replica, block_count)
 
     def _seal(self, replica: Replica) -> bytes | None:
         # Returns the id of the owner's push, to be revoked, if it is open.
@@ -373,7 +456,7 @@ class Replicas:
         wanted = len(replica.token_ids) // self._layout.block_tokens + _BLOCKS_AHEAD - len(replica.block_ids)
         if wanted > 0:
             try:
-                block_ids = self._allocator.allocate(replica, wanted)
+                block_ids = self._allocate(replica, wanted)
             except NoCapacity:
                 self._starved[replica] = None
                 return False

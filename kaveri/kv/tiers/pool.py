@@ -146,8 +146,7 @@ class BlockAllocator:
         """Allocate `count` more blocks to `owner` and return only those. Raises NoCapacity, allocating none."""
         with self._lock:
             if count > len(self._free):
-                reason = f"{count} blocks wanted, {len(self._free)} of {self.total} free"
-                raise NoCapacity("kv pool", retry_after_s=0.1, reason=reason)
+                raise self._too_few(count)
             split = len(self._free) - count
             blocks = self._free[split:][::-1]
             del self._free[split:]
@@ -177,6 +176,23 @@ class BlockAllocator:
             if blocks:
                 self._held.setdefault(new_owner, []).extend(blocks)
 
+    def move_first(self, owner: Hashable, new_owner: Hashable, count: int, more: int = 0) -> list[int]:
+        """Transfer the first `count` blocks of `owner` to `new_owner`, which holds none, and allocate `more` to it.
+        Returns all. Raises NoCapacity, with nothing changed."""
+        with self._lock:
+            if more > len(self._free):
+                raise self._too_few(more)
+            split = len(self._free) - more
+            held = self._held[owner]
+            assert count <= len(held), f"{count} of {len(held)} blocks"
+            assert new_owner not in self._held, f"{new_owner} holds blocks"
+            blocks = held[:count] + self._free[split:][::-1]
+            del held[:count], self._free[split:]
+            if not held:
+                del self._held[owner]
+            self._held[new_owner] = list(blocks)
+            return blocks
+
     def blocks_of(self, owner: Hashable) -> tuple[int, ...]:
         """Block ids held by `owner`, in order of allocation; empty for an unknown owner."""
         with self._lock:
@@ -198,3 +214,7 @@ class BlockAllocator:
             if expected_owners is not None:
                 strangers = set(self._held) - set(expected_owners)
                 assert not strangers, f"blocks are held by {strangers}"
+
+    def _too_few(self, wanted: int) -> NoCapacity:
+        reason = f"{wanted} blocks wanted, {len(self._free)} of {self.total} free"
+        return NoCapacity("kv pool", retry_after_s=0.1, reason=reason)

@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,10 +22,13 @@ from kaveri.engine.contract import (
 )
 from kaveri.engine.kv_plane import PoolPlane, Source
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
-from kaveri.engine.stepwise.lifecycle import Lifecycle
+from kaveri.engine.stepwise.lifecycle import Lifecycle, kept_free_blocks
 from kaveri.engine.stepwise.runner import Drawn, DrawnToken, LayerListener, SequenceSlice
 from kaveri.engine.stepwise.sequence import Sequence as StepwiseSequence
 from kaveri.errors import NoCapacity, RequestCancelled
+from kaveri.kv.replicas.replica import Kept, Replica
+from kaveri.kv.replicas.replicas import Replicas
+from kaveri.kv.replicas.store import ReplicaKey
 from kaveri.kv.transfer.receiver import KvReceiver
 from kaveri.kv.transfer.sender import KvSender
 from kaveri.kv.transfer.ticket import Ticket
@@ -402,3 +406,19 @@ def _retry(call):  # type: ignore[no-untyped-def]
         except NoCapacity:
             pause.wait(0.002)
     raise AssertionError("no room for 20 s")
+
+
+def test_replicas_give_back_blocks_before_requests_run_out_of_them() -> None:
+    lifecycle, sequence, _ = _landed(64, 6)
+    assert lifecycle.wanted_blocks() == 0, "there are no replicas"
+    lifecycle.replicas = Mock(spec=Replicas, evictable_blocks=30)
+    lifecycle.residency.allocator.allocate(Replica(ReplicaKey("copied", 0, 1), Kept()), 30)
+    lifecycle.check_integrity()
+    assert lifecycle.stats().free_blocks == 62, "blocks of replicas count as free"
+    assert lifecycle.wanted_blocks() == 0
+    with pytest.raises(NoCapacity):
+        lifecycle.open_decode(make_stepwise_request("long", 150, 20), None)
+    assert lifecycle.wanted_blocks() == 38 - 32
+    assert lifecycle.wanted_blocks() == 0, "each refusal counts once"
+    lifecycle.residency.allocator.allocate(sequence, 30)
+    assert lifecycle.wanted_blocks() == kept_free_blocks(64) - 2

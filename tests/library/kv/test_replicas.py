@@ -7,8 +7,9 @@ import pytest
 from kaveri.errors import NoCapacity, TransferFailed
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.notes import token_note
-from kaveri.kv.replicas.replicas import Replicas
+from kaveri.kv.replicas.replicas import EVICTED, Replicas
 from kaveri.kv.replicas.store import ReplicaDropped, ReplicaEvent, ReplicaGrew, ReplicaKey, ReplicaOrphaned
+from kaveri.kv.tiers.pool import BlockAllocator
 from kaveri.kv.transfer.push import PushFailed, PushListener
 from kaveri.kv.transfer.receiver import KvReceiver, LandingListener, TransferLanded, TransferMarked, TransferReleased
 from kaveri.kv.transfer.sender import KvSender
@@ -19,12 +20,16 @@ _KEY = ReplicaKey("r", 0, 1)
 
 
 class _ReplicasBench:
-    def __init__(self, block_count: int = 8) -> None:
+    def __init__(self, block_count: int = 8, kept_free: int = 0) -> None:
         self.events: list[ReplicaEvent] = []
         self.receiver = Mock(spec=KvReceiver, endpoints=(), epoch=1)
         self.sender = Mock(spec=KvSender)
         self.sender.mark.side_effect = AssertionError("an engine's ticket is not marked")
-        self.store = Replicas(_LAYOUT, block_count, self._receiver, self._sender)
+        self.allocator = BlockAllocator(block_count)
+        self.freed_count = 0
+        self.store = Replicas(
+            _LAYOUT, self.allocator, self._receiver, self._sender, kept_free=kept_free, on_freed=self._count_freed
+        )
         self.store.start(self.events.append)
 
     def open(self, block_count: int, key: ReplicaKey = _KEY) -> Ticket:
@@ -44,6 +49,9 @@ class _ReplicasBench:
 
     def used_blocks(self) -> int:
         return self.store.usage().used_bytes // _LAYOUT.block_bytes
+
+    def _count_freed(self) -> None:
+        self.freed_count += 1
 
     def _receiver(self, listener: LandingListener) -> Mock:
         self.receiver.tell = listener
@@ -128,3 +136,77 @@ def test_blocks_that_an_ending_push_does_not_take_stay_free() -> None:
     assert bench.used_blocks() == 2
     bench.end(ticket)
     assert bench.events == [ReplicaGrew(_KEY, 8), ReplicaOrphaned(_KEY, "gone")]
+
+
+def test_replica_is_taken_with_its_blocks_and_those_behind_are_free_once_its_owner_has_stopped_writing() -> None:
+    bench = _ReplicasBench()
+    ticket = bench.open(3)
+    bench.mark(ticket, 0, 2)
+    bench.store.seal(_KEY)
+    blocks = bench.store.take(_KEY, "request", 7, 1)
+    assert blocks[:2] == list(ticket.block_ids[:2])
+    assert len(blocks) == 3
+    assert bench.allocator.blocks_of("request") == tuple(blocks)
+    assert bench.store.token_ids(_KEY) == ()
+    bench.store.check_integrity()
+    assert bench.allocator.free_count == 3, "the owner may still write two blocks"
+    bench.end(ticket)
+    assert bench.allocator.free_count == 5
+    assert bench.events == [ReplicaGrew(_KEY, 8)]
+
+
+def test_replica_that_is_pushed_or_too_short_or_without_free_blocks_is_not_taken() -> None:
+    bench = _ReplicasBench()
+    ticket = bench.open(2)
+    bench.mark(ticket, 0, 2)
+    bench.end(ticket)
+    with pytest.raises(TransferFailed, match="8 tokens, not 9"):
+        bench.store.take(_KEY, "request", 9, 0)
+    with pytest.raises(NoCapacity):
+        bench.store.take(_KEY, "request", 8, 7)
+    bench.store.push(_KEY, bench.landing(8))
+    with pytest.raises(TransferFailed, match="pushed elsewhere"):
+        bench.store.take(_KEY, "request", 8, 0)
+    bench.store.check_integrity()
+    assert bench.store.watermark(_KEY) == 8
+
+
+def test_replicas_given_up_are_evicted_first_then_the_least_recently_extended_and_never_those_without_owner() -> None:
+    bench = _ReplicasBench(20)
+    keys = {name: ReplicaKey(name, 0, 1) for name in ("orphan", "complete", "old", "young")}
+    tickets = {name: bench.store.open(key, _LAYOUT, 8, 60.0, stays=True) for name, key in keys.items()}
+    for name in ("young", "orphan", "complete", "old", "young"):
+        done = bench.store.watermark(keys[name]) // 4
+        bench.mark(tickets[name], done, done + 1)
+    bench.end(tickets["orphan"])
+    bench.end(tickets["complete"], given_up=True)
+    assert bench.store.evictable_blocks == 1 + 3 + 3
+    bench.events.clear()
+    bench.store.evict(1)
+    assert bench.events == [ReplicaDropped(keys["complete"], EVICTED)]
+    bench.store.evict(2)
+    assert bench.events[1:] == [ReplicaDropped(keys["old"], EVICTED)]
+    bench.receiver.revoke.assert_called_once_with(tickets["old"].transfer_id)
+    bench.store.evict(3)
+    assert len(bench.events) == 2, "the blocks of the last one are on their way"
+    freed_count = bench.freed_count
+    bench.end(tickets["old"])
+    assert bench.freed_count == freed_count + 1
+    bench.store.evict(20)
+    assert bench.events[2:] == [ReplicaDropped(keys["young"], EVICTED)]
+    assert bench.store.watermark(keys["orphan"]) == 4
+
+
+def test_replicas_leave_blocks_free_for_the_other_users_of_the_pool() -> None:
+    bench = _ReplicasBench(8, kept_free=3)
+    bench.allocator.allocate("request", 1)
+    with pytest.raises(NoCapacity, match="left free"):
+        bench.open(4)
+    ticket = bench.open(3)
+    assert bench.store.usage().total_bytes == 4 * _LAYOUT.block_bytes
+    bench.mark(ticket, 0, 4)
+    assert bench.store.is_starved(_KEY)
+    bench.allocator.release("request")
+    assert not bench.store.is_starved(_KEY)
+    assert bench.used_blocks() == 5
+    bench.store.check_integrity()

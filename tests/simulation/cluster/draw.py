@@ -108,6 +108,7 @@ def _replication(seed: int) -> dict[str, Any]:
         "replica_blocks": rng.choice((12, 40, 200, 200)),
         "replica_min_tokens": rng.choice((1, 16, 32, 64)),
         "failure_domains": rng.choice((1, 2)),
+        "replica_place": "pool" if random.Random(f"replica place {seed}").random() < 0.4 else "host",
     }
 
 

@@ -26,20 +26,22 @@ from kaveri.engine.copier import Copier
 from kaveri.engine.kv_plane import Granted, PlaneEvent, PoolPlane
 from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.fake import FakeModel, StaleKv
-from kaveri.engine.stepwise.lifecycle import Lifecycle
+from kaveri.engine.stepwise.lifecycle import Lifecycle, kept_free_blocks
 from kaveri.engine.stepwise.runner import Drawn, NoToken, SequenceSlice
 from kaveri.engine.stepwise.sequence import PlannedSlice
 from kaveri.engine.transfers import Transfers
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.store import ReplicaKey
 from kaveri.kv.transfer.flow import KvFlow
-from kaveri.kv.transfer.ticket import Ticket
+from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.telemetry.logs import get_logger
 from tests.simulation.cluster.draws import DrawRecord, DrawRun, life_salt, seed_salt
 from tests.simulation.cluster.kv_memory import KvMemory
 from tests.simulation.cluster.kv_receiver import SimulatedReceiver
 from tests.simulation.cluster.kv_sender import SimulatedSender
 from tests.simulation.cluster.kv_wire import KvWire
+from tests.simulation.cluster.replicas import SimulatedReplicas
 
 _STAGING_BLOCKS = 4
 _LOOK_EVERY_S = 0.1
@@ -98,6 +100,8 @@ class SimulatedEngine:
         self._step_s = step_s
         self._divergent = divergent
         self._context = contextvars.copy_context()
+        self._model = model
+        self._wire = wire
         self._memory = KvMemory(model, block_count)
         info = EngineInfo(
             engine="simulated",
@@ -109,6 +113,7 @@ class SimulatedEngine:
             epoch=rng.getrandbits(63),
             kv_endpoints=(),
             can_replicate=True,
+            can_keep=True,
             runs_ahead=True,
         )
         self._shared = _EndingShared(self._end)
@@ -230,6 +235,28 @@ class SimulatedEngine:
     def release(self, key: EngineKey, timeout_s: float) -> None:
         self._copier.release(key, timeout_s)
 
+    def keep_replicas(self, listen: Sequence[KvEndpoint], epoch: int) -> SimulatedReplicas:
+        """As the contract. The arguments are not read: the wire has addresses, and the seed gives the epoch."""
+        self._lifecycle.replicas = replicas = SimulatedReplicas(
+            self._model,
+            self.info.layout,
+            self._memory,
+            self._lifecycle.residency.allocator,
+            self._wire,
+            random.Random(self._rng.getrandbits(64)),
+            self.draws,
+            kept_free=kept_free_blocks(self.info.total_blocks),
+            on_freed=self._wake,
+        )
+        return replicas
+
+    def promote(self, request: EngineRequest, replica: ReplicaKey, held_tokens: int) -> None:
+        self._shared.require_alive()
+        self.info.require_servable(request)
+        self.info.require_held_tokens(request, held_tokens)
+        self._lifecycle.promote(request, replica, held_tokens)
+        self.draws.let_go.pop(request.key.request_id, None)
+
     def _wake_copier(self) -> None:
         if self._shared.closing or not self._copier.has_copies:
             return
@@ -277,6 +304,8 @@ class SimulatedEngine:
             return
         self._shared.turns.turn_count += 1
         planned = self._lifecycle.plan()
+        if self._lifecycle.replicas is not None and (wanted_blocks := self._lifecycle.wanted_blocks()) > 0:
+            self._lifecycle.replicas.evict(wanted_blocks)
         for sequence, _ in self._lifecycle.last_blocks():
             self._lifecycle.stopped(sequence)
             self._wake_copier()

@@ -282,7 +282,6 @@ class Faults:
 
     async def _flip(self, fault: Fault) -> None:
         world = self._world
-        operator = next(iter(world.clients.values()))
         for phases, lasts_s in (
             ((Phase(fault.other),), fault.lasts_s),
             (world.lives[fault.target].planned.phases, 0.0),
@@ -290,8 +289,9 @@ class Faults:
             request = SetPhasesRequest(
                 instance_id=fault.target, phases=phases_to_proto(phases), drain=drain_way_to_proto(fault.drain)
             )
+            # A fault may end the operator's process, before or while it asks.
+            operator = next(process for process in world.clients.values() if not process.dead)
             asking = world.loop.spawn(operator, _ask_for_flip(world, request))
-            # A fault may end the operator's process.
             await asyncio.wait((asking,), timeout=_FLIP_WITHIN_S + len(world.plan.routers) * _FLIP_CALL_S)
             await asyncio.sleep(lasts_s)
 

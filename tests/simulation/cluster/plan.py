@@ -177,7 +177,9 @@ class Plan:
     probes_per_router: int = 2
     replication: ReplicationMode = ReplicationMode.OFF
     replica_blocks: int = 200
-    """Blocks of each instance that decodes, for copies."""
+    """Blocks of each instance that decodes, for copies in host memory."""
+    replica_place: str = "host"
+    """Whether copies are kept in host memory or in the engines' pools."""
     prefills_hold_copies: bool = False
     """Instances that start with prefill have memory for copies too, for the time after a flip."""
     replica_min_tokens: int = 32

@@ -1,6 +1,7 @@
 """The store of copies of one simulated instance: the real account over simulated memory, verified whenever it grows."""
 
 import random
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
@@ -8,6 +9,7 @@ from kaveri.engine.stepwise.fake import FakeModel, StaleKv
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.replicas import OWNER_ENDED, Replicas
 from kaveri.kv.replicas.store import ReplicaEvent, ReplicaGrew, ReplicaKey, ReplicaListener, ReplicaOrphaned
+from kaveri.kv.tiers.pool import BlockAllocator
 from kaveri.kv.transfer.ticket import Ticket
 from tests.simulation.cluster.draws import DrawRecord
 from tests.simulation.cluster.kv_memory import KvMemory
@@ -20,17 +22,28 @@ class SimulatedReplicas(Replicas):
     """A ReplicaStore. Constructed within its simulated process. Reports copies that are not what they say."""
 
     def __init__(
-        self, model: FakeModel, layout: KvLayout, block_count: int, wire: KvWire, rng: random.Random, draws: DrawRecord
+        self,
+        model: FakeModel,
+        layout: KvLayout,
+        memory: KvMemory,
+        allocator: BlockAllocator,
+        wire: KvWire,
+        rng: random.Random,
+        draws: DrawRecord,
+        kept_free: int = 0,
+        on_freed: Callable[[], None] = lambda: None,
     ) -> None:
-        """rng: of this life alone. draws: what is wrong is reported to it."""
-        self._memory = KvMemory(model, block_count)
+        """rng: of this life alone. draws: what is wrong is reported to it. kept_free, on_freed: as for Replicas."""
+        self._memory = memory
         self._model = model
         self._draws = draws
         super().__init__(
             layout,
-            block_count,
+            allocator,
             partial(SimulatedReceiver, self._memory, layout, wire, rng.getrandbits(63), report=draws.report),
             partial(SimulatedSender, self._memory, layout, wire),
+            kept_free=kept_free,
+            on_freed=on_freed,
             token_bytes=rng.randbytes,
         )
 

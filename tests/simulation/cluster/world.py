@@ -16,6 +16,7 @@ from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError
 from kaveri.hosting.engine_host import EngineHost
 from kaveri.hosting.service_host import ServiceHost
+from kaveri.kv.tiers.pool import BlockAllocator
 from kaveri.policy.replication import ReplicationMode
 from kaveri.text.generation_config import SamplingDefaults
 from kaveri.text.tokenizer import ModelTokenizer
@@ -28,6 +29,7 @@ from services.router.service import Router, router_host
 from tests.simulation.cluster.draws import DrawRecord
 from tests.simulation.cluster.engine import SimulatedEngine
 from tests.simulation.cluster.entropy import DrawnIds
+from tests.simulation.cluster.kv_memory import KvMemory
 from tests.simulation.cluster.kv_network import NetworkWire
 from tests.simulation.cluster.loop import SimulatedLoop, SimulatedProcess, process_of
 from tests.simulation.cluster.network import Network
@@ -266,6 +268,7 @@ class World:
             decode_policy=plan.decode_policy,
             reservation_ttl_s=plan.reservation_ttl_s,
             replication=plan.replication,
+            replica_place=plan.replica_place,
             replica_min_tokens=plan.replica_min_tokens,
         )
         async with SimulatedStore(self.store, ViewSource.BROADCASTS) as store:
@@ -290,5 +293,8 @@ class World:
             await life.host.serve(life.stopping)
 
     def _replicas(self, engine: SimulatedEngine) -> SimulatedReplicas:
+        if self.plan.replica_place == "pool":
+            return engine.keep_replicas((), 0)
         wire, rng = NetworkWire(self.network), random.Random(self.rng.getrandbits(64))
-        return SimulatedReplicas(self.model, engine.info.layout, self.plan.replica_blocks, wire, rng, self.draws)
+        memory, allocator = KvMemory(self.model, self.plan.replica_blocks), BlockAllocator(self.plan.replica_blocks)
+        return SimulatedReplicas(self.model, engine.info.layout, memory, allocator, wire, rng, self.draws)
