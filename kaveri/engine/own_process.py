@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as AnswerTimeout
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -128,7 +129,8 @@ class OwnProcessEngine:
         # It also starts the process: the kernel ends a process whose parent thread has ended.
         self._thread = threading.Thread(target=self._run, args=(settings, opened), name="engine-process", daemon=True)
         self._thread.start()
-        self.info = opened.result()
+        # Copies in its pool would be in another process than their holder.
+        self.info = replace(opened.result(), can_keep=False)
 
     def start(self, listener: EngineListener) -> None:
         self._listener = listener
