@@ -53,10 +53,10 @@ class AnswerStream:
                 if chunk.timing is not None:
                     self.timing = chunk.timing.server
 
-    def gaps_s(self, from_s: float) -> list[float]:
-        """The times between two pieces of which the second came after `from_s`."""
+    def gaps_s(self, from_s: float, until_s: float = float("inf")) -> list[float]:
+        """The times between two pieces of which the second came between the two times."""
         pairs = zip(self.at_s, self.at_s[1:], strict=False)
-        return [later - sooner for sooner, later in pairs if later > from_s]
+        return [later - sooner for sooner, later in pairs if from_s < later <= until_s]
 
     @property
     def reattaches(self) -> int:
