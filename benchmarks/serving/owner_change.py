@@ -198,7 +198,7 @@ def _report(report: Report, place: str, context: int, found: Changes) -> None:
     report.ratio(f"asked for (2 steps + 5 ms) / pause p99, context {context}", asked_s / p99_s, 1.0)
     slowed = statistics.median(found.bystanders)
     report.ratio(f"asked for ({SLOWED}) / steps of bystanders, context {context}", SLOWED / slowed, 1.0)
-    again = max(1, max(found.recomputed))
+    again = max(1, *found.recomputed)
     report.ratio(f"a block of tokens / computed again after a kill, context {context}", BLOCK_TOKENS / again, 1.0)
     report.ratio(f"answers exact, of all, context {context}", 1 - found.wrong / REQUESTS, 1.0)
 

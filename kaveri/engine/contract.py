@@ -203,6 +203,9 @@ class KvPushed(RequestEvent):
 
     kv_bytes: int
     transport: str
+    kept_as: ReplicaKey | None = None
+    """Replica that the prompt's full blocks have become; see KeepingEngine.keep_prompt()."""
+    kept_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,6 +440,13 @@ class KeepingEngine(DecodeEngine, Protocol):
         listen: addresses for owners' pushes, best first. epoch: incarnation, different from earlier ones at the same
         addresses. EngineStats.free_blocks counts blocks of replicas that can be deleted as free: the engine deletes
         replicas (ReplicaDropped) before its own requests run short of blocks. Raises ConfigError if it cannot listen.
+        """
+
+    def keep_prompt(self, key: EngineKey, replica: ReplicaKey) -> None:
+        """Keep a prompt's full blocks as a replica once its push is accepted, if there is room then; KvPushed tells.
+
+        ReplicaStore.open() of the same key extends the replica. Until then it is the first to be deleted. Ignores
+        unknown keys. Raises EngineError once the engine has stopped.
         """
 
     def promote(self, request: EngineRequest, replica: ReplicaKey, held_tokens: int) -> None:

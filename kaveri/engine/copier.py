@@ -132,8 +132,8 @@ class _Copy(Generic[OwnerT]):
     ticket: Ticket
     granted: int = 0
     """Blocks that the holder accepts so far; 0 until the push is open."""
-    written: int = 0
-    marked: int = 0
+    written: int = field(init=False)
+    marked: int = field(init=False)
     staged: "deque[tuple[int, int]]" = field(default_factory=deque)
     """(block, slot) of blocks that the holder has not confirmed, in order."""
     given_up: str | None = None
@@ -141,6 +141,10 @@ class _Copy(Generic[OwnerT]):
     silent_since_s: float | None = None
     """Time from which an answer of the holder is due; None if it has answered everything."""
     release: _Release | None = None
+
+    def __post_init__(self) -> None:
+        # The holder has the blocks before.
+        self.written = self.marked = self.ticket.first_block
 
     @property
     def holder(self) -> tuple[tuple[tuple[KvEndpoint, ...], ...], int]:
@@ -202,7 +206,9 @@ class Copier(Generic[OwnerT]):
                 return
             with self._shared.lock:
                 # Nothing is written before the sender knows of the push.
-                copy.granted = max(copy.granted, len(ticket.block_ids))
+                copy.granted = max(copy.granted, ticket.first_block + len(ticket.block_ids))
+                if ticket.first_block and not copy.owner.done:
+                    self._shared.put(Replicated(key, ticket.first_block * self._layout.block_tokens))
             self._on_work()
         self._shared.publish()
 
@@ -304,7 +310,7 @@ class Copier(Generic[OwnerT]):
             if copy.silent_since_s is None:
                 copy.silent_since_s = self._now_s()
             note = token_note(self._account.tokens_of(copy.owner, start, whole * block_tokens))
-            return partial(self._sender.mark, transfer_id, whole, note)
+            return partial(self._sender.mark, transfer_id, whole - copy.ticket.first_block, note)
         if copy.release is not None and copy.release.token_count and not copy.release.is_finished:
             if copy.written < self._layout.block_count(copy.release.token_count):
                 return None
@@ -353,7 +359,8 @@ class Copier(Generic[OwnerT]):
                 return
             copy.staged.append((index, slot))
             copy.written = index + 1
-        self._sender.write_layers(copy.ticket.transfer_id, range(self._layout.layer_count), index, (slot,))
+        place_there = index - copy.ticket.first_block
+        self._sender.write_layers(copy.ticket.transfer_id, range(self._layout.layer_count), place_there, (slot,))
 
     def _free_slot(self, copy: _Copy[OwnerT], slot: int) -> None:
         self._free_slots.append(slot)
@@ -371,7 +378,7 @@ class Copier(Generic[OwnerT]):
                 with self._shared.lock:
                     copy = self._copies.get(transfer_id)
                     if copy is not None:
-                        copy.granted = max(copy.granted, block_count)
+                        copy.granted = max(copy.granted, copy.ticket.first_block + block_count)
             case PushFailed(transfer_id, reason):
                 self._end(transfer_id, reason)
             case PushAccepted(transfer_id):
@@ -384,6 +391,7 @@ class Copier(Generic[OwnerT]):
             copy = self._copies.get(transfer_id)
             if copy is None:
                 return
+            block_count += copy.ticket.first_block
             while copy.staged and copy.staged[0][0] < block_count:
                 self._free_slot(copy, copy.staged.popleft()[1])
             copy.silent_since_s = self._now_s() if block_count < copy.marked else None

@@ -31,6 +31,7 @@ from kaveri.engine.kv_plane import Granted, KvPlane, PlaneEvent, first_token_of
 from kaveri.engine.shared import Shared
 from kaveri.errors import EngineError, InvalidArgument, KaveriError, NoCapacity, RequestCancelled
 from kaveri.kv.layout.layout import KvLayout
+from kaveri.kv.replicas.store import ReplicaKey
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import TransferLanded, TransferMarked, TransferReleased
 from kaveri.kv.transfer.sender import PushAccepted, PushExtended, PushFailed, PushMarked
@@ -51,6 +52,10 @@ class TransferOwner(Owner, Protocol):
     @property
     def held_tokens(self) -> int | None:
         """Tokens whose KV is received, if the request resumes from a replica; None if the whole prompt's is."""
+
+    @property
+    def kept_as(self) -> ReplicaKey | None:
+        """Replica that the prompt's full blocks become once they are pushed; None if they are freed."""
 
     @property
     def source(self) -> Any:
@@ -81,6 +86,10 @@ class TransferAccount(Protocol[OwnerT]):
 
     def end(self, owner: OwnerT) -> None:
         """End a request. Its blocks are freed once no transfer can touch them."""
+
+    def keep(self, owner: OwnerT) -> int:
+        """Keep the full blocks of a pushed prompt as the replica `owner.kept_as`. Returns their tokens; 0 if there is
+        no room."""
 
     def abort(self, key: EngineKey) -> tuple[OwnerT | None, OwnerT | None]:
         """End a request on the prefill and the decode side. Returns the two, each None if it was not live there."""
@@ -297,8 +306,10 @@ class Transfers(Generic[OwnerT]):
             if owner.done:
                 return
             if isinstance(event, PushAccepted):
+                kept_tokens = self._account.keep(owner) if owner.kept_as is not None else 0
+                kept_as = owner.kept_as if kept_tokens else None
                 self._account.end(owner)
-                self._shared.put(KvPushed(owner.key, event.kv_bytes, event.transport))
+                self._shared.put(KvPushed(owner.key, event.kv_bytes, event.transport, kept_as, kept_tokens))
             else:
                 self._shared.put(KvPushFailed(owner.key, event.reason))
 

@@ -135,8 +135,17 @@ class ServedPhases:
         # Without a phase it still has an engine, whose blocks every phase reports.
         loads = {phase: all_loads[phase] for phase in served or tuple(self.services)[:1]}
         self.on_loads(loads, () if self._stopping else self.ordered)
+        combined, decode = _combined(loads), all_loads.get(Phase.DECODE)
+        if decode is not None:
+            # An instance may hold copies also while it does not decode.
+            combined = replace(
+                combined,
+                replica_free_bytes=decode.replica_free_bytes,
+                replica_total_bytes=decode.replica_total_bytes,
+                replica_counts=decode.replica_counts,
+            )
         return replace(
-            _combined(loads),
+            combined,
             phases=served,
             ending_phases=ending,
             phase_order=self._order,

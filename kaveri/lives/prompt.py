@@ -65,6 +65,8 @@ class HandedOver:
     kv_transfer_s: float
     kv_tail_s: float
     kv_transport: str
+    kept_tokens: int = 0
+    """Tokens whose KV stays on the prefill instance, as a copy to resume from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +342,7 @@ def step(state: State, event: Event, now_s: float) -> Step:
             return _end(state, Outcome.HANDED_OVER, now_s, SendReport(event.placed), SendReport(handed_over))
         case Pushing(compute=PromptComputed() as compute), KvPushed():
             transfer_s, tail_s = now_s - state.since_s, now_s - compute.first_token_s
-            handed_over = HandedOver(event.kv_bytes, transfer_s, tail_s, event.transport)
+            handed_over = HandedOver(event.kv_bytes, transfer_s, tail_s, event.transport, event.kept_tokens)
             return _end(state, Outcome.HANDED_OVER, now_s, SendReport(handed_over))
         case Pushing(), KvPushFailed():
             return Placing(terms, state.compute), (FindAnotherPlace(event),)

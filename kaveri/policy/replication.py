@@ -1,7 +1,8 @@
 """Chooses where to copy requests' KV, which copies to make, resume from or drop. Pure.
 
-Modes (holder: the decode instance that stores a copy of another instance's KV in its host memory):
-pair    instances 0 and 1, 2 and 3, ... in order of id hold each other's copies (AcceLLM, section 4.1.2)
+Modes (holder: the instance that stores a copy of another instance's KV):
+pair    the instance that has computed the prompt, whose KV stays there (AcceLLM, section 4.1.2); if it cannot,
+        instances 0 and 1, 2 and 3, ... in order of id hold each other's copies
 ring    the next instance by id holds them (DéjàVu, section 4.2.3)
 spread  the less loaded of two random instances, in another failure domain if possible
 
@@ -76,13 +77,16 @@ def choose_holder(
     rng: random.Random,
     avoid: Collection[str] = (),
     is_fit: Callable[[ViewedInstance], bool] = lambda _: True,
+    prompt_id: str = "",
 ) -> ViewedInstance | None:
     """Choose the instance to store a KV copy of `needed_bytes` for a request of `owner`; None if there is none now.
 
     Candidates are ready decode instances other than the owner, with the same model and KV layout, and enough free
-    memory for copies, less that of copies sent but in no heartbeat yet (`unconfirmed`).
+    memory for copies, less that of copies sent but in no heartbeat yet (`unconfirmed`). With PAIR also instances that
+    prefill: a request that they resume is decoded beside their prompts.
 
-    mode: PAIR takes the owner's partner, RING the next instance by id, SPREAD the less loaded of two drawn by rng.
+    mode: PAIR takes the instance that has computed the prompt (prompt_id) or the owner's partner, RING the next
+    instance by id, SPREAD the less loaded of two drawn by rng.
     avoid: ids of instances not to use. is_fit: additional condition.
     """
     if mode is ReplicationMode.OFF or owner.layout is None:
@@ -100,10 +104,12 @@ def choose_holder(
         used_steps = _USED_STEPS * used_bytes // max(1, load.replica_total_bytes)
         return used_steps, load.running_requests + load.waiting_requests + sent.count
 
+    if mode is ReplicationMode.PAIR:
+        holders = _holders(view, owner.model, owner.layout, (Phase.PREFILL, Phase.DECODE))
+        options = (*holders.of(prompt_id), *holders.partner_of(owner.instance_id))
+        return next(filter(takes, options), None)
     holders = _holders(view, owner.model, owner.layout)
     match mode:
-        case ReplicationMode.PAIR:
-            return next(filter(takes, holders.partner_of(owner.instance_id)), None)
         case ReplicationMode.RING:
             return next(filter(takes, holders.after(owner.instance_id)), None)
         case ReplicationMode.SPREAD | Guarded():
@@ -173,11 +179,16 @@ class _Holders:
     """Ordered by id."""
     ids: tuple[str, ...]
 
+    def of(self, instance_id: str) -> tuple[ViewedInstance, ...]:
+        """The instance of this id, or none."""
+        place = bisect.bisect_left(self.ids, instance_id)
+        return self.ready[place : place + 1] if self.ids[place : place + 1] == (instance_id,) else ()
+
     def partner_of(self, instance_id: str) -> tuple[ViewedInstance, ...]:
         """The other instance of the pair, or none. The last of an odd number is paired with the one before it."""
-        place = bisect.bisect_left(self.ids, instance_id)
-        if place == len(self.ids) or self.ids[place] != instance_id:
+        if not self.of(instance_id):
             return ()
+        place = bisect.bisect_left(self.ids, instance_id)
         partner = place ^ 1 if place ^ 1 < len(self.ids) else place - 1
         return (self.ready[partner],) if partner >= 0 else ()
 
@@ -188,18 +199,22 @@ class _Holders:
             yield self.ready[(first + step) % len(self.ids)]
 
 
-def _holders(view: ClusterView, model: str, layout: KvLayout) -> _Holders:
+def _holders(view: ClusterView, model: str, layout: KvLayout, phases: tuple[Phase, ...] = (Phase.DECODE,)) -> _Holders:
     # Keyed by identity, as in kaveri.policy.placement. The value holds the object.
-    return view.derive(("holders", model, id(layout)), _find_holders, view, model, layout)[1]
+    return view.derive(("holders", model, id(layout), phases), _find_holders, view, model, layout, phases)[1]
 
 
-def _find_holders(view: ClusterView, model: str, layout: KvLayout) -> tuple[KvLayout, _Holders]:
-    ready = tuple(
-        instance
-        for instance in view.ready(Phase.DECODE, model)
+def _find_holders(
+    view: ClusterView, model: str, layout: KvLayout, phases: tuple[Phase, ...]
+) -> tuple[KvLayout, _Holders]:
+    found = {
+        instance.record.instance_id: instance
+        for phase in phases
+        for instance in view.ready(phase, model)
         if instance.load.replica_total_bytes > 0 and instance.record.layout == layout
-    )
-    return layout, _Holders(ready, tuple(instance.record.instance_id for instance in ready))
+    }
+    ids = tuple(sorted(found))
+    return layout, _Holders(tuple(found[instance_id] for instance_id in ids), ids)
 
 
 def _holders_elsewhere(view: ClusterView, owner: InstanceRecord, holders: _Holders) -> tuple[ViewedInstance, ...]:
@@ -221,8 +236,8 @@ def is_worth_a_resume(replica: ReplicaLocation, context_tokens: int, view: Clust
     holder = view.instances.get(replica.holder_id)
     if holder is None or holder.record.incarnation != replica.holder_incarnation or holder.record.model != model:
         return False
-    # A draining holder may resume the request; its drain moves it afterwards.
-    if Phase.DECODE not in phases_now(holder):
+    # A draining holder, or one that prefills, may resume the request, and moves it to another afterwards.
+    if Phase.DECODE not in phases_now(holder) and not holder.load.replica_total_bytes:
         return False
     # The last token never has KV yet.
     held = min(replica.token_count, context_tokens - 1)

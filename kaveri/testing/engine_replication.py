@@ -16,7 +16,9 @@ from kaveri.engine.contract import (
     EngineRequest,
     FirstToken,
     KeepingEngine,
+    KvPushed,
     Landed,
+    LetGo,
     Preempted,
     ReplicaEnded,
     Replicated,
@@ -310,6 +312,37 @@ class ReplicationConformance:
             target.decoded.wait_for_finish(request.key)
             assert drawn + target.decoded.token_ids[request.key] == harness.answer(request.token_ids, 20)
             wait_until_free(target.decode)
+
+    def test_prompt_that_is_kept_where_it_was_computed_is_extended_and_goes_on_there(
+        self, harness: ReplicationHarness
+    ) -> None:
+        with running_pair(harness, admit=False) as pair:
+            if not pair.prefill.info.can_keep or pair.prefill.info.layout != pair.decode.info.layout:
+                pytest.skip("the prefill engine keeps no prompts for this decode engine")
+            keeper, layout = cast(KeepingEngine, pair.prefill), pair.decode.info.layout
+            holder = ReplicaHoldingEngine(harness.kept_replicas(keeper), keeper)
+            request = make_request(pair.prefill, "r", 42, 60)
+            key, kept_tokens = replica_key(request.key), 42 // layout.block_tokens * layout.block_tokens
+            when_there_is_room(lambda: pair.prefill.prefill(request))
+            keeper.keep_prompt(EngineKey("unknown", 1), ReplicaKey("unknown", 0, 1))
+            keeper.keep_prompt(request.key, key)
+            pair.prefill.push_to(request.key, pair.reserve(request))
+            pushed = pair.prefilled.wait_for(KvPushed, request.key)
+            assert (pushed.kept_as, pushed.kept_tokens) == (key, kept_tokens)
+            assert holder.store.token_ids(key) == request.token_ids[:kept_tokens]
+            ticket = holder.store.open(key, layout, len(request.token_ids), 60.0)
+            assert ticket.first_block == kept_tokens // layout.block_tokens, "the prompt is not copied again"
+            pair.decode.replicate(request.key, ticket)
+            wait_until_grown(pair.decoded, request.key, kept_tokens)
+            pair.decode.release(request.key, SOON_S)
+            pair.decoded.wait_for(LetGo, request.key)
+            holder.wait_for(ReplicaOrphaned, request.key)
+            assert holder.store.token_ids(key) == request.token_ids
+            drawn = [pair.prefilled.wait_for(FirstToken, request.key).token_id]
+            holder.resume(Pair(pair.prefill, keeper, pair.prefilled, pair.prefilled), request, drawn)
+            pair.prefilled.wait_for_finish(request.key)
+            assert pair.prefilled.token_ids[request.key] == harness.answer(request.token_ids, 60)
+            wait_until_free(pair.prefill, pair.decode)
 
     def test_full_holder_does_not_hold_the_request_up(self, harness: ReplicationHarness) -> None:
         with running_pair(harness, admit=False) as pair:

@@ -304,6 +304,7 @@ class PrefillHandedOver(_message.Message):
     KV_TRANSFER_S_FIELD_NUMBER: _builtins.int
     KV_TAIL_S_FIELD_NUMBER: _builtins.int
     KV_TRANSPORT_FIELD_NUMBER: _builtins.int
+    KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     kv_bytes: _builtins.int
     """Bytes pushed."""
     kv_transfer_s: _builtins.float
@@ -312,6 +313,10 @@ class PrefillHandedOver(_message.Message):
     """Seconds from the first token to the acceptance."""
     kv_transport: _builtins.str
     """Transport used."""
+    kept_tokens: _builtins.int
+    """Tokens, from the first one of the prompt on, whose KV stays on the prefill instance for a while: until the decode
+    instance names a replica, the request may be resumed there.
+    """
     def __init__(
         self,
         *,
@@ -319,10 +324,11 @@ class PrefillHandedOver(_message.Message):
         kv_transfer_s: _builtins.float = ...,
         kv_tail_s: _builtins.float = ...,
         kv_transport: _builtins.str = ...,
+        kept_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "kv_tail_s", b"kv_tail_s", "kv_transfer_s", b"kv_transfer_s", "kv_transport", b"kv_transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept_tokens", b"kept_tokens", "kv_bytes", b"kv_bytes", "kv_tail_s", b"kv_tail_s", "kv_transfer_s", b"kv_transfer_s", "kv_transport", b"kv_transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,14 +3,14 @@ is lost. A ReplicaStore owns the bytes, the DecodeInstance owns resumed requests
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.replica import ReplicaOffer, Resumed, Resumption
 from kaveri.domain.view import InstanceLoad
-from kaveri.engine.contract import KeepingEngine
+from kaveri.engine.contract import EngineEvent, EngineKey, KeepingEngine, KvPushed
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, Unavailable
 from kaveri.kv.replicas.store import (
     ReplicaDropped,
@@ -27,6 +27,7 @@ from kaveri.lives.copy_holder import Complete, Growing, Resuming, usable_tokens
 from kaveri.policy.replication import HeldCopy, copy_bytes, drop_first
 from kaveri.policy.waits import COPY_MADE_ROOM_RETRY_S, COPY_STARVED_S
 from kaveri.telemetry.logs import get_logger
+from kaveri.timeouts import COMPLETE_COPY_S
 from kaveri.wire.attempts import wrong_secret
 from services.decode.instance import DecodeInstance
 from services.decode.replica_metrics import ReplicaMetrics
@@ -98,6 +99,8 @@ class ReplicaHolder:
         """Set once a drain has no copy left; None: not draining."""
         self._store = store
         self._keeper = keeper
+        self._prompts: dict[EngineKey, ReplicaOffer] = {}
+        """Prompts computed here whose KV is to be kept, in place of the offers of the instances that decode them."""
         metrics.watch(store)
 
     async def run(self) -> None:
@@ -138,11 +141,16 @@ class ReplicaHolder:
             if held == former.offer.ownership.term and offer.comes_before(former.offer):
                 raise Unavailable("the owner has asked for a later copy", retry_after_s=_RETRY_AFTER_S)
         self._instance.owners.note_owner(request_id, offer.ownership)
-        if former is not None:
+        key = _key_of(offer)
+        if former is not None and not (former.key == key and isinstance(former.state, Complete)):
             self._take(former, copy_holder.EndRequested("replaced"))
-        key = ReplicaKey(request_id, term.session, term.attempt)
+            former = None
+        # The store extends a copy of the same owner that it has.
         ticket = self._open(key, offer)
-        self._held[request_id] = HeldReplica(key, offer, time.monotonic(), offer.token_count)
+        if former is not None:
+            former.left.set()
+        watermark = former.watermark if former is not None else 0
+        self._held[request_id] = HeldReplica(key, offer, time.monotonic(), offer.token_count, watermark)
         get_logger().info(
             "replica_held",
             request_id=request_id,
@@ -152,6 +160,39 @@ class ReplicaHolder:
             tokens=offer.token_count,
         )
         return ticket
+
+    def keep_prompt(self, key: EngineKey, offer: ReplicaOffer) -> None:
+        """Keep the KV of a prompt that this instance's engine is about to push, once the push is accepted, as if the
+        instance that decodes the request had pushed it here. offer: that instance's, as it will come; it then extends
+        the copy. Ignored if the engine keeps no copies. Raises EngineError."""
+        if self._keeper is not None and self._drained is None:
+            self._prompts[key] = offer
+            self._keeper.keep_prompt(key, _key_of(offer))
+
+    def forget_prompt(self, key: EngineKey) -> None:
+        """Undo keep_prompt(): the push was not accepted."""
+        self._prompts.pop(key, None)
+
+    def handle(self, events: Sequence[EngineEvent]) -> None:
+        """Handle a batch of engine events, after the prefill side."""
+        for event in events:
+            if isinstance(event, KvPushed):
+                offer = self._prompts.pop(event.key, None)
+                if event.kept_as is not None:
+                    self._keep(offer, event.kept_as, event.kept_tokens)
+
+    def _keep(self, offer: ReplicaOffer | None, key: ReplicaKey, token_count: int) -> None:
+        former = self._held.get(key.request_id)
+        is_free = former is None or isinstance(former.state, Complete)
+        if offer is None or not is_free or self._drained is not None:
+            self._store.drop(key)
+            return
+        if former is not None:
+            self._take(former, copy_holder.EndRequested("replaced"))
+        now_s = time.monotonic()
+        held = HeldReplica(key, offer, now_s, token_count, token_count, state=Complete(now_s + COMPLETE_COPY_S))
+        self._held[key.request_id] = held
+        get_logger().bind(**_name_of(held)).info("prompt_kept", owner_id=offer.owner_id, tokens=token_count)
 
     async def resume(self, resumption: Resumption) -> Resumed:
         """Resume a request from its KV copy; return once the KV is in the engine. Repeated calls of one attempt share
@@ -438,6 +479,11 @@ class ReplicaHolder:
         self._store.drop(held.key)
         self._metrics.drops.labels(cause).inc()
         get_logger().bind(**_name_of(held)).info("replica_dropped", cause=cause)
+
+
+def _key_of(offer: ReplicaOffer) -> ReplicaKey:
+    term = offer.ownership.term
+    return ReplicaKey(offer.request_id, term.session, term.attempt)
 
 
 def _name_of(held: HeldReplica) -> dict[str, str | int]:

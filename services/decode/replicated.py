@@ -32,7 +32,11 @@ from services.decode.replicator import Replicator
 class ReplicatedDecode:
     """Decode side of an instance that holds KV copies for others and has its own requests copied."""
 
-    def __init__(self, instance: DecodeInstance, holder: ReplicaHolder, replicator: Replicator) -> None:
+    def __init__(
+        self, instance: DecodeInstance, holder: ReplicaHolder, replicator: Replicator, *, always_holds: bool
+    ) -> None:
+        """always_holds: hold copies also while the instance does not decode."""
+        self._always_holds = always_holds
         self._instance = instance
         self._holder = holder
         self._replicator = replicator
@@ -46,6 +50,7 @@ class ReplicatedDecode:
         # Replicated events come for each block and do not concern the instance.
         if not all(isinstance(event, Replicated) for event in events):
             self._instance.handle(events)
+        self._holder.handle(events)
         self._replicator.handle(events)
 
     def load(self) -> InstanceLoad:
@@ -54,7 +59,8 @@ class ReplicatedDecode:
 
     def drain(self, retry_after_s: float = DRAIN_RETRY_S, way: DrainWay = DrainWay.MIGRATE) -> None:
         self._instance.drain(retry_after_s, way)
-        self._holder.drain()
+        if not (self._always_holds and retry_after_s == 0):
+            self._holder.drain()
         self._replicator.drain(way)
 
     def undrain(self) -> None:
@@ -132,7 +138,8 @@ def with_replicas(
     keeper = keeper_of(config, engine)
     holder = ReplicaHolder(instance, replicas, incarnation, config.orphan_grace_s, is_there, metrics, keeper)
     replicator = Replicator(engine, instance, store, own, config.replication, rules, rng, metrics)
-    return ReplicatedDecode(instance, holder, replicator), holder
+    always_holds = config.replication is ReplicationMode.PAIR
+    return ReplicatedDecode(instance, holder, replicator, always_holds=always_holds), holder
 
 
 def _make_store(config: BatchConfig, engine: DecodeEngine) -> ReplicaStore:

@@ -314,6 +314,7 @@ class Replicator:
             self._rng,
             avoid,
             is_fit,
+            owned.request.placed_by,
         )
         if found is None and target is not None:
             return

@@ -12,6 +12,7 @@ from grpc import aio
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kaveri.cluster.store import ClusterStore, ViewSource
+from kaveri.domain.replica import ReplicaOffer
 from kaveri.domain.view import ClusterView, Phase
 from kaveri.engine.factory import BuiltEngine
 from kaveri.errors import ConfigError
@@ -22,27 +23,31 @@ from kaveri.hosting.metrics import PhaseMetrics, register_engine_metrics
 from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
+from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.lives.prompt import Adopted, RoomReserved
 from kaveri.policy.levelling import queue_surplus
 from kaveri.policy.prompt_queue import PromptQueue, prompt_fits
+from kaveri.policy.replication import ReplicationMode
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from kaveri.v1.feed_pb2_grpc import add_FeedServiceServicer_to_server
 from kaveri.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 from services.decode import server as decode_server
+from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
 from services.decode.metrics import DecodeMetrics
 from services.decode.replicated import open_replicas, with_replicas
 from services.instance import feed_server
 from services.instance.config import PhasesConfig
 from services.prefill import server as prefill_server
-from services.prefill.decode_placer import DecodePlacer
+from services.prefill.decode_placer import DecodePlacer, PromptKeeper
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.predictors import Predictors
 from services.prefill.requests import PrefillRequest
 from services.prefill.role import PrefillRole
+from services.prefill.room_finder import Room
 
 if TYPE_CHECKING:
     from kaveri.text.tokenizer import ModelTokenizer
@@ -141,6 +146,7 @@ def instance_host(
     )
     decode_placer.finder.on_view = partial(_level, config, prefill)
     served, holder = with_replicas(config, engine, store, decode, incarnation, rng, registry, replicas)
+    decode_placer.keeps = _prompt_keeper(config, engine, holder)
     phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: served}, config.phases)
     phases.on_loads = PhaseMetrics(config.model_name, registry).note
 
@@ -154,6 +160,39 @@ def instance_host(
         add_DecodeServiceServicer_to_server(decode_service, server)
 
     return EngineHost(config, engine, store, phases, _SERVICE_NAMES, register, incarnation)
+
+
+def _prompt_keeper(config: PhasesConfig, engine: BuiltEngine, holder: ReplicaHolder | None) -> PromptKeeper | None:
+    """Return what keeps prompts where they are computed; None: the other modes have copies elsewhere."""
+    if holder is None or config.replication is not ReplicationMode.PAIR:
+        return None
+    return _HolderOfPrompts(holder, engine.info.layout, config.replica_min_tokens)
+
+
+class _HolderOfPrompts:
+    """PromptKeeper by the instance's holder of KV copies."""
+
+    def __init__(self, holder: ReplicaHolder, layout: KvLayout, min_tokens: int) -> None:
+        self._holder = holder
+        self._layout = layout
+        self._min_tokens = min_tokens
+
+    def keep(self, request: PrefillRequest, room: Room) -> None:
+        if request.token_count < self._min_tokens:
+            return
+        offer = ReplicaOffer(
+            request.request_id,
+            request.ownership,
+            room.target.record.instance_id,
+            room.incarnation,
+            self._layout,
+            request.token_count,
+            request.deadline_s - time.monotonic(),
+        )
+        self._holder.keep_prompt(request.engine_request.key, offer)
+
+    def forget(self, request: PrefillRequest) -> None:
+        self._holder.forget_prompt(request.engine_request.key)
 
 
 def _level(config: PhasesConfig, prefill: PrefillRole, view: ClusterView) -> None:

@@ -6,6 +6,7 @@ and the request waits in line at a decode instance (kaveri.policy.decode_room)."
 import asyncio
 import random
 from collections.abc import Callable
+from typing import Protocol
 
 from kaveri.cluster.store import ClusterStore
 from kaveri.engine.contract import EngineKey, KvPushFailed, PrefillEngine
@@ -16,10 +17,20 @@ from kaveri.policy.room_search import RoomSearch
 from kaveri.telemetry.logs import get_logger
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.requests import PrefillRequest
-from services.prefill.room_finder import Placement, RoomFinder
+from services.prefill.room_finder import Placement, Room, RoomFinder
 
 _AFTER_FIRST_TOKEN_S = 0.002
 """Delay of the adoption on engines that run ahead; about the time until a first token reaches its client."""
+
+
+class PromptKeeper(Protocol):
+    """Keeps the KV of prompts that are handed over to decode, as copies to resume from."""
+
+    def keep(self, request: PrefillRequest, room: Room) -> None:
+        """Keep the prompt's KV once the push to `room` is accepted. Raises EngineError."""
+
+    def forget(self, request: PrefillRequest) -> None:
+        """Undo keep(), as no push will be accepted."""
 
 
 class DecodePlacer:
@@ -51,6 +62,8 @@ class DecodePlacer:
         self._own_id = own_id
         self.at_first_token = decodes_here
         self._adopt_here = adopt
+        self.keeps: PromptKeeper | None = None
+        """Keeps copies of prompts that are handed over; None: nobody does."""
         self._placements: dict[PrefillRequest, Placement] = {}
         self._tasks = asyncio.TaskGroup()
 
@@ -91,6 +104,8 @@ class DecodePlacer:
         assert placement.work is not None
         placement.work.cancel()
         self.finder.give_up(placement)
+        if self.keeps is not None and not handed_over:
+            self.keeps.forget(request)
         if placement.target is not None and not handed_over:
             self._give_back(placement)
 
@@ -112,6 +127,8 @@ class DecodePlacer:
                 instance_id = room.target.record.instance_id
                 placement.push_failure = asyncio.get_running_loop().create_future()
                 try:
+                    if self.keeps is not None:
+                        self.keeps.keep(request, room)
                     self._engine.push_to(request.engine_request.key, room.ticket)
                 except (LayoutMismatch, InvalidArgument) as error:
                     placement.unfit[instance_id] = error

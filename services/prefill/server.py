@@ -93,3 +93,4 @@ def _fill(report: prefill_pb2.PrefillReport, progress: Progress) -> None:
             handed_over = report.handed_over
             handed_over.kv_bytes, handed_over.kv_transfer_s = progress.kv_bytes, progress.kv_transfer_s
             handed_over.kv_tail_s, handed_over.kv_transport = progress.kv_tail_s, progress.kv_transport
+            handed_over.kept_tokens = progress.kept_tokens

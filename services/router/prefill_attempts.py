@@ -12,6 +12,7 @@ from typing import Final
 from grpc import aio
 
 from kaveri.domain.owner import Term
+from kaveri.domain.replica import ReplicaLocation
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance, accepts
 from kaveri.errors import KaveriError, NoCapacity, RequestCancelled, Unavailable
 from kaveri.lives import request_values as lives
@@ -229,6 +230,15 @@ class PrefillAttempts:
         self.unconfirmed.remove((entry.request_id, attempt.number), attempt.prefill.instance_id)
         self._has_begun()
 
+    def _note_kept(self, entry: RequestEntry, attempt: lives.Attempt, kept_tokens: int, now_s: float) -> None:
+        """Record that the prompt's KV stays on the prefill instance, unless decode has named a replica before."""
+        state = entry.state
+        if isinstance(state, lives.Placed | lives.Decoding) and state.attempt == attempt and state.replica is None:
+            prefill = attempt.prefill
+            kept = ReplicaLocation(prefill.instance_id, prefill.incarnation, kept_tokens)
+            entry.handle(lives.ReplicaNamed(attempt.number, state.decode, kept), now_s)
+            entry.note_holder()
+
     def _take(self, entry: RequestEntry, attempt: lives.Attempt, kind: str, report: prefill_pb2.PrefillReport) -> None:
         timing, now_s = entry.account.timing, time.monotonic()
         match kind:
@@ -267,3 +277,5 @@ class PrefillAttempts:
                 timing.kv_tail_s = report.handed_over.kv_tail_s
                 timing.kv_transport = report.handed_over.kv_transport
                 entry.handle(lives.HandOverReported(), now_s)
+                if report.handed_over.kept_tokens:
+                    self._note_kept(entry, attempt, report.handed_over.kept_tokens, now_s)

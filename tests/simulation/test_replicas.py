@@ -215,3 +215,38 @@ def test_a_client_finds_its_request_where_it_was_resumed_before_anyone_could_say
     result = run(plan, tokenizer)
     assert prompts_of(result) == 1
     assert sum(recomputed for _, recomputed in resumed(result)) <= 2 * BLOCK_TOKENS
+
+
+_PAIRS: dict[str, object] = {
+    "replication": ReplicationMode.PAIR,
+    "replica_place": "pool",
+    "prefills_hold_copies": True,
+}
+"""The prompt's KV stays where it was computed, and the instance that decodes extends it there."""
+_KEPT = "log info prompt_kept request_id=moved"
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.004, 0.02, 0.1, 0.7])
+def test_no_prompt_is_computed_again_whenever_the_instance_that_decodes_it_dies(
+    tokenizer: ModelTokenizer, delay_s: float
+) -> None:
+    owner, holder = owner_of(tokenizer, **_PAIRS)
+    assert holder == "prefill-0"
+    result = run(replicated([Fault(kind=FaultKind.KILL, after=_KEPT, at_s=delay_s, target=owner)], **_PAIRS), tokenizer)  # type: ignore[arg-type]
+    assert prompts_of(result) == 1
+    # It goes on where the prompt was computed, which hands it to an instance that decodes.
+    (held, recomputed), *moves = resumed(result)
+    assert held >= 100 // BLOCK_TOKENS * BLOCK_TOKENS
+    assert recomputed <= 2 * BLOCK_TOKENS
+    assert all(again == 1 for _, again in moves), moves
+
+
+def test_an_answer_whose_prompt_was_kept_outlives_the_holder_and_has_a_copy_elsewhere(
+    tokenizer: ModelTokenizer,
+) -> None:
+    owner, holder = owner_of(tokenizer, **_PAIRS)
+    result = run(replicated([Fault(kind=FaultKind.KILL, after=_WHOLE, at_s=0.3, target=holder)], **_PAIRS), tokenizer)  # type: ignore[arg-type]
+    assert prompts_of(result) == 1
+    assert not resumed(result)
+    held = [line for line in result.lines if "log        info replica_held request_id=moved" in line]
+    assert [line.split()[1].partition("#")[0] for line in held] == ["prefill-0", f"decode-{1 - int(owner[-1])}"]

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from kaveri.engine.blame import StepMember
-from kaveri.engine.contract import EngineInfo, EngineRequest
+from kaveri.engine.contract import EngineInfo, EngineKey, EngineRequest
 from kaveri.engine.copier import ReplicaOptions
 from kaveri.engine.copier_thread import CopierThread, PoolCopyPlane, slots_of
 from kaveri.engine.kv_plane import PoolPlane
@@ -138,6 +138,11 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
         with self._shared.lock:
             self._lifecycle.replicas = replicas
         return replicas
+
+    def keep_prompt(self, key: EngineKey, replica: ReplicaKey) -> None:
+        with self._shared.lock:
+            self._shared.require_alive()
+            self._lifecycle.keep_prompt(key, replica)
 
     def promote(self, request: EngineRequest, replica: ReplicaKey, held_tokens: int) -> None:
         self.info.require_servable(request)

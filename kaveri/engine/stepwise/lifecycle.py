@@ -155,6 +155,21 @@ class Lifecycle:
             self.residency.remove(sequence)
         self._settle(sequence)
 
+    def keep_prompt(self, key: EngineKey, replica: ReplicaKey) -> None:
+        sequence = self.prefills.get(key)
+        if sequence is not None:
+            sequence.kept_as = replica
+
+    def keep(self, sequence: Sequence) -> int:
+        block_tokens, kept_as = self._info.layout.block_tokens, sequence.kept_as
+        block_count = sequence.prompt_tokens // block_tokens
+        token_ids = sequence.token_ids[: block_count * block_tokens]
+        assert kept_as is not None, "it is not to be kept"
+        if self.replicas is None or not token_ids or not self.replicas.adopt(kept_as, sequence, token_ids):
+            return 0
+        del sequence.block_ids[:block_count]
+        return len(token_ids)
+
     def abort(self, key: EngineKey) -> tuple[Sequence | None, Sequence | None]:
         prefill, decode = self.prefills.get(key), self.decodes.get(key)
         for sequence in (prefill, decode):

@@ -9,6 +9,7 @@ from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import MAX_SCORED_TOKENS, EngineKey
 from kaveri.engine.kv_plane import Source
 from kaveri.engine.stepwise.runner import SequenceSlice
+from kaveri.kv.replicas.store import ReplicaKey
 
 
 class SequencePhase(enum.Enum):
@@ -69,6 +70,8 @@ class Sequence:
     """Full blocks whose KV is in the host pool, too. Maintained only while the request is copied to a replica."""
     generation: int = 0
     """Number of its preemptions."""
+    kept_as: ReplicaKey | None = None
+    """Replica that its full blocks become once its push is accepted. Prefill side only."""
     done: bool = False
     """Ended. Its blocks are free as soon as neither a step nor a transfer can touch them."""
     suspect_until: int = 0

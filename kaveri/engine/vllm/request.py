@@ -66,6 +66,10 @@ class VllmRequest:
         return self.state.facts.held_tokens
 
     @property
+    def kept_as(self) -> None:
+        return None
+
+    @property
     def source(self) -> str:
         """Key by which the ranks know the request's blocks."""
         return self.engine_id

@@ -216,6 +216,9 @@ class Requests:
     def end(self, request: VllmRequest) -> None:
         self.apply(request, life.Signal.NO_LONGER_NEEDED)
 
+    def keep(self, request: VllmRequest) -> int:
+        raise AssertionError("no prompt is to be kept")
+
     def abort(self, key: EngineKey) -> tuple[VllmRequest | None, VllmRequest | None]:
         prefill, decode = self.prefills.get(key), self.decodes.get(key)
         for request in (prefill, decode):

@@ -47,7 +47,9 @@ class Replica:
     stays: bool = False
     """True if it is kept when its owner gives it up."""
     is_given_up: bool = False
-    """True if its owner has given it up, and it is kept."""
+    """True if it is kept and no owner extends it: its owner has given it up, or has not opened it yet."""
+    first_block: int = 0
+    """Number of blocks that were here when its owner's push began."""
     block_ids: list[int] = field(default_factory=list)
     """First the blocks of token_ids, verified, the last one possibly part full; then blocks for the next tokens."""
     token_ids: list[int] = field(default_factory=list)

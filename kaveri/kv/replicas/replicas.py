@@ -6,7 +6,7 @@ with evict(), and in which it decodes a request after take(), without a copy of 
 
 import secrets
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -114,39 +114,59 @@ class Replicas:
         if token_count < 1:
             raise InvalidArgument("token_count", token_count, "at least 1")
         require_seconds("expires_in_s", expires_in_s)
-        self.drop(key)
         block_count = token_count // layout.block_tokens + _BLOCKS_AHEAD
+        with self._lock:
+            former = self._replicas.get(key)
+            extends = former is not None and not parts and self._may_be_extended(former, block_count)
+        if not extends:
+            self.drop(key)
         with self._lock:
             if self._closed:
                 raise TransferFailed("the replica store is closed")
-            replica = Replica(key, Receiving(self._token_bytes(16)), stays)
+            replica = (self._replicas.get(key) if extends else None) or Replica(key, Kept())
+            first_block = len(replica.block_ids)
             # Earlier ones wait for the next free block.
             if self._starved:
                 raise NoCapacity("replica", _RETRY_AFTER_S, "replicas wait for blocks")
             try:
-                replica.block_ids += self._allocate(replica, block_count)
+                block_ids = self._allocate(replica, block_count - first_block)
             except NoCapacity as error:
                 raise NoCapacity("replica", _RETRY_AFTER_S, error.reason) from error
-            assert isinstance(replica.state, Receiving)
             ticket = Ticket(
-                transfer_id=replica.state.transfer_id,
+                transfer_id=self._token_bytes(16),
                 secret=self._token_bytes(16),
                 epoch=self._receiver.epoch,
                 endpoints=() if parts else self._receiver.endpoints,
-                block_ids=tuple(replica.block_ids),
+                block_ids=tuple(block_ids),
                 token_count=block_count * layout.block_tokens,
                 expires_in_s=expires_in_s,
                 layout=self._layout,
+                first_block=first_block,
                 parts=parts,
                 is_open=True,
             )
             try:
                 self._receiver.lease(ticket, taken_tickets(0, ticket) if parts else ())
             except KaveriError:
-                self._allocator.release(replica)
+                self._allocator.release_last(replica, len(block_ids))
                 raise
+            replica.block_ids += block_ids
+            replica.first_block, replica.stays, replica.is_given_up = first_block, stays, False
+            replica.state = Receiving(ticket.transfer_id)
             self._replicas[key] = self._landings[ticket.transfer_id] = replica
             return ticket
+
+    def adopt(self, key: ReplicaKey, owner: Hashable, token_ids: Sequence[int]) -> bool:
+        """Keep the first blocks of another owner in the allocator as a replica, which open() extends. token_ids: of
+        full blocks. Returns False, with nothing changed, if blocks are short or there is a replica of this key."""
+        with self._lock:
+            if self._closed or key in self._replicas or self._allocator.free_count < self._kept_free:
+                return False
+            replica = Replica(key, Kept(), is_given_up=True, token_ids=list(token_ids))
+            block_count = len(token_ids) // self._layout.block_tokens
+            replica.block_ids += self._allocator.move_first(owner, replica, block_count)
+            self._replicas[key] = replica
+            return True
 
     def token_ids(self, key: ReplicaKey) -> tuple[int, ...]:
         with self._lock:
@@ -336,7 +356,7 @@ class Replicas:
 
     def _grow(self, replica: Replica, mark: TransferMarked) -> tuple[ReplicaEvent | None, bytes | None]:
         token_ids = noted_tokens(mark.note)
-        due = mark.block_count * self._layout.block_tokens - len(replica.token_ids)
+        due = (replica.first_block + mark.block_count) * self._layout.block_tokens - len(replica.token_ids)
         if len(token_ids) != due:
             # Unnamed tokens cannot be recorded; the earlier ones are right.
             get_logger().warning(
@@ -378,7 +398,7 @@ class Replicas:
     def _add_tail(self, replica: Replica, landed: TransferLanded) -> None:
         # The tokens after the last mark, less than a block: the owner names them at the end of its push.
         token_ids = noted_tokens(landed.note)
-        whole = len(replica.token_ids) // self._layout.block_tokens
+        whole = len(replica.token_ids) // self._layout.block_tokens - replica.first_block
         block_bytes = self._layout.layer_count * self._layout.block_bytes
         due_count = whole + bool(token_ids)
         if landed.kv_bytes == due_count * block_bytes and len(token_ids) < self._layout.block_tokens:
@@ -408,6 +428,12 @@ class Replicas:
             accepted.set_exception(error)
 
     # The caller holds the lock.
+
+    def _may_be_extended(self, replica: Replica, block_count: int) -> bool:
+        """True if its owner may go on after the blocks that are here."""
+        whole = len(replica.block_ids) * self._layout.block_tokens
+        is_idle = isinstance(replica.state, Kept) and replica.is_given_up and not replica.reading
+        return is_idle and len(replica.token_ids) == whole and len(replica.block_ids) < block_count
 
     def _held(self) -> set[Replica]:
         """Return the replicas that have blocks: those not dropped, and dropped ones that a transfer may still touch."""

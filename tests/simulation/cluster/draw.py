@@ -102,13 +102,16 @@ def _replication(seed: int) -> dict[str, Any]:
     rng = random.Random(f"replication {seed}")
     if rng.random() < 0.5:
         return {}
+    mode = rng.choice((ReplicationMode.PAIR, ReplicationMode.RING, *(ReplicationMode.SPREAD,) * 4))
+    place_rng = random.Random(f"replica place {seed}")
+    in_pool, in_pairs = place_rng.random() < 0.4, place_rng.random() < 0.5
     return {
-        "replication": rng.choice((ReplicationMode.PAIR, ReplicationMode.RING, *(ReplicationMode.SPREAD,) * 4)),
+        "replication": ReplicationMode.PAIR if in_pool and in_pairs else mode,
         # Some are so small that holders drop copies.
         "replica_blocks": rng.choice((12, 40, 200, 200)),
         "replica_min_tokens": rng.choice((1, 16, 32, 64)),
         "failure_domains": rng.choice((1, 2)),
-        "replica_place": "pool" if random.Random(f"replica place {seed}").random() < 0.4 else "host",
+        "replica_place": "pool" if in_pool else "host",
     }
 
 

@@ -250,6 +250,10 @@ class SimulatedEngine:
         )
         return replicas
 
+    def keep_prompt(self, key: EngineKey, replica: ReplicaKey) -> None:
+        self._shared.require_alive()
+        self._lifecycle.keep_prompt(key, replica)
+
     def promote(self, request: EngineRequest, replica: ReplicaKey, held_tokens: int) -> None:
         self._shared.require_alive()
         self.info.require_servable(request)

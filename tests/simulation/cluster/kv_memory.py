@@ -32,15 +32,19 @@ class KvMemory:
         blocks = (self._blocks[block_id] for block_id in block_ids)
         return any(block is not None and block.chain == DAMAGED for block in blocks)
 
-    def read(self, block_ids: Sequence[int], token_count: int) -> int:
-        """The chain behind the first `token_count` tokens of a request with these blocks.
+    def read(self, block_ids: Sequence[int], token_count: int, first_block: int = 0) -> int:
+        """The chain behind `token_count` tokens of a request with these blocks. first_block: number of blocks of the
+        request before these; what their tokens were is taken from the first of these.
 
         Raises StaleKv when any of the blocks does not hold the KV that belongs there.
         """
-        chain, position = self._model.chain(()), 0
+        chain, position, end = self._model.chain(()), 0, token_count
+        if first_block and block_ids:
+            chain, position = self.get(block_ids[0]).chain_before, first_block * self._block_tokens
+            end += position
         for block_id in block_ids[: -(-token_count // self._block_tokens)]:
             block = self._blocks[block_id]
-            held = min(self._block_tokens, token_count - position)
+            held = min(self._block_tokens, end - position)
             if block is None or (block.start, block.chain_before, len(block.token_ids)) != (position, chain, held):
                 raise StaleKv(f"block {block_id} holds {block}, not {held} tokens from {position} behind {chain:#x}")
             if block.chain == DAMAGED:
@@ -48,13 +52,13 @@ class KvMemory:
             chain, position = block.chain, position + held
         return chain
 
-    def verify(self, block_ids: Sequence[int]) -> int:
-        """The chain behind blocks that are full, but for the last one, which may be part full.
+    def verify(self, block_ids: Sequence[int], first_block: int = 0) -> int:
+        """The chain behind blocks that are full, but for the last one, which may be part full. first_block: as read().
 
         Raises StaleKv as read().
         """
         tail = len(self.get(block_ids[-1]).token_ids) if block_ids else 0
-        return self.read(block_ids, max(0, len(block_ids) - 1) * self._block_tokens + tail)
+        return self.read(block_ids, max(0, len(block_ids) - 1) * self._block_tokens + tail, first_block)
 
     def write(self, part: SequenceSlice) -> int:
         """Computes the KV of a slice on that of the tokens before it, and returns the chain behind it.

@@ -238,9 +238,9 @@ class SimulatedReceiver:
             return "the ticket expired"
         try:
             if token_count is None:
-                self._memory.verify(block_ids)
+                self._memory.verify(block_ids, landing.ticket.first_block)
             else:
-                self._memory.read(block_ids, token_count)
+                self._memory.read(block_ids, token_count, landing.ticket.first_block)
         except StaleKv as error:
             if not self._memory.is_damaged(block_ids):
                 # A sender has marked or finished what it has not written, or not yet.
