@@ -132,7 +132,7 @@ async def measure_context(context: int, count: int, place: str) -> Changes:
         fake_kv_token_bytes=KV_TOKEN_BYTES,
         max_model_len=MODEL_LEN,
         kv_cache_memory=str(max(pool_bytes, 2 * MODEL_LEN * KV_TOKEN_BYTES)),
-        replication="pair",
+        replication="ring",
         replica_place=place,
         replica_memory=str(pool_bytes),
         max_batch=64,

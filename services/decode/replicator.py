@@ -14,7 +14,7 @@ from structlog.typing import FilteringBoundLogger
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.owner import Ownership
 from kaveri.domain.replica import ReplicaOffer
-from kaveri.domain.view import DrainWay, InstanceRecord, ReplicaCounts, ViewedInstance
+from kaveri.domain.view import DrainWay, InstanceRecord, Phase, ReplicaCounts, ViewedInstance, accepts
 from kaveri.engine.contract import (
     DecodeEngine,
     EngineEvent,
@@ -194,7 +194,7 @@ class Replicator:
             match owned.copy:
                 case Copied(holder) | Moving(holder) if owned.told != request.ownership:
                     self._tasks.create_task(self._update(owned, holder))
-                case Copied(holder) if (target := self._target_of(key)) is not None and not _is_life(holder, target):
+                case Copied(holder) if not self._is_wanted(request, holder):
                     self._take(key, copy_owner.BareEvent.HOLDER_UNWANTED)
                 case Leaving(_, until_s) if until_s <= now_s:
                     self._take(key, copy_owner.BareEvent.HOLDER_UNWANTED)
@@ -242,6 +242,14 @@ class Replicator:
 
     def _unconfirmed_tokens(self, instance: ViewedInstance) -> int:
         return self._moved.at(instance).amount * self._engine.info.layout.block_tokens
+
+    def _is_wanted(self, request: DecodeRequest, holder: Holder) -> bool:
+        """Return False if the request is to leave, and not to its copy's holder. That may prefill, for example."""
+        target = self._target_of(request.engine_request.key)
+        if target is not None:
+            return _is_life(holder, target)
+        status = self._store.view().instances.get(holder.instance_id)
+        return not self._migrates or status is None or accepts(status, Phase.DECODE)
 
     def _target_of(self, key: EngineKey) -> InstanceRecord | None:
         """Instance to which the request is planned to move; None: it stays, or moves wherever a drain finds room."""
@@ -306,7 +314,7 @@ class Replicator:
             return is_there and (stays or self._has_room(instance, owned.request))
 
         found = choose_holder(
-            self._mode if target is None else ReplicationMode.SPREAD,
+            ReplicationMode.SPREAD if target is not None or self._migrates else self._mode,
             self._store.view(),
             self._own,
             needed_bytes,
