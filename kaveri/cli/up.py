@@ -87,6 +87,13 @@ def up(
             min=0,
         ),
     ] = 0,
+    pairs: Annotated[
+        bool,
+        option(
+            "Keep the KV of each prompt where it was computed, as a copy that the instance that decodes extends; short "
+            "for --replication pair --replica-place pool. vLLM has its copies in host memory."
+        ),
+    ] = False,
     routers: Annotated[int, option("Routers; when one dies, clients that know others go on through them.", min=1)] = 1,
     port: Annotated[int, port_option("Port of the router, the others' follow; 0: free ones.")] = 50051,
     gateways: Annotated[
@@ -169,7 +176,11 @@ def up(
         model=model,
         counts=counts,
         flags=flags.of_role,
-        settings={**flags.shared, "predictor": _predictor_of(predictor, model, engine)},
+        settings={
+            **_pair_settings(pairs, engine),
+            **flags.shared,
+            "predictor": _predictor_of(predictor, model, engine),
+        },
         config_file=config,
         redis_url=redis_url,
         cluster_name=cluster_name,
@@ -277,6 +288,13 @@ def _first_counts(rules: "FlipRules", instances: int) -> dict[ServiceKind, int]:
         raise ConfigError("--dynamic", f"is {instances}; --min-prefill and --min-decode together are {least}")
     prefills = first_prefill_count(instances, rules)
     return {ServiceKind.PREFILL: prefills, ServiceKind.DECODE: instances - prefills}
+
+
+def _pair_settings(pairs: bool, engine: str) -> dict[str, str]:
+    """Return the settings that --pairs stands for."""
+    if not pairs:
+        return {}
+    return {"replication": "pair", "replica_place": "host" if engine == "vllm" else "pool"}
 
 
 def _predictor_of(asked: str, model: str, engine: str) -> str:

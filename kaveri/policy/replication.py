@@ -1,8 +1,8 @@
 """Chooses where to copy requests' KV, which copies to make, resume from or drop. Pure.
 
 Modes (holder: the instance that stores a copy of another instance's KV):
-pair    the instance that has computed the prompt, whose KV stays there (AcceLLM, section 4.1.2); if it cannot,
-        instances 0 and 1, 2 and 3, ... in order of id hold each other's copies
+pair    instances 0 and 1, 2 and 3, ... in order of id hold each other's copies (AcceLLM, section 4.1.2); if prompts are
+        kept where they are computed, that instance holds the copy
 ring    the next instance by id holds them (DéjàVu, section 4.2.3)
 spread  the less loaded of two random instances, in another failure domain if possible
 
@@ -77,17 +77,17 @@ def choose_holder(
     rng: random.Random,
     avoid: Collection[str] = (),
     is_fit: Callable[[ViewedInstance], bool] = lambda _: True,
-    prompt_id: str = "",
+    prompt_id: str | None = None,
 ) -> ViewedInstance | None:
     """Choose the instance to store a KV copy of `needed_bytes` for a request of `owner`; None if there is none now.
 
     Candidates are ready decode instances other than the owner, with the same model and KV layout, and enough free
-    memory for copies, less that of copies sent but in no heartbeat yet (`unconfirmed`). With PAIR also instances that
-    prefill: a request that they resume is decoded beside their prompts.
+    memory for copies, less that of copies sent but in no heartbeat yet (`unconfirmed`).
 
-    mode: PAIR takes the instance that has computed the prompt (prompt_id) or the owner's partner, RING the next
-    instance by id, SPREAD the less loaded of two drawn by rng.
-    avoid: ids of instances not to use. is_fit: additional condition.
+    mode: PAIR takes the owner's partner, RING the next instance by id, SPREAD the less loaded of two drawn by rng.
+    avoid: ids of instances not to use. is_fit: additional condition. prompt_id: instance that has computed the prompt,
+    if instances keep prompts; empty: unknown. PAIR then prefers it, and takes instances that prefill, too: a request
+    that they resume is decoded beside their prompts.
     """
     if mode is ReplicationMode.OFF or owner.layout is None:
         return None
@@ -104,12 +104,14 @@ def choose_holder(
         used_steps = _USED_STEPS * used_bytes // max(1, load.replica_total_bytes)
         return used_steps, load.running_requests + load.waiting_requests + sent.count
 
-    if mode is ReplicationMode.PAIR:
-        holders = _holders(view, owner.model, owner.layout, (Phase.PREFILL, Phase.DECODE))
-        options = (*holders.of(prompt_id), *holders.partner_of(owner.instance_id))
-        return next(filter(takes, options), None)
     holders = _holders(view, owner.model, owner.layout)
     match mode:
+        case ReplicationMode.PAIR if prompt_id is not None:
+            holders = _holders(view, owner.model, owner.layout, (Phase.PREFILL, Phase.DECODE))
+            options = (*holders.of(prompt_id), *holders.partner_of(owner.instance_id))
+            return next(filter(takes, options), None)
+        case ReplicationMode.PAIR:
+            return next(filter(takes, holders.partner_of(owner.instance_id)), None)
         case ReplicationMode.RING:
             return next(filter(takes, holders.after(owner.instance_id)), None)
         case ReplicationMode.SPREAD | Guarded():

@@ -54,5 +54,10 @@ class BatchConfig(InstanceConfig):
     decode_range_end: RangeEnd = setting("end of predicted lengths that counts: low or high", RangeEnd.LOW)  # noqa: RUF009
 
     @property
+    def keeps_prompts(self) -> bool:
+        """True if the KV of a prompt stays where it was computed, as the copy of its request."""
+        return self.replication is ReplicationMode.PAIR and self.replica_place == "pool"
+
+    @property
     def reads_directly(self) -> bool:
         return self.direct_answers == "on" or (self.direct_answers == "auto" and self.engine not in _WITHOUT_MODEL)

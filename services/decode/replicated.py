@@ -137,9 +137,10 @@ def with_replicas(
 
     keeper = keeper_of(config, engine)
     holder = ReplicaHolder(instance, replicas, incarnation, config.orphan_grace_s, is_there, metrics, keeper)
-    replicator = Replicator(engine, instance, store, own, config.replication, rules, rng, metrics)
-    always_holds = config.replication is ReplicationMode.PAIR
-    return ReplicatedDecode(instance, holder, replicator, always_holds=always_holds), holder
+    replicator = Replicator(
+        engine, instance, store, own, config.replication, rules, rng, metrics, keeps_prompts=config.keeps_prompts
+    )
+    return ReplicatedDecode(instance, holder, replicator, always_holds=config.keeps_prompts), holder
 
 
 def _make_store(config: BatchConfig, engine: DecodeEngine) -> ReplicaStore:

@@ -28,7 +28,6 @@ from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.lives.prompt import Adopted, RoomReserved
 from kaveri.policy.levelling import queue_surplus
 from kaveri.policy.prompt_queue import PromptQueue, prompt_fits
-from kaveri.policy.replication import ReplicationMode
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from kaveri.v1.feed_pb2_grpc import add_FeedServiceServicer_to_server
@@ -163,8 +162,8 @@ def instance_host(
 
 
 def _prompt_keeper(config: PhasesConfig, engine: BuiltEngine, holder: ReplicaHolder | None) -> PromptKeeper | None:
-    """Return what keeps prompts where they are computed; None: the other modes have copies elsewhere."""
-    if holder is None or config.replication is not ReplicationMode.PAIR:
+    """Return what keeps prompts where they are computed; None: nobody does."""
+    if holder is None or not config.keeps_prompts:
         return None
     return _HolderOfPrompts(holder, engine.info.layout, config.replica_min_tokens)
 

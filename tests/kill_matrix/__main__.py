@@ -23,6 +23,7 @@ def main() -> int:
     default = MatrixOptions()
     parser = argparse.ArgumentParser(prog="python -m tests.kill_matrix", description=__doc__.partition("\n")[0])
     parser.add_argument("--engine", choices=tuple(ENGINES), default=default.engine)
+    parser.add_argument("--pairs", action="store_true", help="keep copies in the pools, where prompts are computed")
     parser.add_argument("--faults", type=int, default=default.faults)
     parser.add_argument("--seed", type=int, default=default.seed, help="of questions and faults; not of their timing")
     parser.add_argument("--clients", type=int, default=default.clients, help="requests at once")

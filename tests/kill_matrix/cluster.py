@@ -56,7 +56,8 @@ measured over 140 flips, and 82 MiB at a prefill instance with kaveri-tiny witho
 _ERROR = re.compile(r'"level": ?"(?:error|critical)"|^Traceback|^\w*Error\b|SIGSEGV|Fatal')
 
 
-def stack_settings(engine: str, metrics_port: int, *, over_links: bool) -> dict[str, Any]:
+def stack_settings(engine: str, metrics_port: int, *, over_links: bool, pairs: bool = False) -> dict[str, Any]:
+    """pairs: keep prompts where they are computed, in the pools, with the copies of their requests."""
     settings: dict[str, Any] = {
         "router_count": 2,
         "prefill_count": 2,
@@ -71,6 +72,8 @@ def stack_settings(engine: str, metrics_port: int, *, over_links: bool) -> dict[
         # A call that a broken link delivers late leaves a reservation, whose abort was not delivered, until it expires.
         "reservation_ttl_s": "8",
     }
+    if pairs:
+        settings |= {"replication": "pair", "replica_place": "pool"}
     if over_links:
         settings["kv_transports"] = "tcp"
     return settings | ENGINES[engine]

@@ -49,6 +49,8 @@ _LARGEST_TOKEN = 250
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixOptions:
     engine: str = "fake"
+    pairs: bool = False
+    """Keep prompts where they are computed, in the pools, with the copies of their requests."""
     faults: int = 100
     seed: int = 0
     kinds: tuple[HitKind, ...] = (HitKind.KILLED, HitKind.FROZEN)
@@ -274,7 +276,7 @@ async def run_matrix(options: MatrixOptions) -> dict[str, Any]:
     """Run a cluster, its load and all faults. Returns the account; its "violations" are empty if all was well."""
     over_links = any(kind in _CUTS for kind in options.kinds)
     metrics_port = free_port()
-    settings = stack_settings(options.engine, metrics_port, over_links=over_links)
+    settings = stack_settings(options.engine, metrics_port, over_links=over_links, pairs=options.pairs)
     settings["lease_ttl_s"] = options.lease_ttl_s
     # Below those that the kernel gives to others while a router is away.
     settings["port"] = random.Random().randrange(*_ROUTER_PORTS)
@@ -347,6 +349,7 @@ def _summary(options: MatrixOptions, account: MatrixAccount, load: MatrixLoad, s
     answers = load.answers
     return {
         "engine": options.engine,
+        "pairs": options.pairs,
         "seed": options.seed,
         "seconds": round(seconds, 1),
         "faults": account.count,
