@@ -176,11 +176,7 @@ def up(
         model=model,
         counts=counts,
         flags=flags.of_role,
-        settings={
-            **_pair_settings(pairs, engine),
-            **flags.shared,
-            "predictor": _predictor_of(predictor, model, engine),
-        },
+        settings=_settings(flags, predictor=_predictor_of(predictor, model, engine), pairs=pairs, engine=engine),
         config_file=config,
         redis_url=redis_url,
         cluster_name=cluster_name,
@@ -290,11 +286,11 @@ def _first_counts(rules: "FlipRules", instances: int) -> dict[ServiceKind, int]:
     return {ServiceKind.PREFILL: prefills, ServiceKind.DECODE: instances - prefills}
 
 
-def _pair_settings(pairs: bool, engine: str) -> dict[str, str]:
-    """Return the settings that --pairs stands for."""
-    if not pairs:
-        return {}
-    return {"replication": "pair", "replica_place": "host" if engine == "vllm" else "pool"}
+def _settings(flags: "ServiceFlags", *, predictor: str, pairs: bool, engine: str) -> dict[str, object]:
+    """Return the settings that services share. pairs: --pairs, which flags may contradict."""
+    place = "host" if engine == "vllm" else "pool"
+    paired = {"replication": "pair", "replica_place": place} if pairs else {}
+    return {**paired, **flags.shared, "predictor": predictor}
 
 
 def _predictor_of(asked: str, model: str, engine: str) -> str:

@@ -54,12 +54,14 @@ AnyReplication = ReplicationMode | Guarded[HolderPlacement]
 
 @dataclass(frozen=True, slots=True)
 class CopyRules:
-    """Minimum lengths, in tokens, of requests whose KV is copied to another instance."""
+    """Rules of the copies of requests' KV: minimum lengths, in tokens, and where prompts are kept."""
 
     min_context_tokens: int = 256
     """Below this, recomputing is as fast as resuming."""
     min_rest_tokens: int = 16
     """Below this, the answer ends before its copy is complete."""
+    keeps_prompts: bool = False
+    """True if instances keep the KV of prompts that they have computed, as copies to extend."""
 
     def is_worth_a_copy(self, context_tokens: int, rest_tokens: int | None) -> bool:
         """Return True if a request's KV should be copied. context_tokens: prompt and answer so far. rest_tokens: upper

@@ -129,7 +129,7 @@ def with_replicas(
         layout=engine.info.layout,
         failure_domain=config.failure_domain,
     )
-    rules = CopyRules(config.replica_min_tokens)
+    rules = CopyRules(config.replica_min_tokens, keeps_prompts=config.keeps_prompts)
 
     def is_there(instance_id: str, life: int) -> bool:
         status = store.view().instances.get(instance_id)
@@ -137,9 +137,7 @@ def with_replicas(
 
     keeper = keeper_of(config, engine)
     holder = ReplicaHolder(instance, replicas, incarnation, config.orphan_grace_s, is_there, metrics, keeper)
-    replicator = Replicator(
-        engine, instance, store, own, config.replication, rules, rng, metrics, keeps_prompts=config.keeps_prompts
-    )
+    replicator = Replicator(engine, instance, store, own, config.replication, rules, rng, metrics)
     return ReplicatedDecode(instance, holder, replicator, always_holds=config.keeps_prompts), holder
 
 

@@ -102,17 +102,13 @@ class Replicator:
         rules: CopyRules,
         rng: random.Random,
         metrics: ReplicaMetrics,
-        *,
-        keeps_prompts: bool = False,
     ) -> None:
-        """own: this instance; its address is not read. mode: chooses holders. rules: which requests to copy.
-        keeps_prompts: True if instances keep the KV of prompts that they compute."""
+        """own: this instance; its address is not read. mode: chooses holders. rules: which requests to copy."""
         self._engine = engine
         self._instance = instance
         self._store = store
         self._own = own
         self._mode = mode
-        self._keeps_prompts = keeps_prompts
         self._rules = rules
         self._rng = rng
         self._metrics = metrics
@@ -326,7 +322,7 @@ class Replicator:
             self._rng,
             avoid,
             is_fit,
-            owned.request.placed_by if self._keeps_prompts else None,
+            owned.request.placed_by if self._rules.keeps_prompts else None,
         )
         if found is None and target is not None:
             return
