@@ -31,6 +31,7 @@ _IN_CI = (
     "stream_of_any_life",
     "attached_at_any_life",
     "overlap_appended_twice",
+    "blocks_of_dropped_replicas_free_at_once",
 )
 
 

@@ -250,3 +250,15 @@ def test_an_answer_whose_prompt_was_kept_outlives_the_holder_and_has_a_copy_else
     assert not resumed(result)
     held = [line for line in result.lines if "log        info replica_held request_id=moved" in line]
     assert [line.split()[1].partition("#")[0] for line in held] == ["prefill-0", f"decode-{1 - int(owner[-1])}"]
+
+
+def test_an_instance_that_drains_moves_an_answer_whose_copy_is_where_prompts_are_computed(
+    tokenizer: ModelTokenizer,
+) -> None:
+    owner, _ = owner_of(tokenizer, **_PAIRS)
+    drain = Fault(kind=FaultKind.DRAIN, after=_WHOLE, at_s=0.3, target=owner)
+    result = run(replicated([drain], **_PAIRS), tokenizer)  # type: ignore[arg-type]
+    assert prompts_of(result) == 1
+    assert resumed(result)[0][1] == 1, "it was cut off, not moved"
+    (line,) = (line for line in result.lines if "request_resumed" in line)
+    assert line.split()[1].startswith(f"decode-{1 - int(owner[-1])}#")

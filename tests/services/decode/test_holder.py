@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.replica import ReplicaOffer, Resumption
 from kaveri.domain.sampling import ResolvedParams
+from kaveri.engine.contract import EngineKey, KvPushed
 from kaveri.errors import InvalidArgument, NoCapacity, RequestAlreadyExists, StaleAttempt, Unavailable
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.store import ReplicaDropped, ReplicaGrew, ReplicaKey, ReplicaOrphaned, ReplicaUsage
@@ -234,3 +235,63 @@ async def test_a_holder_that_drains_takes_no_copy_and_keeps_those_it_has_for_a_s
         holder.open(replace(offer(2), request_id="other"))
     holder._drop_expired(now_s + 1.1)
     assert holder.is_idle
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.kept: list[tuple[EngineKey, ReplicaKey]] = []
+
+    def keep_prompt(self, key: EngineKey, replica: ReplicaKey) -> None:
+        self.kept.append((key, replica))
+
+
+def keeping(store: Store) -> tuple[ReplicaHolder, Keeper]:
+    """A holder whose store is in the pool of an engine that keeps prompts."""
+    keeper, metrics = Keeper(), ReplicaMetrics(CollectorRegistry())
+    life: Any = FullInstance()
+    is_there = lambda *_: True  # noqa: E731
+    return ReplicaHolder(life, store, 7, 10.0, is_there, metrics, keeper), keeper  # type: ignore[arg-type]
+
+
+PROMPT, KEY = EngineKey("r", 3), ReplicaKey("r", 0, 1)
+
+
+def pushed(store: Store, holder: ReplicaHolder) -> None:
+    """The engine's news that the prompt's push was accepted, and that its blocks are a replica now."""
+    store.keys.add(KEY)
+    holder.handle([KvPushed(PROMPT, 100, "unix", KEY, 8)])
+
+
+def test_a_kept_prompt_is_a_complete_copy_until_its_owner_extends_it(store: Store) -> None:
+    holder, keeper = keeping(store)
+    holder.keep_prompt(PROMPT, offer(0))
+    assert keeper.kept == [(PROMPT, KEY)]
+    pushed(store, holder)
+    held = holder._held["r"]
+    assert isinstance(held.state, copy_holder.Complete)
+    holder.open(offer(1))
+    held = holder._held["r"]
+    assert (held.state, held.watermark, held.offer.number) == (copy_holder.Growing(), 8, 1)
+    assert store.keys == {KEY}, "what was kept is extended, not dropped"
+
+
+@pytest.mark.parametrize("why", ["its request has ended", "another copy of it is here", "the holder drains"])
+def test_a_prompt_that_nobody_can_use_is_not_kept(store: Store, why: str) -> None:
+    holder, _ = keeping(store)
+    holder.keep_prompt(PROMPT, offer(0))
+    if why == "its request has ended":
+        holder.forget_prompt(PROMPT)
+    elif why == "the holder drains":
+        holder.drain()
+    else:
+        holder.open(offer(1, attempt=2))
+    pushed(store, holder)
+    assert KEY not in store.keys
+    assert all(held.key != KEY for held in holder._held.values())
+
+
+def test_a_holder_that_drains_keeps_no_prompts(store: Store) -> None:
+    holder, keeper = keeping(store)
+    holder.drain()
+    holder.keep_prompt(PROMPT, offer(0))
+    assert not keeper.kept

@@ -100,3 +100,39 @@ def copy_of_other_tokens_used() -> Iterator[None]:
 
     with replaced(decode_holder, "usable_tokens", make):
         yield
+
+
+@planted
+def blocks_of_dropped_replicas_free_at_once() -> Iterator[None]:
+    """Blocks of a copy that is dropped serve a request while the former owner may still write into them."""
+
+    def make(original: Any) -> Any:
+        def drop(self: Any, replica: Any) -> None:
+            original(self, replica)
+            if not replica.reading:
+                self._allocator.release(replica)
+                replica.block_ids.clear()
+
+        return drop
+
+    with replaced(Replicas, "_drop", make):
+        yield
+
+
+@planted
+def promoted_with_one_block_too_many() -> Iterator[None]:
+    """A request takes a block of its copy that has not arrived whole."""
+
+    def make(original: Any) -> Any:
+        def promote(self: Any, request: Any, replica: Any, held_tokens: int) -> None:
+            more = min(held_tokens + self._info.layout.block_tokens, len(request.token_ids) - 1)
+            copy = self.replicas._replicas.get(replica)
+            if copy is not None and more > len(copy.token_ids) and len(copy.block_ids) * 16 >= more:
+                copy.token_ids += request.token_ids[len(copy.token_ids) : more]
+                held_tokens = more
+            original(self, request, replica, held_tokens)
+
+        return promote
+
+    with replaced(Lifecycle, "promote", make):
+        yield
