@@ -204,7 +204,7 @@ class KvPushed(RequestEvent):
     kv_bytes: int
     transport: str
     kept_as: ReplicaKey | None = None
-    """Replica that the prompt's full blocks have become; see KeepingEngine.keep_prompt()."""
+    """Replica that the prompt's full blocks have become; see KeepingEngine.keep()."""
     kept_tokens: int = 0
 
 
@@ -281,6 +281,9 @@ class LetGo(RequestEvent):
 
     token_count: int
     """Tokens whose KV the holder has."""
+    kept_as: ReplicaKey | None = None
+    """Replica that the request's full blocks have become here; see KeepingEngine.keep()."""
+    kept_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,11 +445,12 @@ class KeepingEngine(DecodeEngine, Protocol):
         replicas (ReplicaDropped) before its own requests run short of blocks. Raises ConfigError if it cannot listen.
         """
 
-    def keep_prompt(self, key: EngineKey, replica: ReplicaKey) -> None:
-        """Keep a prompt's full blocks as a replica once its push is accepted, if there is room then; KvPushed tells.
+    def keep(self, key: EngineKey, replica: ReplicaKey) -> None:
+        """Keep a request's full blocks as a replica once another instance has its KV, if there is room then: when a
+        prompt's push is accepted (KvPushed), or a released request is let go (LetGo).
 
-        ReplicaStore.open() of the same key extends the replica. Until then it is the first to be deleted. Ignores
-        unknown keys. Raises EngineError once the engine has stopped.
+        ReplicaStore.open() extends the replica. Until then it is the first to be deleted. Ignores unknown keys. Raises
+        EngineError once the engine has stopped.
         """
 
     def promote(self, request: EngineRequest, replica: ReplicaKey, held_tokens: int) -> None:

@@ -22,6 +22,7 @@ from kaveri.engine.shared import Shared
 from kaveri.errors import InvalidArgument, KaveriError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.notes import NOTE_TOKENS_MAX, token_note
+from kaveri.kv.replicas.store import ReplicaKey
 from kaveri.kv.transfer.push import (
     PushAccepted,
     PushEvent,
@@ -73,6 +74,10 @@ class CopyOwner(Owner, Protocol):
     is_copied: bool
     """The request's blocks are or were copied; set by the copier."""
 
+    @property
+    def kept_as(self) -> ReplicaKey | None:
+        """Replica that the request's full blocks become once its holder has them; None if they are freed."""
+
 
 OwnerT = TypeVar("OwnerT", bound=CopyOwner)
 
@@ -100,6 +105,9 @@ class CopyAccount(Protocol[OwnerT]):
 
     def go_on(self, owner: OwnerT) -> None:
         """Let a stopped request take part in steps again."""
+
+    def keep(self, owner: OwnerT) -> int:
+        """Keep a request's full blocks as the replica `owner.kept_as`. Returns their tokens; 0 if there is no room."""
 
     def end(self, owner: OwnerT) -> None:
         """End a request and free its blocks."""
@@ -409,8 +417,10 @@ class Copier(Generic[OwnerT]):
                 return
             key, release = copy.owner.key, copy.release
             if release is not None and is_accepted:
+                kept_tokens = self._account.keep(copy.owner) if copy.owner.kept_as is not None else 0
+                kept_as = copy.owner.kept_as if kept_tokens else None
                 self._account.end(copy.owner)
-                self._shared.put(LetGo(key, release.token_count))
+                self._shared.put(LetGo(key, release.token_count, kept_as, kept_tokens))
                 return
             reason = copy.given_up or reason
             self._shared.put(ReplicaEnded(key, reason))

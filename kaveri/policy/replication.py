@@ -1,8 +1,8 @@
 """Chooses where to copy requests' KV, which copies to make, resume from or drop. Pure.
 
 Modes (holder: the instance that stores a copy of another instance's KV):
-pair    instances 0 and 1, 2 and 3, ... in order of id hold each other's copies (AcceLLM, section 4.1.2); if prompts are
-        kept where they are computed, that instance holds the copy
+pair    instances 0 and 1, 2 and 3, ... in order of id hold each other's copies (AcceLLM, section 4.1.2); if instances
+        keep the KV of requests that leave them, first the one that the request came from
 ring    the next instance by id holds them (DéjàVu, section 4.2.3)
 spread  the less loaded of two random instances, in another failure domain if possible
 
@@ -54,14 +54,16 @@ AnyReplication = ReplicationMode | Guarded[HolderPlacement]
 
 @dataclass(frozen=True, slots=True)
 class CopyRules:
-    """Rules of the copies of requests' KV: minimum lengths, in tokens, and where prompts are kept."""
+    """Which requests' KV is copied, with minimum lengths in tokens, and where to."""
 
     min_context_tokens: int = 256
     """Below this, recomputing is as fast as resuming."""
     min_rest_tokens: int = 16
     """Below this, the answer ends before its copy is complete."""
-    keeps_prompts: bool = False
-    """True if instances keep the KV of prompts that they have computed, as copies to extend."""
+    mode: AnyReplication = ReplicationMode.SPREAD
+    """Chooses the instance that holds a copy."""
+    keeps: bool = False
+    """True if instances keep the KV of requests that leave them, as copies to extend."""
 
     def is_worth_a_copy(self, context_tokens: int, rest_tokens: int | None) -> bool:
         """Return True if a request's KV should be copied. context_tokens: prompt and answer so far. rest_tokens: upper
@@ -79,7 +81,7 @@ def choose_holder(
     rng: random.Random,
     avoid: Collection[str] = (),
     is_fit: Callable[[ViewedInstance], bool] = lambda _: True,
-    prompt_id: str | None = None,
+    kept_at: str | None = None,
 ) -> ViewedInstance | None:
     """Choose the instance to store a KV copy of `needed_bytes` for a request of `owner`; None if there is none now.
 
@@ -87,9 +89,9 @@ def choose_holder(
     memory for copies, less that of copies sent but in no heartbeat yet (`unconfirmed`).
 
     mode: PAIR takes the owner's partner, RING the next instance by id, SPREAD the less loaded of two drawn by rng.
-    avoid: ids of instances not to use. is_fit: additional condition. prompt_id: instance that has computed the prompt,
-    if instances keep prompts; empty: unknown. PAIR then prefers it, and takes instances that prefill, too: a request
-    that they resume is decoded beside their prompts.
+    avoid: ids of instances not to use. is_fit: additional condition. kept_at: instance that the request came from, if
+    instances keep the KV of requests that leave them; empty: unknown. PAIR then prefers it, and takes instances that
+    prefill, too: a request that they resume is decoded beside their prompts.
     """
     if mode is ReplicationMode.OFF or owner.layout is None:
         return None
@@ -108,9 +110,9 @@ def choose_holder(
 
     holders = _holders(view, owner.model, owner.layout)
     match mode:
-        case ReplicationMode.PAIR if prompt_id is not None:
+        case ReplicationMode.PAIR if kept_at is not None:
             holders = _holders(view, owner.model, owner.layout, (Phase.PREFILL, Phase.DECODE))
-            options = (*holders.of(prompt_id), *holders.partner_of(owner.instance_id))
+            options = (*holders.of(kept_at), *holders.partner_of(owner.instance_id))
             return next(filter(takes, options), None)
         case ReplicationMode.PAIR:
             return next(filter(takes, holders.partner_of(owner.instance_id)), None)

@@ -17,7 +17,7 @@ from kaveri.engine.contract import (
     ReplicaEnded,
     StepTokens,
 )
-from kaveri.kv.replicas.store import ReplicaOrphaned
+from kaveri.kv.replicas.store import ReplicaDropped, ReplicaKey, ReplicaOrphaned
 from kaveri.testing.engine_conformance import MAX_MODEL_LEN, Pair, longest_blocks, make_request, running_pair
 from kaveri.testing.engine_recorder import SOON_S, wait_until_free
 from kaveri.testing.engine_replication import (
@@ -104,6 +104,36 @@ class ReleaseConformance:
                 assert drawn + target.decoded.token_ids[request.key] == answer, len(request.token_ids)
             assert let_go, "all have finished before they were released"
             assert not pair.decoded.of(ReleaseFailed)
+            wait_until_free(pair.prefill, pair.decode, target.decode)
+
+    def test_request_that_is_let_go_stays_as_a_replica_that_its_next_instance_extends(
+        self, harness: ReplicationHarness
+    ) -> None:
+        with (
+            running_pair(harness, admit=False) as target,
+            running_pair(harness, admit=False) as pair,
+            open_holder(harness, target) as holder,
+            open_holder(harness, pair, place="pool") as former,
+        ):
+            layout, request = pair.decode.info.layout, make_request(pair.prefill, "r", 42, 60)
+            kept_tokens = 42 // layout.block_tokens * layout.block_tokens
+            holder.begin(pair, request)
+            assert former.keeper is not None
+            former.keeper.keep(request.key, replica_key(request.key))
+            drawn = _release(pair, holder, request)
+            (let_go,) = pair.decoded.of(LetGo, request.key)
+            assert (let_go.kept_as, let_go.kept_tokens) == (replica_key(request.key), kept_tokens)
+            holder.resume(target, request, drawn)
+            target.decoded.wait_for(Landed, request.key)
+            next_key = ReplicaKey("r", 0, 9)
+            ticket = former.store.open(next_key, layout, 43, 60.0, extends=replica_key(request.key))
+            assert ticket.first_block * layout.block_tokens == kept_tokens
+            target.decode.replicate(request.key, ticket)
+            wait_until_grown(target.decoded, request.key, kept_tokens)
+            target.decode.admit(request.key)
+            target.decoded.wait_for_finish(request.key)
+            assert drawn + target.decoded.token_ids[request.key] == harness.answer(request.token_ids, 60)
+            former.log.wait_for(ReplicaDropped, lambda event: event.key == next_key)
             wait_until_free(pair.prefill, pair.decode, target.decode)
 
     def test_others_run_on_while_a_request_is_released(self, harness: ReplicationHarness) -> None:

@@ -324,13 +324,13 @@ class ReplicationConformance:
             request = make_request(pair.prefill, "r", 42, 60)
             key, kept_tokens = replica_key(request.key), 42 // layout.block_tokens * layout.block_tokens
             when_there_is_room(lambda: pair.prefill.prefill(request))
-            keeper.keep_prompt(EngineKey("unknown", 1), ReplicaKey("unknown", 0, 1))
-            keeper.keep_prompt(request.key, key)
+            keeper.keep(EngineKey("unknown", 1), ReplicaKey("unknown", 0, 1))
+            keeper.keep(request.key, key)
             pair.prefill.push_to(request.key, pair.reserve(request))
             pushed = pair.prefilled.wait_for(KvPushed, request.key)
             assert (pushed.kept_as, pushed.kept_tokens) == (key, kept_tokens)
             assert holder.store.token_ids(key) == request.token_ids[:kept_tokens]
-            ticket = holder.store.open(key, layout, len(request.token_ids), 60.0)
+            ticket = holder.store.open(key, layout, len(request.token_ids), 60.0, extends=key)
             assert ticket.first_block == kept_tokens // layout.block_tokens, "the prompt is not copied again"
             pair.decode.replicate(request.key, ticket)
             wait_until_grown(pair.decoded, request.key, kept_tokens)

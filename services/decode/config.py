@@ -54,8 +54,8 @@ class BatchConfig(InstanceConfig):
     decode_range_end: RangeEnd = setting("end of predicted lengths that counts: low or high", RangeEnd.LOW)  # noqa: RUF009
 
     @property
-    def keeps_prompts(self) -> bool:
-        """True if the KV of a prompt stays where it was computed, as the copy of its request."""
+    def keeps_kv(self) -> bool:
+        """True if the KV of a request that leaves an instance stays there, as its copy."""
         return self.replication is ReplicationMode.PAIR and self.replica_place == "pool"
 
     @property

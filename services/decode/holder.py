@@ -10,7 +10,7 @@ from functools import partial
 from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.replica import ReplicaOffer, Resumed, Resumption
 from kaveri.domain.view import InstanceLoad
-from kaveri.engine.contract import EngineEvent, EngineKey, KeepingEngine, KvPushed
+from kaveri.engine.contract import EngineEvent, EngineKey, KeepingEngine, KvPushed, LetGo
 from kaveri.errors import InvalidArgument, KaveriError, NoCapacity, RequestNotFound, Unavailable
 from kaveri.kv.replicas.store import (
     ReplicaDropped,
@@ -65,6 +65,13 @@ class HeldReplica:
     """Result of the current or the last resumption."""
     state: copy_holder.State = field(default_factory=Growing)
 
+    kept_here: bool = False
+    """True if this instance computed it, and the request has left."""
+
+    def is_first_part_of(self, offer: ReplicaOffer) -> bool:
+        """Return True if the copy holds the first tokens of the request that is offered."""
+        return self.kept_here and offer.ownership.is_same_request(self.offer.ownership)
+
     @property
     def newest(self) -> Term:
         term = self.offer.ownership.term
@@ -99,8 +106,8 @@ class ReplicaHolder:
         """Set once a drain has no copy left; None: not draining."""
         self._store = store
         self._keeper = keeper
-        self._prompts: dict[EngineKey, ReplicaOffer] = {}
-        """Prompts computed here whose KV is to be kept, in place of the offers of the instances that decode them."""
+        self._leaving: dict[EngineKey, ReplicaOffer] = {}
+        """Requests whose KV is to be kept when they leave, each with the offer that their next instance may make."""
         metrics.watch(store)
 
     async def run(self) -> None:
@@ -142,14 +149,13 @@ class ReplicaHolder:
                 raise Unavailable("the owner has asked for a later copy", retry_after_s=_RETRY_AFTER_S)
         self._instance.owners.note_owner(request_id, offer.ownership)
         key = _key_of(offer)
-        if former is not None and not (former.key == key and isinstance(former.state, Complete)):
+        if former is not None and not (isinstance(former.state, Complete) and former.is_first_part_of(offer)):
             self._take(former, copy_holder.EndRequested("replaced"))
             former = None
-        # The store extends a copy of the same owner that it has.
-        ticket = self._open(key, offer)
+        ticket = self._open(key, offer, former.key if former is not None else None)
         if former is not None:
             former.left.set()
-        watermark = former.watermark if former is not None else 0
+        watermark = self._store.watermark(key) if former is not None else 0
         self._held[request_id] = HeldReplica(key, offer, time.monotonic(), offer.token_count, watermark)
         get_logger().info(
             "replica_held",
@@ -161,23 +167,23 @@ class ReplicaHolder:
         )
         return ticket
 
-    def keep_prompt(self, key: EngineKey, offer: ReplicaOffer) -> None:
-        """Keep the KV of a prompt that this instance's engine is about to push, once the push is accepted, as if the
-        instance that decodes the request had pushed it here. offer: that instance's, as it will come; it then extends
-        the copy. Ignored if the engine keeps no copies. Raises EngineError."""
+    def keep(self, key: EngineKey, offer: ReplicaOffer) -> None:
+        """Keep the KV of a request that leaves this instance, as a prompt that is pushed or as a running request that
+        moves, once the next instance has it: as if that instance had pushed it here. offer: of the next instance, which
+        extends the copy when it asks for one. Ignored if the engine keeps no copies. Raises EngineError."""
         if self._keeper is not None and self._drained is None:
-            self._prompts[key] = offer
-            self._keeper.keep_prompt(key, _key_of(offer))
+            self._leaving[key] = offer
+            self._keeper.keep(key, _key_of(offer))
 
-    def forget_prompt(self, key: EngineKey) -> None:
-        """Undo keep_prompt(): the push was not accepted."""
-        self._prompts.pop(key, None)
+    def forget(self, key: EngineKey) -> None:
+        """Undo keep(): the request does not leave."""
+        self._leaving.pop(key, None)
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
         """Handle a batch of engine events, after the prefill side."""
         for event in events:
-            if isinstance(event, KvPushed):
-                offer = self._prompts.pop(event.key, None)
+            if isinstance(event, KvPushed | LetGo):
+                offer = self._leaving.pop(event.key, None)
                 if event.kept_as is not None:
                     self._keep(offer, event.kept_as, event.kept_tokens)
 
@@ -190,9 +196,10 @@ class ReplicaHolder:
         if former is not None:
             self._take(former, copy_holder.EndRequested("replaced"))
         now_s = time.monotonic()
-        held = HeldReplica(key, offer, now_s, token_count, token_count, state=Complete(now_s + COMPLETE_COPY_S))
+        state = Complete(now_s + COMPLETE_COPY_S)
+        held = HeldReplica(key, offer, now_s, token_count, token_count, state=state, kept_here=True)
         self._held[key.request_id] = held
-        get_logger().bind(**_name_of(held)).info("prompt_kept", owner_id=offer.owner_id, tokens=token_count)
+        get_logger().bind(**_name_of(held)).info("kv_kept", owner_id=offer.owner_id, tokens=token_count)
 
     async def resume(self, resumption: Resumption) -> Resumed:
         """Resume a request from its KV copy; return once the KV is in the engine. Repeated calls of one attempt share
@@ -283,11 +290,11 @@ class ReplicaHolder:
             raise wrong_secret()
         return held
 
-    def _open(self, key: ReplicaKey, offer: ReplicaOffer) -> Ticket:
+    def _open(self, key: ReplicaKey, offer: ReplicaOffer, extends: ReplicaKey | None) -> Ticket:
         expires_in_s = min(offer.timeout_s, _QUIET_S)
         while True:
             try:
-                return self._store.open(key, offer.layout, offer.token_count, expires_in_s, stays=True)
+                return self._store.open(key, offer.layout, offer.token_count, expires_in_s, stays=True, extends=extends)
             except NoCapacity as error:
                 if self._drop_complete():
                     continue
@@ -367,7 +374,9 @@ class ReplicaHolder:
             held_tokens = usable_tokens(self._store.token_ids(held.key), resumption, held.offer.layout.block_tokens)
             if self._keeper is not None:
                 promote = partial(self._keeper.promote, replica=held.key, held_tokens=held_tokens)
-                self._instance.promote(resumption, held_tokens, promote)
+                # A former owner that has let it go has the same tokens, and may keep their KV.
+                is_whole = held_tokens == len(resumption.token_ids) - 1
+                self._instance.promote(resumption, held_tokens, promote, held.offer.owner_id if is_whole else "")
             else:
                 request, ticket = await self._instance.reserve_resumed(resumption, held_tokens)
                 await self._land(held, request, ticket)

@@ -142,6 +142,7 @@ class DecodeInstance:
         place = self._end_former(request_id, ownership, placement)
         request = self._open(engine_request, ownership, timeout_s, predicted_length, waits, traceparent)
         request.placement, request.source, request.placed_by = placement, layout, placed_by
+        request.kept_at = placed_by
         request.answer = asyncio.get_running_loop().create_future()
         self._room.join(request_id, needed_blocks, len(token_ids), place)
         self._give()
@@ -161,10 +162,12 @@ class DecodeInstance:
             self._turn_away(request)
         return request, await self._granted(request)
 
-    def promote(self, resumption: Resumption, held_tokens: int, promote: Callable[[EngineRequest], None]) -> None:
+    def promote(
+        self, resumption: Resumption, held_tokens: int, promote: Callable[[EngineRequest], None], former_id: str
+    ) -> None:
         """Resume a request from a KV copy of `held_tokens` tokens in the engine's own blocks; as reserve_resumed(), but
-        nothing has to arrive. promote: turns the copy into the request in the engine. Raises as reserve() without
-        `waits`, and TransferFailed."""
+        nothing has to arrive. promote: turns the copy into the request in the engine. former_id: instance that may keep
+        the same KV; empty: none. Raises as reserve() without `waits`, and TransferFailed."""
         request = self._open_resumed(resumption, held_tokens)
         try:
             if not self._has_room_for(request, self._engine.info.layout.block_count(held_tokens)):
@@ -177,6 +180,7 @@ class DecodeInstance:
         self._take(request, decoding.BareEvent.ADOPTED)
         assert request.resumed is not None
         request.resumed.landed.set_result(True)
+        request.kept_at = former_id
         self._admit()
         self.owners.announce(request)
 

@@ -129,7 +129,7 @@ def with_replicas(
         layout=engine.info.layout,
         failure_domain=config.failure_domain,
     )
-    rules = CopyRules(config.replica_min_tokens, keeps_prompts=config.keeps_prompts)
+    rules = CopyRules(config.replica_min_tokens, mode=config.replication, keeps=config.keeps_kv)
 
     def is_there(instance_id: str, life: int) -> bool:
         status = store.view().instances.get(instance_id)
@@ -137,8 +137,8 @@ def with_replicas(
 
     keeper = keeper_of(config, engine)
     holder = ReplicaHolder(instance, replicas, incarnation, config.orphan_grace_s, is_there, metrics, keeper)
-    replicator = Replicator(engine, instance, store, own, config.replication, rules, rng, metrics)
-    return ReplicatedDecode(instance, holder, replicator, always_holds=config.keeps_prompts), holder
+    replicator = Replicator(engine, instance, store, own, rules, rng, metrics, holder)
+    return ReplicatedDecode(instance, holder, replicator, always_holds=config.keeps_kv), holder
 
 
 def _make_store(config: BatchConfig, engine: DecodeEngine) -> ReplicaStore:

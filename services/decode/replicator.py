@@ -40,7 +40,6 @@ from kaveri.lives.copy_owner import Alone, Copied, Holder, Leaving, Moving, Open
 from kaveri.lives.decoding import Ended, Outcome, Running
 from kaveri.policy.balance import Moves, RunningRequest, plan_moves
 from kaveri.policy.replication import (
-    AnyReplication,
     CopyRules,
     ReplicationMode,
     choose_holder,
@@ -60,6 +59,7 @@ from kaveri.wire.attempts import ownership_fields, ownership_to_proto
 from kaveri.wire.messages import ticket_from_proto
 from kaveri.wire.replicas import offer_to_proto
 from kaveri.wire.status import error_of
+from services.decode.holder import ReplicaHolder
 from services.decode.instance import DecodeInstance
 from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.requests import DecodeRequest
@@ -98,17 +98,18 @@ class Replicator:
         instance: DecodeInstance,
         store: ClusterStore,
         own: InstanceRecord,
-        mode: AnyReplication,
         rules: CopyRules,
         rng: random.Random,
         metrics: ReplicaMetrics,
+        holder: ReplicaHolder | None = None,
     ) -> None:
-        """own: this instance; its address is not read. mode: chooses holders. rules: which requests to copy."""
+        """own: this instance; its address is not read. rules: which requests to copy, and where. holder: keeps the KV
+        of requests that move, if these rules say so."""
         self._engine = engine
         self._instance = instance
         self._store = store
         self._own = own
-        self._mode = mode
+        self._holder = holder
         self._rules = rules
         self._rng = rng
         self._metrics = metrics
@@ -159,6 +160,7 @@ class Replicator:
                     self._lost(key, reason)
                 case ReleaseFailed(key, reason):
                     get_logger().info("release_failed", request_id=key.request_id, reason=reason)
+                    self._forget(key)
                     self._take(key, copy_owner.BareEvent.MOVE_FAILED)
                 case LetGo(key, token_count):
                     # An aborted request was not moved: _look() closes its copy.
@@ -186,6 +188,7 @@ class Replicator:
             if state != Ended(Outcome.FAILED):
                 self._take(key, copy_owner.RequestEnded(isinstance(state, Ended) and state.outcome in _GIVEN_UP))
             del self._owned[key]
+            self._forget(key)
         for key, request in here.items():
             self._owned.setdefault(key, _Owned(request, Alone(), request.ownership))
         self._level(now_s)
@@ -207,6 +210,10 @@ class Replicator:
         self._moved.retain(view)
         self._resting_until_s = {name: until_s for name, until_s in self._resting_until_s.items() if until_s > now_s}
         self._channels.retain(view.incarnations())
+
+    def _forget(self, key: EngineKey) -> None:
+        if self._holder is not None:
+            self._holder.forget(key)
 
     def _is_worth_a_copy(self, request: DecodeRequest) -> bool:
         return self._rules.is_worth_a_copy(request.context_tokens, request.rest_tokens)
@@ -314,7 +321,7 @@ class Replicator:
             return is_there and (stays or self._has_room(instance, owned.request))
 
         found = choose_holder(
-            ReplicationMode.SPREAD if target is not None or self._migrates else self._mode,
+            ReplicationMode.SPREAD if target is not None or self._migrates else self._rules.mode,
             self._store.view(),
             self._own,
             needed_bytes,
@@ -322,7 +329,7 @@ class Replicator:
             self._rng,
             avoid,
             is_fit,
-            owned.request.placed_by if self._rules.keeps_prompts else None,
+            owned.request.kept_at if self._rules.keeps else None,
         )
         if found is None and target is not None:
             return
@@ -358,8 +365,12 @@ class Replicator:
             case copy_owner.SendLocation(replica):
                 self._instance.owners.announce_replica(owned.request, replica)
             case copy_owner.ReleaseInEngine():
+                assert isinstance(owned.copy, Moving)
+                key = owned.request.engine_request.key
                 try:
-                    self._engine.release(owned.request.engine_request.key, _RELEASE_TIMEOUT_S)
+                    if self._holder is not None and self._rules.keeps:
+                        self._holder.keep(key, self._offer(owned.request, owned.copy.holder))
+                    self._engine.release(key, _RELEASE_TIMEOUT_S)
                 except EngineError:
                     return  # it stopped; EngineStopped follows and ends every request
             case copy_owner.EndAsMoved(replica):
@@ -408,18 +419,22 @@ class Replicator:
             self._unconfirmed.remove(key, holder.instance_id)
             self._refused(request, offered, holder, error)
 
-    async def _open(self, owned: _Owned, holder: Holder) -> decode_pb2.OpenReplicaResponse:
-        request = owned.request
-        offer = ReplicaOffer(
+    def _offer(self, request: DecodeRequest, owner: Holder) -> ReplicaOffer:
+        """Offer a copy of the request. owner: the instance that runs it, and the number of the copy."""
+        return ReplicaOffer(
             request.request_id,
             request.ownership,
-            self._own.instance_id,
-            self._own.incarnation,
+            owner.instance_id,
+            owner.incarnation,
             self._engine.info.layout,
             request.context_tokens,
             max(0.001, request.expires_s - time.monotonic()),
-            holder.number,
+            owner.number,
         )
+
+    async def _open(self, owned: _Owned, holder: Holder) -> decode_pb2.OpenReplicaResponse:
+        request = owned.request
+        offer = self._offer(request, Holder(self._own.instance_id, self._own.incarnation, "", holder.number))
         owned.told = request.ownership
         try:
             with self._channels.calling(DecodeServiceStub, holder.address) as stub:

@@ -177,6 +177,8 @@ class DecodeRequest:
     """Number of the Reserve call within the attempt; 0: not counted."""
     placed_by: str = ""
     """Id of the prefill instance that reserved the room; empty: unknown or none."""
+    kept_at: str = ""
+    """Id of the instance that the request came from, which may keep its KV; empty: unknown or none."""
     answer: asyncio.Future[Ticket] | None = None
     """Result of the Reserve call; None: prefilled on this instance."""
     deadline: asyncio.TimerHandle | None = None

@@ -163,7 +163,7 @@ def instance_host(
 
 def _prompt_keeper(config: PhasesConfig, engine: BuiltEngine, holder: ReplicaHolder | None) -> PromptKeeper | None:
     """Return what keeps prompts where they are computed; None: nobody does."""
-    if holder is None or not config.keeps_prompts:
+    if holder is None or not config.keeps_kv:
         return None
     return _HolderOfPrompts(holder, engine.info.layout, config.replica_min_tokens)
 
@@ -188,10 +188,10 @@ class _HolderOfPrompts:
             request.token_count,
             request.deadline_s - time.monotonic(),
         )
-        self._holder.keep_prompt(request.engine_request.key, offer)
+        self._holder.keep(request.engine_request.key, offer)
 
     def forget(self, request: PrefillRequest) -> None:
-        self._holder.forget_prompt(request.engine_request.key)
+        self._holder.forget(request.engine_request.key)
 
 
 def _level(config: PhasesConfig, prefill: PrefillRole, view: ClusterView) -> None:

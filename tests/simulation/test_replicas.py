@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kaveri.domain.replica import Resumption
+from kaveri.domain.view import DrainWay
 from kaveri.errors import NoCapacity
 from kaveri.policy.replication import ReplicationMode
 from kaveri.text.tokenizer import ModelTokenizer
@@ -223,7 +224,7 @@ _PAIRS: dict[str, object] = {
     "prefills_hold_copies": True,
 }
 """The prompt's KV stays where it was computed, and the instance that decodes extends it there."""
-_KEPT = "log info prompt_kept request_id=moved"
+_KEPT = "log info kv_kept request_id=moved"
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.004, 0.02, 0.1, 0.7])
@@ -262,3 +263,20 @@ def test_an_instance_that_drains_moves_an_answer_whose_copy_is_where_prompts_are
     assert resumed(result)[0][1] == 1, "it was cut off, not moved"
     (line,) = (line for line in result.lines if "request_resumed" in line)
     assert line.split()[1].startswith(f"decode-{1 - int(owner[-1])}#")
+
+
+def test_an_instance_that_an_answer_has_left_keeps_its_kv_and_holds_the_next_copy(tokenizer: ModelTokenizer) -> None:
+    owner, _ = owner_of(tokenizer, **_PAIRS)
+    other = f"decode-{1 - int(owner[-1])}"
+    flip = Fault(
+        kind=FaultKind.FLIP, after=_WHOLE, at_s=0.3, target=owner, other="prefill", drain=DrainWay.MIGRATE, lasts_s=9.0
+    )
+    result = run(replicated([flip], **_PAIRS), tokenizer)  # type: ignore[arg-type]
+    assert prompts_of(result) == 1
+    assert [again for _, again in resumed(result)] == [1]
+    kept = [line for line in result.lines if "kv_kept request_id=moved" in line and f" {owner}#" in line]
+    assert len(kept) == 1
+    granted = [line for line in result.lines if f"{other}#1" in line and "DecodeService/OpenReplica" in line]
+    (ticket,) = (line for line in granted if "first_block" in line)
+    first_block = int(re.search(r"first_block: (\d+)", ticket)[1])  # type: ignore[index]
+    assert first_block * BLOCK_TOKENS > 100, "only what was drawn behind the prompt is new"

@@ -139,10 +139,10 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
             self._lifecycle.replicas = replicas
         return replicas
 
-    def keep_prompt(self, key: EngineKey, replica: ReplicaKey) -> None:
+    def keep(self, key: EngineKey, replica: ReplicaKey) -> None:
         with self._shared.lock:
             self._shared.require_alive()
-            self._lifecycle.keep_prompt(key, replica)
+            self._lifecycle.keep_later(key, replica)
 
     def promote(self, request: EngineRequest, replica: ReplicaKey, held_tokens: int) -> None:
         self.info.require_servable(request)

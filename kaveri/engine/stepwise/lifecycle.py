@@ -155,14 +155,15 @@ class Lifecycle:
             self.residency.remove(sequence)
         self._settle(sequence)
 
-    def keep_prompt(self, key: EngineKey, replica: ReplicaKey) -> None:
-        sequence = self.prefills.get(key)
+    def keep_later(self, key: EngineKey, replica: ReplicaKey) -> None:
+        """Mark a request to be kept as a replica when it leaves, as KeepingEngine.keep()."""
+        sequence = self.prefills.get(key) or self.decodes.get(key)
         if sequence is not None:
             sequence.kept_as = replica
 
     def keep(self, sequence: Sequence) -> int:
         block_tokens, kept_as = self._info.layout.block_tokens, sequence.kept_as
-        block_count = sequence.prompt_tokens // block_tokens
+        block_count = sequence.computed // block_tokens
         token_ids = sequence.token_ids[: block_count * block_tokens]
         assert kept_as is not None, "it is not to be kept"
         if self.replicas is None or not token_ids or not self.replicas.adopt(kept_as, sequence, token_ids):

@@ -104,7 +104,14 @@ class Replicas:
         self._listener = listener
 
     def open(
-        self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float, *, stays: bool = False
+        self,
+        key: ReplicaKey,
+        layout: KvLayout,
+        token_count: int,
+        expires_in_s: float,
+        *,
+        stays: bool = False,
+        extends: ReplicaKey | None = None,
     ) -> Ticket:
         self._layout.require_same(replace(layout, tensor_ranks=1))
         parts = ticket_parts(layout, self._layout, (self._receiver.endpoints,))
@@ -116,14 +123,18 @@ class Replicas:
         require_seconds("expires_in_s", expires_in_s)
         block_count = token_count // layout.block_tokens + _BLOCKS_AHEAD
         with self._lock:
-            former = self._replicas.get(key)
-            extends = former is not None and not parts and self._may_be_extended(former, block_count)
-        if not extends:
-            self.drop(key)
+            former = self._replicas.get(extends) if extends is not None and not parts else None
+            if former is not None and not self._may_be_extended(former, block_count):
+                former = None
+        for unwanted in {key, extends} - {former.key if former is not None else None}:
+            if unwanted is not None:
+                self.drop(unwanted)
         with self._lock:
             if self._closed:
                 raise TransferFailed("the replica store is closed")
-            replica = (self._replicas.get(key) if extends else None) or Replica(key, Kept())
+            replica = Replica(key, Kept())
+            if former is not None and self._replicas.get(former.key) is former:
+                replica = former
             first_block = len(replica.block_ids)
             # Earlier ones wait for the next free block.
             if self._starved:
@@ -150,6 +161,8 @@ class Replicas:
             except KaveriError:
                 self._allocator.release_last(replica, len(block_ids))
                 raise
+            self._replicas.pop(replica.key, None)
+            replica.key = key
             replica.block_ids += block_ids
             replica.first_block, replica.stays, replica.is_given_up = first_block, stays, False
             replica.state = Receiving(ticket.transfer_id)

@@ -95,13 +95,22 @@ class ReplicaStore(Protocol):
         """Start accepting replicas, and send their events to `listener`."""
 
     def open(
-        self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float, *, stays: bool = False
+        self,
+        key: ReplicaKey,
+        layout: KvLayout,
+        token_count: int,
+        expires_in_s: float,
+        *,
+        stays: bool = False,
+        extends: ReplicaKey | None = None,
     ) -> Ticket:
         """Reserve blocks for a new replica and return the ticket with which its owner pushes KV into them.
 
         Reserves the whole blocks of `token_count` tokens and one more. Each mark (verified checkpoint) of the owner
         grants it further blocks, once some are free. expires_in_s: the owner is presumed lost after this long without a
         mark. stays: keep the replica, unless empty, when its owner gives it up. Replaces a replica of the same key.
+        extends: a replica that no owner extends, of the same request, whose tokens are the request's first ones. It
+        becomes this one, if it can, and the ticket begins behind its blocks; otherwise it is deleted.
 
         Raises NoCapacity when the memory is full or other replicas wait for blocks, LayoutMismatch unless the layout is
         the store's own, and InvalidArgument for other values out of range.

@@ -35,7 +35,17 @@ class Store:
         self.sealed: set[ReplicaKey] = set()
         self.lives = {("d0", 1)}
 
-    def open(self, key: ReplicaKey, layout: KvLayout, token_count: int, expires_in_s: float, *, stays: bool) -> str:
+    def open(
+        self,
+        key: ReplicaKey,
+        layout: KvLayout,
+        token_count: int,
+        expires_in_s: float,
+        *,
+        stays: bool,
+        extends: ReplicaKey | None,
+    ) -> str:
+        self.keys.discard(extends or key)
         self.keys.add(key)
         return f"ticket of {key}"
 
@@ -241,7 +251,7 @@ class Keeper:
     def __init__(self) -> None:
         self.kept: list[tuple[EngineKey, ReplicaKey]] = []
 
-    def keep_prompt(self, key: EngineKey, replica: ReplicaKey) -> None:
+    def keep(self, key: EngineKey, replica: ReplicaKey) -> None:
         self.kept.append((key, replica))
 
 
@@ -264,7 +274,7 @@ def pushed(store: Store, holder: ReplicaHolder) -> None:
 
 def test_a_kept_prompt_is_a_complete_copy_until_its_owner_extends_it(store: Store) -> None:
     holder, keeper = keeping(store)
-    holder.keep_prompt(PROMPT, offer(0))
+    holder.keep(PROMPT, offer(0))
     assert keeper.kept == [(PROMPT, KEY)]
     pushed(store, holder)
     held = holder._held["r"]
@@ -278,9 +288,9 @@ def test_a_kept_prompt_is_a_complete_copy_until_its_owner_extends_it(store: Stor
 @pytest.mark.parametrize("why", ["its request has ended", "another copy of it is here", "the holder drains"])
 def test_a_prompt_that_nobody_can_use_is_not_kept(store: Store, why: str) -> None:
     holder, _ = keeping(store)
-    holder.keep_prompt(PROMPT, offer(0))
+    holder.keep(PROMPT, offer(0))
     if why == "its request has ended":
-        holder.forget_prompt(PROMPT)
+        holder.forget(PROMPT)
     elif why == "the holder drains":
         holder.drain()
     else:
@@ -293,5 +303,5 @@ def test_a_prompt_that_nobody_can_use_is_not_kept(store: Store, why: str) -> Non
 def test_a_holder_that_drains_keeps_no_prompts(store: Store) -> None:
     holder, keeper = keeping(store)
     holder.drain()
-    holder.keep_prompt(PROMPT, offer(0))
+    holder.keep(PROMPT, offer(0))
     assert not keeper.kept

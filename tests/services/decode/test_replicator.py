@@ -16,7 +16,7 @@ from kaveri.lives.copy_owner import Alone, Copied, Holder, Leaving, Moving
 from kaveri.lives.decoding import Ended, Landed, Outcome, Running
 from kaveri.policy.balance import Moves
 from kaveri.policy.growth import BatchMember
-from kaveri.policy.replication import CopyRules, ReplicationMode
+from kaveri.policy.replication import CopyRules
 from services.decode import replicator as decode_replicator
 from services.decode.replica_metrics import ReplicaMetrics
 from services.decode.replicator import Replicator, _Owned
@@ -50,7 +50,6 @@ class Bench:
             self.instance,  # type: ignore[arg-type]
             store,  # type: ignore[arg-type]
             InstanceRecord("d0", 1, Role.ENGINE, "127.0.0.1:0", "m"),
-            ReplicationMode.SPREAD,
             CopyRules(),
             random.Random(1),
             registry,

@@ -250,9 +250,9 @@ class SimulatedEngine:
         )
         return replicas
 
-    def keep_prompt(self, key: EngineKey, replica: ReplicaKey) -> None:
+    def keep(self, key: EngineKey, replica: ReplicaKey) -> None:
         self._shared.require_alive()
-        self._lifecycle.keep_prompt(key, replica)
+        self._lifecycle.keep_later(key, replica)
 
     def promote(self, request: EngineRequest, replica: ReplicaKey, held_tokens: int) -> None:
         self._shared.require_alive()
