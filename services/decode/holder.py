@@ -168,9 +168,11 @@ class ReplicaHolder:
         return ticket
 
     def keep(self, key: EngineKey, offer: ReplicaOffer) -> None:
-        """Keep the KV of a request that leaves this instance, as a prompt that is pushed or as a running request that
-        moves, once the next instance has it: as if that instance had pushed it here. offer: of the next instance, which
-        extends the copy when it asks for one. Ignored if the engine keeps no copies. Raises EngineError."""
+        """Keep the KV of a request that is about to leave for another instance: a prompt that is pushed there, or a
+        running request that moves. Once it has left, what stays counts as a copy that nobody extends. When the other
+        instance asks for a copy of the request, open() goes on from there, so the same KV does not come back.
+
+        offer: what the other instance will ask for. Ignored if the engine keeps no copies. Raises EngineError."""
         if self._keeper is not None and self._drained is None:
             self._leaving[key] = offer
             self._keeper.keep(key, _key_of(offer))
@@ -189,6 +191,9 @@ class ReplicaHolder:
 
     def _keep(self, offer: ReplicaOffer | None, key: ReplicaKey, token_count: int) -> None:
         former = self._held.get(key.request_id)
+        if former is not None and former.key == key:
+            # The next instance was faster than this news, and its copy has replaced what was kept.
+            return
         is_free = former is None or isinstance(former.state, Complete)
         if offer is None or not is_free or self._drained is not None:
             self._store.drop(key)
@@ -273,7 +278,9 @@ class ReplicaHolder:
         usage = self._store.usage()
         complete = (held for held in self._held.values() if isinstance(held.state, Complete))
         unneeded_bytes = sum(copy_bytes(held.offer.layout, held.watermark, ahead=0) for held in complete)
-        free_bytes = 0 if self._drained is not None else usage.total_bytes - usage.used_bytes + unneeded_bytes
+        if self._drained is not None:
+            return replace(load, replica_free_bytes=0, replica_total_bytes=0)
+        free_bytes = min(usage.total_bytes, usage.total_bytes - usage.used_bytes + unneeded_bytes)
         return replace(load, replica_free_bytes=free_bytes, replica_total_bytes=usage.total_bytes)
 
     def check_integrity(self) -> None:
@@ -296,7 +303,7 @@ class ReplicaHolder:
             try:
                 return self._store.open(key, offer.layout, offer.token_count, expires_in_s, stays=True, extends=extends)
             except NoCapacity as error:
-                if self._drop_complete():
+                if self._drop_complete(extends):
                     continue
                 if not self._make_room(offer):
                     raise
@@ -304,8 +311,9 @@ class ReplicaHolder:
                 reason = "shorter copies were dropped to make room"
                 raise NoCapacity("replica", COPY_MADE_ROOM_RETRY_S, reason) from error
 
-    def _drop_complete(self) -> bool:
-        complete = next((held for held in self._held.values() if isinstance(held.state, Complete)), None)
+    def _drop_complete(self, but: ReplicaKey | None) -> bool:
+        others = (held for held in self._held.values() if held.key != but)
+        complete = next((held for held in others if isinstance(held.state, Complete)), None)
         if complete is not None:
             self._take(complete, copy_holder.EndRequested("given_up"))
         return complete is not None
@@ -450,7 +458,10 @@ class ReplicaHolder:
                 if is_old and not self._is_there(held.offer.owner_id, held.offer.owner_incarnation):
                     self._take(held, copy_holder.OwnerLost("its owner has left the cluster"), now_s)
                 elif self._is_starved(held, now_s):
-                    self._take(held, copy_holder.BareEvent.BLOCK_MISSED, now_s)
+                    # In the pool an orphan would take blocks from requests.
+                    in_pool = self._keeper is not None
+                    missed = copy_holder.EndRequested("full") if in_pool else copy_holder.BareEvent.BLOCK_MISSED
+                    self._take(held, missed, now_s)
 
     def _is_memory_scarce(self) -> bool:
         usage = self._store.usage()

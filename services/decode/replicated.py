@@ -59,7 +59,9 @@ class ReplicatedDecode:
 
     def drain(self, retry_after_s: float = DRAIN_RETRY_S, way: DrainWay = DrainWay.MIGRATE) -> None:
         self._instance.drain(retry_after_s, way)
-        if not (self._always_holds and retry_after_s == 0):
+        if self._always_holds and retry_after_s == 0:
+            self._holder.undrain()
+        else:
             self._holder.drain()
         self._replicator.drain(way)
 

@@ -256,7 +256,9 @@ class Replicator:
         if target is not None:
             return _is_life(holder, target)
         status = self._store.view().instances.get(holder.instance_id)
-        return not self._migrates or status is None or accepts(status, Phase.DECODE)
+        if not self._moves(request) or status is None or accepts(status, Phase.DECODE):
+            return True
+        return self._holder_for(request) is None
 
     def _target_of(self, key: EngineKey) -> InstanceRecord | None:
         """Instance to which the request is planned to move; None: it stays, or moves wherever a drain finds room."""
@@ -311,36 +313,42 @@ class Replicator:
     def _choose(self, owned: _Owned, now_s: float) -> None:
         if self._asked_count >= COPY_REQUESTS_MAX or now_s < self._none_until_s:
             return
-        needed_bytes = copy_bytes(self._engine.info.layout, owned.request.context_tokens)
-        key, avoid = owned.request.engine_request.key, self._resting_until_s
-        target = self._target_of(key)
-
-        def is_fit(instance: ViewedInstance) -> bool:
-            is_there = target is None or instance.record.instance_id == target.instance_id
-            stays = target is None and not self._migrates
-            return is_there and (stays or self._has_room(instance, owned.request))
-
-        found = choose_holder(
-            ReplicationMode.SPREAD if target is not None or self._migrates else self._rules.mode,
-            self._store.view(),
-            self._own,
-            needed_bytes,
-            self._unconfirmed,
-            self._rng,
-            avoid,
-            is_fit,
-            owned.request.kept_at if self._rules.keeps else None,
-        )
-        if found is None and target is not None:
+        request = owned.request
+        key, found = request.engine_request.key, self._holder_for(request)
+        if found is None and self._target_of(key) is not None:
             return
         if found is None:
             # Other requests would most likely find none either, and a failed search scans the whole cluster.
             self._none_until_s = now_s + NO_HOLDER_S
             return
+        needed_bytes = copy_bytes(self._engine.info.layout, request.context_tokens)
         self._unconfirmed.add(key, found, needed_bytes)
         record = found.record
         holder = Holder(record.instance_id, record.incarnation, record.address, next(self._numbers))
         self._take(key, copy_owner.HolderChosen(holder))
+
+    def _holder_for(self, request: DecodeRequest) -> ViewedInstance | None:
+        """Choose an instance for the request's copy, where the request itself has room if it is to leave."""
+        target = self._target_of(request.engine_request.key)
+
+        def is_fit(instance: ViewedInstance) -> bool:
+            is_there = target is None or instance.record.instance_id == target.instance_id
+            stays = target is None and not self._migrates
+            return is_there and (stays or self._has_room(instance, request))
+
+        # A copy that is kept where its request came from may be of no use in a drain.
+        is_free = target is not None or (self._migrates and self._rules.keeps)
+        return choose_holder(
+            ReplicationMode.SPREAD if is_free else self._rules.mode,
+            self._store.view(),
+            self._own,
+            copy_bytes(self._engine.info.layout, request.context_tokens),
+            self._unconfirmed,
+            self._rng,
+            self._resting_until_s,
+            is_fit,
+            request.kept_at if self._rules.keeps else None,
+        )
 
     def _take(self, key: EngineKey, event: copy_owner.Event) -> None:
         owned = self._owned.get(key)

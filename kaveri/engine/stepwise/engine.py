@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Sequence as Ordered
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 from kaveri.engine.blame import StepMember
@@ -28,6 +29,7 @@ from kaveri.kv.replicas.host import PoolReplicas
 from kaveri.kv.replicas.replicas import Replicas
 from kaveri.kv.replicas.store import ReplicaKey
 from kaveri.kv.tiers.pool import KvPool
+from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.receiver import KvReceiver, ReceiverOptions
 from kaveri.kv.transfer.sender import KvSender
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -122,6 +124,14 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
         if sequence is not None:
             self._transfers.grant(sequence, sequence.block_ids)
         return granted
+
+    def kv_flow(self) -> KvFlow:
+        flow, replicas = super().kv_flow(), self._lifecycle.replicas
+        if replicas is None:
+            return flow
+        # Blocks of replicas are of the same pool.
+        quarantined = flow.receiving.quarantined_block_count + replicas.flow().receiving.quarantined_block_count
+        return replace(flow, receiving=replace(flow.receiving, quarantined_block_count=quarantined))
 
     def keep_replicas(self, listen: Ordered[KvEndpoint], epoch: int) -> Replicas:
         assert self._lifecycle.replicas is None, "kept already"

@@ -122,7 +122,8 @@ class Lifecycle:
             SequencePhase.RESERVED,
             len(request.token_ids) + 1,
             held_tokens,
-            allocate=lambda owner, count: replicas.take(replica, owner, held_tokens, count - held_blocks),
+            allocate=lambda owner, count: replicas.give_blocks(replica, owner, held_tokens, count - held_blocks),
+            held_blocks=held_blocks,
         )
         self.land(sequence, None)
 
@@ -166,7 +167,7 @@ class Lifecycle:
         block_count = sequence.computed // block_tokens
         token_ids = sequence.token_ids[: block_count * block_tokens]
         assert kept_as is not None, "it is not to be kept"
-        if self.replicas is None or not token_ids or not self.replicas.adopt(kept_as, sequence, token_ids):
+        if self.replicas is None or not token_ids or not self.replicas.take_blocks(kept_as, sequence, token_ids):
             return 0
         del sequence.block_ids[:block_count]
         return len(token_ids)
@@ -393,6 +394,7 @@ class Lifecycle:
         token_count: int,
         held_tokens: int | None = None,
         allocate: Callable[[Sequence, int], list[int]] | None = None,
+        held_blocks: int = 0,
     ) -> Sequence:
         if request.key in table:
             raise RequestAlreadyExists(request.key.request_id)
@@ -410,16 +412,23 @@ class Lifecycle:
             prompt_tokens=len(request.token_ids),
         )
         block_count = self._info.layout.block_count(token_count)
+        if self.replicas is not None and self.replicas.evictable_blocks:
+            self._require_free(role, block_count - held_blocks)
         try:
             sequence.block_ids += (allocate or self.residency.allocator.allocate)(sequence, block_count)
         except NoCapacity as error:
-            if self.replicas is not None:
-                missing = block_count - self.residency.allocator.free_count
-                self._missing_blocks = max(self._missing_blocks, missing)
-                self._on_work()
             raise NoCapacity(role, _RETRY_AFTER_S, error.reason) from error
         table[sequence.key] = sequence
         return sequence
+
+    def _require_free(self, role: str, wanted: int) -> None:
+        """Raise NoCapacity while replicas have to give blocks back, for the wanted ones and the running requests' next
+        ones: these would be preempted."""
+        missing = wanted + len(self.residency.running) - self.residency.allocator.free_count
+        if missing > 0:
+            self._missing_blocks = max(self._missing_blocks, missing)
+            self._on_work()
+            raise NoCapacity(role, _RETRY_AFTER_S, f"replicas give back {missing} blocks")
 
     def _settle(self, sequence: Sequence) -> None:
         """Free the blocks of an ended request, or keep them while a step or a transfer can touch them."""

@@ -1,7 +1,7 @@
 """Bookkeeping of a replica store: blocks, watermarks, transfers. Its receiver and sender move the bytes.
 
 The blocks are host memory of their own (host.py), or those of an engine: its spare ones, which the engine takes back
-with evict(), and in which it decodes a request after take(), without a copy of its KV.
+with evict(), and in which it decodes a request after give_blocks(), without a copy of its KV.
 """
 
 import secrets
@@ -84,6 +84,8 @@ class Replicas:
         self._pushes: dict[bytes, tuple[Replica, Future[None]]] = {}
         # Receiving, with no block granted ahead.
         self._starved: dict[Replica, None] = {}
+        self._evicting: set[Replica] = set()
+        """Those that the last evict() has deleted, whose owners may still write."""
         self._closed = False
         self._sender = make_sender(self._hear_push)
         try:
@@ -169,7 +171,7 @@ class Replicas:
             self._replicas[key] = self._landings[ticket.transfer_id] = replica
             return ticket
 
-    def adopt(self, key: ReplicaKey, owner: Hashable, token_ids: Sequence[int]) -> bool:
+    def take_blocks(self, key: ReplicaKey, owner: Hashable, token_ids: Sequence[int]) -> bool:
         """Keep the first blocks of another owner in the allocator as a replica, which open() extends. token_ids: of
         full blocks. Returns False, with nothing changed, if blocks are short or there is a replica of this key."""
         with self._lock:
@@ -200,6 +202,9 @@ class Replicas:
     def seal(self, key: ReplicaKey) -> None:
         with self._lock:
             replica = self._replicas.get(key)
+            if replica is not None:
+                # It is about to be resumed from.
+                replica.is_given_up = False
             revoked = self._seal(replica) if replica is not None else None
         if revoked is not None:
             self._receiver.revoke(revoked)
@@ -251,7 +256,7 @@ class Replicas:
             self._receiver.revoke(state.transfer_id)
         self._on_freed()
 
-    def take(self, key: ReplicaKey, new_owner: Hashable, token_count: int, more_blocks: int) -> list[int]:
+    def give_blocks(self, key: ReplicaKey, new_owner: Hashable, token_count: int, more_blocks: int) -> list[int]:
         """Give the blocks of a replica's first `token_count` tokens, and `more_blocks` free ones, to another owner in
         the allocator, and delete the replica. Return the blocks in order.
 
@@ -273,29 +278,31 @@ class Replicas:
 
     def evict(self, block_count: int) -> None:
         """Delete replicas until `block_count` more blocks are free, or will be once their owners' writes have ended:
-        first those that their owners have given up, then those that grow, the least recently extended first. Others
-        have lost their owners and stay. ReplicaDropped follows."""
+        first those that no owner extends, then those that grow, the least recently extended first. Those whose owner
+        was lost stay. ReplicaDropped follows."""
         with self._lock:
-            ending = {replica for replica in self._landings.values() if isinstance(replica.state, Dropped)}
-            wanted = block_count - sum(len(replica.block_ids) for replica in ending)
-            replicas = self._replicas.values()
-            evictable = [replica for replica in replicas if replica.is_given_up and not replica.reading]
-            evictable += [replica for replica in replicas if isinstance(replica.state, Receiving)]
-            evicted: list[ReplicaKey] = []
+            # Counted once: a frozen owner may never end its writes.
+            wanted = block_count - sum(len(replica.block_ids) for replica in self._evicting)
+            evicted: dict[Replica, Receiving | Sealed | Kept | Dropped] = {}
+            evictable = sorted(filter(_is_evictable, self._replicas.values()), key=lambda one: not one.is_given_up)
             for replica in evictable:
                 if wanted <= 0:
                     break
                 wanted -= len(replica.block_ids)
-                evicted.append(replica.key)
-        for key in evicted:
-            self.drop(key)
+                evicted[replica] = replica.state
+                self._drop(replica)
+            self._evicting = {replica for replica in evicted if replica.is_touched}
+        for replica, state in evicted.items():
+            if isinstance(state, Receiving):
+                self._receiver.revoke(state.transfer_id)
             if self._listener is not None:
-                self._listener(ReplicaDropped(key, EVICTED))
+                self._listener(ReplicaDropped(replica.key, EVICTED))
+        self._on_freed()
 
     def usage(self) -> ReplicaUsage:
         with self._lock:
-            used = sum(len(replica.block_ids) for replica in self._held())
-            total = used + max(0, self._allocator.free_count - self._kept_free)
+            total = self._allocator.total - self._kept_free
+            used = min(total, self._allocator.total - self._allocator.free_count)
             block_bytes = self._layout.layer_count * self._layout.block_bytes
             return ReplicaUsage(used * block_bytes, total * block_bytes, len(self._replicas))
 
@@ -303,11 +310,7 @@ class Replicas:
     def evictable_blocks(self) -> int:
         """Number of blocks that evict() can free."""
         with self._lock:
-            return sum(
-                len(replica.block_ids)
-                for replica in self._held()
-                if replica.is_given_up or isinstance(replica.state, Receiving | Dropped)
-            )
+            return sum(len(replica.block_ids) for replica in self._replicas.values() if _is_evictable(replica))
 
     def flow(self) -> KvFlow:
         return KvFlow(self._sender.flow(), self._receiver.flow())
@@ -321,7 +324,7 @@ class Replicas:
             pushes = [accepted for _, accepted in self._pushes.values()]
             for replica in self._held():
                 self._allocator.release(replica)
-            for table in (self._replicas, self._landings, self._pushes, self._starved):
+            for table in (self._replicas, self._landings, self._pushes, self._starved, self._evicting):
                 table.clear()
         for accepted in pushes:
             accepted.set_exception(TransferFailed("the replica store is closed"))
@@ -506,6 +509,10 @@ class Replicas:
                 self._allocator.release_last(replica, wanted)
         self._starved.pop(replica, None)
         return True
+
+
+def _is_evictable(replica: Replica) -> bool:
+    return not replica.reading and (replica.is_given_up or isinstance(replica.state, Receiving))
 
 
 def _check_fit(ticket: Ticket, held_tokens: int) -> None:

@@ -37,8 +37,10 @@ class ReplicaUsage:
     """Memory use of a replica store."""
 
     used_bytes: int = 0
-    """Bytes of blocks that replicas hold or were granted in advance, or that an ended transfer may still access."""
+    """Bytes of blocks that replicas hold or were granted in advance, or that an ended transfer may still access. In a
+    pool with other users, of theirs too."""
     total_bytes: int = 0
+    """Bytes that replicas can take; constant."""
     replica_count: int = 0
 
 
@@ -61,7 +63,8 @@ class ReplicaOrphaned:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDropped:
-    """Event of a replica: deleted; its owner gave it up or was lost before any KV was verified. Not after drop()."""
+    """Event of a replica: deleted; its owner gave it up or was lost before any KV was verified, or the store needs its
+    blocks for others. Not after drop()."""
 
     key: ReplicaKey
     reason: str

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -18,8 +19,10 @@ from kaveri.errors import InvalidArgument, NoCapacity, RequestAlreadyExists, Sta
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.store import ReplicaDropped, ReplicaGrew, ReplicaKey, ReplicaOrphaned, ReplicaUsage
 from kaveri.lives import copy_holder
+from kaveri.policy.waits import COPY_STARVED_S
 from services.decode.holder import ReplicaHolder
 from services.decode.replica_metrics import ReplicaMetrics
+from services.decode.replicated import ReplicatedDecode
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 SECRET = bytes(16)
@@ -305,3 +308,35 @@ def test_a_holder_that_drains_keeps_no_prompts(store: Store) -> None:
     holder.drain()
     holder.keep(PROMPT, offer(0))
     assert not keeper.kept
+
+
+def test_a_copy_that_was_asked_for_before_the_news_of_what_was_kept_stays(store: Store) -> None:
+    holder, _ = keeping(store)
+    holder.keep(PROMPT, offer(0))
+    holder.open(offer(1))
+    pushed(store, holder)
+    assert store.keys == {KEY}
+    assert isinstance(holder._held["r"].state, copy_holder.Growing)
+
+
+@pytest.mark.parametrize("always_holds", [False, True])
+def test_an_instance_that_ceases_to_decode_goes_on_holding_only_if_it_is_of_a_pair(always_holds: bool) -> None:
+    instance, holder, replicator = Mock(), Mock(), Mock()
+    decode = ReplicatedDecode(instance, holder, replicator, always_holds=always_holds)
+    decode.drain()
+    assert holder.method_calls == [call.drain()], "the whole instance drains"
+    holder.reset_mock()
+    # Its drain was taken back, and it serves prefill only.
+    decode.drain(0.0)
+    assert holder.method_calls == [call.undrain() if always_holds else call.drain()]
+
+
+def test_a_copy_in_the_pool_that_finds_no_block_is_dropped_and_takes_none_from_requests(store: Store) -> None:
+    holder, _ = keeping(store)
+    holder.open(offer(1))
+    store.starved.add(KEY)
+    now_s = time.monotonic()
+    for later_s in (0.0, COPY_STARVED_S):
+        holder._drop_expired(now_s + later_s)
+    assert not holder._held
+    assert not store.keys
