@@ -165,9 +165,9 @@ class InstanceLoad(WorkLoad):
     step_s: float = 0.0
     """Seconds of a recent decode step; 0: no request decodes."""
     replica_free_bytes: int = 0
-    """Free host memory for replicas of other instances' requests."""
+    """Memory that replicas of other instances' requests can take now."""
     replica_total_bytes: int = 0
-    """Total host memory for replicas. 0: it holds none."""
+    """Most memory that replicas can take. 0: it holds none, or drains."""
     replica_counts: ReplicaCounts | None = None
     """None: no replicas, or not reported by its version."""
 

@@ -15,7 +15,7 @@ Calls and events of a request on the decode side::
     reserve(request) -> Ticket ── Landed | LandingFailed (done) ── admit(key) ── StepTokens* with finish (done)
 
 A ticket permits one push of KV into blocks that the receiver has reserved. A replica is a copy of a request's KV in
-another instance's host memory; replicate(key, ticket) makes it grow while the request decodes: Replicated* ──
+another instance's memory; replicate(key, ticket) makes it grow while the request decodes: Replicated* ──
 ReplicaEnded, or the request's own end. If the request's instance is lost, reserve(request, held_tokens=...) resumes it
 from the replica, and the engine computes the rest. release(key) moves a request to the instance that holds its replica:
 LetGo (done) | ReleaseFailed, and the request continues.

@@ -1,4 +1,4 @@
-"""Copies the KV of running requests to replicas (in other instances' host memory), in the background.
+"""Copies the KV of running requests to replicas (copies at other instances), in the background.
 
 A block is copied when its last token is computed: first to a staging slot in this process, then by an open push to the
 replica's holder. The request never waits: if its blocks are freed during a copy, the copy is discarded, as in a

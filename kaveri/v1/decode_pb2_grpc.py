@@ -76,7 +76,7 @@ class DecodeServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenReplica(self, request, context):
-        """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
+        """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds. The
         copy ends when its owner gives it up, when the request is resumed, or --orphan-grace-s after its owner was lost. The
         same owner may ask again: the former copy is dropped first. With token_count 0 no room is asked for: the copy of that
         number, if it is here, belongs to this newer owner from now on, and older ones cannot close or resume it any more. An

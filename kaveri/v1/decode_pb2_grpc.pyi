@@ -44,7 +44,7 @@ class DecodeServiceStub:
     UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
     """
     OpenReplica: _grpc.UnaryUnaryMultiCallable[_decode_pb2.OpenReplicaRequest, _decode_pb2.OpenReplicaResponse]
-    """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
+    """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds. The
     copy ends when its owner gives it up, when the request is resumed, or --orphan-grace-s after its owner was lost. The
     same owner may ask again: the former copy is dropped first. With token_count 0 no room is asked for: the copy of that
     number, if it is here, belongs to this newer owner from now on, and older ones cannot close or resume it any more. An
@@ -82,7 +82,7 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     UNAVAILABLE (draining, or its engine failed; waiting calls end immediately).
     """
     OpenReplica: _aio.UnaryUnaryMultiCallable[_decode_pb2.OpenReplicaRequest, _decode_pb2.OpenReplicaResponse]  # type: ignore[assignment]
-    """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
+    """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds. The
     copy ends when its owner gives it up, when the request is resumed, or --orphan-grace-s after its owner was lost. The
     same owner may ask again: the former copy is dropped first. With token_count 0 no room is asked for: the copy of that
     number, if it is here, belongs to this newer owner from now on, and older ones cannot close or resume it any more. An
@@ -129,7 +129,7 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.OpenReplicaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.OpenReplicaResponse, _abc.Awaitable[_decode_pb2.OpenReplicaResponse]]:
-        """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds in host memory. The
+        """Grants the owner of a request a ticket to push a copy of its KV cache, which this instance holds. The
         copy ends when its owner gives it up, when the request is resumed, or --orphan-grace-s after its owner was lost. The
         same owner may ask again: the former copy is dropped first. With token_count 0 no room is asked for: the copy of that
         number, if it is here, belongs to this newer owner from now on, and older ones cannot close or resume it any more. An

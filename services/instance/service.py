@@ -97,7 +97,7 @@ def instance_host(
 ) -> EngineHost:
     """Build an instance around `engine`, which it then owns. rng: for choosing among other instances.
 
-    replicas: host memory for copies of other instances' KV caches; None: no replication. tokenizer: for clients that
+    replicas: memory for copies of other instances' KV caches; None: no replication. tokenizer: for clients that
     read answers directly here; None: they cannot."""
     incarnation, serials = new_incarnation(), itertools.count(1)
     register_engine_metrics(engine, registry, config.model_name)

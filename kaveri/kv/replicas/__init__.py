@@ -1,1 +1,1 @@
-"""Replicas: copies of running requests' KV caches in other instances' host memory, to resume from after a failure."""
+"""Replicas: copies of running requests' KV caches at other instances, to resume from after a failure."""
