@@ -113,9 +113,9 @@ class CopyAccount(Protocol[OwnerT]):
         """End a request and free its blocks."""
 
 
-Staging = Callable[[int, int], None]
-"""Copies a block, given by its id in the engine's pool, to a slot, all layers. Called without a lock: if the block
-changes meanwhile, the copy is discarded."""
+Staging = Callable[[int, int, bool], None]
+"""Copies a block, given by its id in the engine's pool, to a slot, all layers; with True at once, as its request stands
+still meanwhile. Called without a lock: if the block changes meanwhile, the copy is discarded."""
 
 
 @dataclass(eq=False, slots=True)
@@ -348,7 +348,7 @@ class Copier(Generic[OwnerT]):
 
     def _stage(self, copy: _Copy[OwnerT], index: int, place: BlockPlace, slot: int) -> None:
         try:
-            self._staging(place.block_id, slot)
+            self._staging(place.block_id, slot, copy.release is not None)
         except Exception as error:  # A copy must never end the engine, and with it its requests.
             get_logger().warning("copy_failed", request_id=copy.owner.key.request_id, error=repr(error))
             # Calls to a rank are carried out in order: whatever it still writes to the slot, the next use overwrites.

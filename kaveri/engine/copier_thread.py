@@ -72,9 +72,10 @@ class Pace:
         self._free_at_s = 0.0
         self._rest_s = 0.0
 
-    def wait_s(self, now_s: float) -> float:
-        """Return the seconds to wait before the next block, and count that block. Unused capacity is lost."""
-        begin_s = max(now_s + self._rest_s, self._free_at_s)
+    def wait_s(self, now_s: float, *, at_once: bool = False) -> float:
+        """Return the seconds to wait before the next block, and count that block. Unused capacity is lost. at_once:
+        wait for the rate limit only."""
+        begin_s = max(now_s if at_once else now_s + self._rest_s, self._free_at_s)
         self._free_at_s = begin_s + self._interval_s
         return begin_s - now_s
 
@@ -152,9 +153,9 @@ class CopierThread(Generic[OwnerT]):
         if self._copier is not None:
             self._copier.check_integrity()
 
-    def _stage(self, block_id: int, slot: int) -> None:
+    def _stage(self, block_id: int, slot: int, at_once: bool) -> None:
         # The block may be given up meanwhile.
-        wait_s = min(self._pace.wait_s(time.monotonic()), _LONGEST_WAIT_S)
+        wait_s = min(self._pace.wait_s(time.monotonic(), at_once=at_once), _LONGEST_WAIT_S)
         if wait_s > 0:
             self._ending.wait(wait_s)
         began_s = time.monotonic()

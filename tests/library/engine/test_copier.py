@@ -29,6 +29,7 @@ from kaveri.errors import EngineError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.replicas.notes import NOTE_TOKENS_MAX, noted_tokens
+from kaveri.kv.replicas.store import ReplicaKey
 from kaveri.kv.transfer.push import PushAccepted, PushExtended, PushFailed, PushListener, PushMarked
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import make_transports
@@ -50,6 +51,7 @@ class _CopiedRequest:
     refusal: str | None = None
     is_stopped: bool = False
     stopped_tokens: int | None = None
+    kept_as: ReplicaKey | None = None
 
     def places(self, index: int) -> BlockPlace:
         return BlockPlace(100 + index, self.generation)
@@ -169,7 +171,7 @@ class _CopierBench:
             with self.shared.lock:
                 self.copier.check_integrity()
 
-    def _stage(self, block_id: int, slot: int) -> None:
+    def _stage(self, block_id: int, slot: int, _: bool) -> None:
         self.while_staging()
         self.staged.append((block_id, slot))
 
@@ -382,6 +384,7 @@ def test_the_longer_a_block_takes_to_stage_the_longer_the_next_one_waits() -> No
     pace.staged(0.004)
     assert [pace.wait_s(now_s) for now_s in (10.0, 20.0)] == pytest.approx([0.008, 0.008])
     pace.staged(5.0)
+    assert pace.wait_s(25.0, at_once=True) == 0, "a request stands still"
     assert pace.wait_s(30.0) == pytest.approx(0.02), "a process that was stopped does not wait for long"
     pace.staged(0.0)
     assert pace.wait_s(40.0) == 0

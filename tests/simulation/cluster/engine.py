@@ -131,7 +131,7 @@ class SimulatedEngine:
             _STAGING_BLOCKS,
             self._shared,
             self._lifecycle,
-            lambda block_id, slot: staging.put(slot, self._memory.get(block_id)),
+            lambda block_id, slot, _: staging.put(slot, self._memory.get(block_id)),
             partial(SimulatedSender, staging, layout, wire),
             on_work=self._wake_copier,
             now_s=now_s,
