@@ -53,8 +53,8 @@ def check_attempts(world: World) -> list[str]:
 
 def check_router_deaths(world: World) -> list[str]:
     """The death of one of several routers, or its drain, costs no prompt and no token: each request runs once at
-    prefill and once at decode, at most. Only a request that reports on its prompt begins again: see
-    docs/fault-tolerance.md."""
+    prefill and once at each decode instance that it moves to, at most. Only a request that reports on its prompt begins
+    again: see docs/fault-tolerance.md."""
     plan = world.plan
     routers = [instance.name for instance in plan.routers]
     deaths = (FaultKind.KILL, FaultKind.RESTART, FaultKind.DRAIN, FaultKind.UNDRAIN)
@@ -65,6 +65,7 @@ def check_router_deaths(world: World) -> list[str]:
     sent = [outcome.request_id for outcome in world.outcomes]
     reports = {outcome.request_id for outcome in world.outcomes if outcome.params.prompt_logprobs is not None}
     counts = Counter(run.key.request_id for run in world.draws.computed)
+    counts.subtract(world.draws.moves)
     return [
         f"{request_id} was computed {counts[request_id]} times, and only routers had ended"
         for request_id in dict.fromkeys(sent)

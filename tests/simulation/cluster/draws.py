@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -47,6 +48,8 @@ class DrawRecord:
         """Every run of which something was computed."""
         self.let_go: dict[str, int] = {}
         """Of requests that an engine has let go and no other has taken yet: tokens whose KV the holder has."""
+        self.moves: Counter[str] = Counter()
+        """How often engines have let a request go, by request id."""
         self.deaths: dict[str, InjectedError] = {}
         """Of the requests that raise, by request id."""
         self.deadly_runs: list[DrawRun] = []

@@ -154,6 +154,7 @@ class SimulatedEngine:
             for event in events:
                 if isinstance(event, LetGo):
                     self.draws.let_go[event.key.request_id] = event.token_count
+                    self.draws.moves[event.key.request_id] += 1
             listener(events)
 
         self._shared.listener = recorded
