@@ -1,10 +1,11 @@
 """What a change of owner costs: the pause of the requests that change their instance, and the steps of the others.
 
-Real processes: a router, a prefill and two decode instances, which keep copies of each other's requests in their pools.
-The fake engine takes the same time for each step whatever the context, so that what grows with the context is the
-change's. All requests have whole copies. One instance drains, so that all its requests change to the other, which
-decodes its own meanwhile (the bystanders). It takes requests again, gets some back, and the next drain is the other's.
-At the end one of the two is killed.
+Real processes: a router and two instances of both phases, a pair, which keep the KV of requests that leave them and
+copies of each other's requests in their pools. The fake engine takes the same time for each step whatever the context,
+so that what grows with the context is the change's. All requests have whole copies. One instance is ordered to prefill
+only, so that all its requests change to the other, which decodes its own meanwhile (the bystanders). It is ordered to
+decode again, and gets some back; then it is the other's turn. At the end one of the two is killed. Beside it, the same
+with copies in host memory.
 
 The pause is the longest time between two pieces of a request around the change, less the time of a step. The instance
 that goes on is in a step when the request arrives, as a rule, and the request waits for the next one.
@@ -16,7 +17,6 @@ import statistics
 import time
 from dataclasses import dataclass, field
 
-from benchmarks.serving.migration import drained_s, undrain
 from benchmarks.support.answer_streams import (
     TIMEOUT_S,
     AnswerStream,
@@ -30,9 +30,14 @@ from benchmarks.support.answer_streams import (
 )
 from benchmarks.support.harness import Options, Report, run
 from kaveri import AsyncClient
+from kaveri.domain.view import BOTH_PHASES, DrainWay, Phase
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
+from kaveri.rpc.server import open_channel
+from kaveri.v1 import instance_pb2
+from kaveri.v1.instance_pb2_grpc import InstanceServiceStub
+from kaveri.wire.messages import drain_way_to_proto, phases_to_proto
 
 REQUESTS = 16
 CONTEXTS = (256, 2_048, 7_000)
@@ -43,7 +48,8 @@ MODEL_LEN = 8_192
 MAX_TOKENS = 1_100
 LAG_TOKENS = 32
 METRICS_PORT = 19_400
-DECODES = ("decode-0", "decode-1")
+PAIR = ("colocated-0", "colocated-1")
+RPC_S = 10.0
 RUNNING_S, GO_ON_S, SHARED_S = 200.0, 60.0, 20.0
 BEFORE_S = 1.0
 LEAST_SHARE = 4
@@ -58,9 +64,9 @@ class Changes:
 
     pauses_s: list[float] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
-    """Between two pieces of a request, in the second before each drain."""
+    """Between two pieces of a request, in the second before each change."""
     bystanders: list[float] = field(default_factory=list)
-    """For each drain: mean time between two pieces of the bystanders, over that before."""
+    """For each change: mean time between two pieces of the bystanders, over that before."""
     recomputed: list[int] = field(default_factory=list)
     """Tokens, of each request on the killed instance."""
     prompts_again: float = 0.0
@@ -85,14 +91,27 @@ def running_on(stack: LocalStack, name: str) -> int:
     return stack.view().instances[name].load.running_requests
 
 
+async def order(stack: LocalStack, name: str, *phases: Phase) -> None:
+    """Let an instance serve these phases; its running requests move where their copies are."""
+    async with open_channel(stack.target) as channel:
+        request = instance_pb2.SetPhasesRequest(
+            instance_id=name, phases=phases_to_proto(phases), drain=drain_way_to_proto(DrainWay.MIGRATE)
+        )
+        answer = await InstanceServiceStub(channel).SetPhases(request, timeout=RPC_S)
+        assert answer.accepted, "the order was refused"
+
+
 async def change_owner(stack: LocalStack, streams: list[AnswerStream], found: Changes) -> None:
-    """Drain the busier instance, and let it take requests again."""
-    await whole_replicas_of(stack, DECODES, REQUESTS, LAG_TOKENS)
-    owner = busiest(stack, DECODES)
-    target = next(name for name in DECODES if name != owner)
+    """Let the busier instance prefill only, and then serve both phases again."""
+    await whole_replicas_of(stack, PAIR, REQUESTS, LAG_TOKENS)
+    owner = busiest(stack, PAIR)
+    target = next(name for name in PAIR if name != owner)
     offset = log_size(stack, target)
+    # An instance that only prefills pushes to one that only decodes.
+    await order(stack, target, Phase.DECODE)
     began_s = time.monotonic()
-    await drained_s(stack.target, owner)
+    await order(stack, owner, Phase.PREFILL)
+    await wait_until(lambda: running_on(stack, owner) == 0, SHARED_S)
     ended_s = time.monotonic()
     await go_on(streams, ended_s, GO_ON_S)
     moved = resumed_since(stack, target, offset)
@@ -106,20 +125,21 @@ async def change_owner(stack: LocalStack, streams: list[AnswerStream], found: Ch
     gaps_s = [gap_s for stream in others for gap_s in stream.gaps_s(began_s, ended_s)]
     if gaps_s:
         found.bystanders.append(statistics.mean(gaps_s) / statistics.mean(before))
-    await undrain(stack.target, owner)
+    for name in (owner, target):
+        await order(stack, name, *BOTH_PHASES)
     await wait_until(lambda: running_on(stack, owner) >= REQUESTS // LEAST_SHARE, SHARED_S)
 
 
 async def kill_one(stack: LocalStack, streams: list[AnswerStream], context: int, found: Changes) -> None:
-    await whole_replicas_of(stack, DECODES, REQUESTS, LAG_TOKENS)
-    owner = busiest(stack, DECODES)
-    target = next(name for name in DECODES if name != owner)
+    await whole_replicas_of(stack, PAIR, REQUESTS, LAG_TOKENS)
+    owner = busiest(stack, PAIR)
+    target = next(name for name in PAIR if name != owner)
     offset = log_size(stack, target)
-    computed = metric(stack, "kaveri_prefill_tokens_total", ["prefill-0"])
+    computed = metric(stack, "kaveri_prefill_tokens_total", [target])
     killed_s = time.monotonic()
     await stack.process(owner).kill()
     await go_on(streams, killed_s, GO_ON_S)
-    found.prompts_again += metric(stack, "kaveri_prefill_tokens_total", ["prefill-0"]) - computed
+    found.prompts_again += metric(stack, "kaveri_prefill_tokens_total", [target]) - computed
     found.recomputed += resumed_since(stack, target, offset).values()
 
 
@@ -132,18 +152,17 @@ async def measure_context(context: int, count: int, place: str) -> Changes:
         fake_kv_token_bytes=KV_TOKEN_BYTES,
         max_model_len=MODEL_LEN,
         kv_cache_memory=str(max(pool_bytes, 2 * MODEL_LEN * KV_TOKEN_BYTES)),
-        replication="ring",
+        replication="pair",
         replica_place=place,
         replica_memory=str(pool_bytes),
         max_batch=64,
-        decode_placement="imbalance",
-        prefill_count=1,
-        decode_count=len(DECODES),
+        prefill_count=0,
+        decode_count=0,
+        colocated_count=len(PAIR),
         metrics_port=METRICS_PORT,
         restart=False,
         drain_timeout_s=2.0,
-        prefill_flags=("--chunk-tokens", "4096"),
-        decode_flags=("--fake-step-s", str(STEP_S)),
+        colocated_flags=("--chunk-tokens", "4096", "--fake-step-s", str(STEP_S)),
     )
     async with LocalStack(config) as stack, AsyncClient(stack.targets, timeout_s=TIMEOUT_S) as client:
         streams = [AnswerStream(f"long-{number}", prompt_of(context, number)) for number in range(REQUESTS)]
@@ -170,7 +189,7 @@ async def measure_async(options: Options, report: Report) -> None:
         "step_s": STEP_S,
         "kv_token_bytes": KV_TOKEN_BYTES,
         "block_tokens": BLOCK_TOKENS,
-        "drains": count,
+        "changes": count,
     }
     for place in ("pool", "host"):
         for context in CONTEXTS:
@@ -204,7 +223,7 @@ def _report(report: Report, place: str, context: int, found: Changes) -> None:
 
 
 def measure(options: Options, report: Report) -> None:
-    """Drains two decode instances in turn, with requests of three lengths, and kills one."""
+    """Lets two instances change their requests' owner in turn, with requests of three lengths, and kills one."""
     asyncio.run(measure_async(options, report))
 
 
