@@ -91,7 +91,8 @@ def up(
         bool,
         option(
             "Keep the KV of each prompt where it was computed, as a copy that the instance that decodes extends; short "
-            "for --replication pair --replica-place pool. vLLM has its copies in host memory."
+            "for --replication pair --replica-place pool. vLLM has its copies in host memory.",
+            "--pairs",
         ),
     ] = False,
     routers: Annotated[int, option("Routers; when one dies, clients that know others go on through them.", min=1)] = 1,
