@@ -297,7 +297,9 @@ class Replicas:
                 self._receiver.revoke(state.transfer_id)
             if self._listener is not None:
                 self._listener(ReplicaDropped(replica.key, EVICTED))
-        self._on_freed()
+        # An engine that is woken asks again.
+        if evicted:
+            self._on_freed()
 
     def usage(self) -> ReplicaUsage:
         with self._lock:

@@ -194,6 +194,9 @@ def test_replicas_given_up_are_evicted_first_then_the_least_recently_extended_an
     assert bench.freed_count == freed_count + 1
     bench.store.evict(20)
     assert bench.events[2:] == [ReplicaDropped(keys["young"], EVICTED)]
+    freed_count = bench.freed_count
+    bench.store.evict(20)
+    assert bench.freed_count == freed_count, "the engine would ask again and again"
     assert bench.store.watermark(keys["orphan"]) == 4
 
 
