@@ -144,6 +144,8 @@ class SimulatedEngine:
         # Tickets that wait for the engine's next look at its commands.
         self._granted: set[asyncio.TimerHandle] = set()
         self._stalled = False
+        self._woken = False
+        """There is news since the last step was formed."""
         # The step that comes next or is under way; None: there is nothing to do.
         self._next: asyncio.Handle | None = None
 
@@ -301,6 +303,7 @@ class SimulatedEngine:
     # Steps.
 
     def _wake(self) -> None:
+        self._woken = True
         if self._next is None and not self._shared.closing and self._shared.listener is not None:
             self._next = asyncio.get_running_loop().call_soon(self._begin_step, context=self._context)
 
@@ -308,6 +311,7 @@ class SimulatedEngine:
         if self._shared.closing or self._stalled:
             return
         self._shared.turns.turn_count += 1
+        self._woken = False
         planned = self._lifecycle.plan()
         if self._lifecycle.replicas is not None and (wanted_blocks := self._lifecycle.wanted_blocks()) > 0:
             self._lifecycle.replicas.evict(wanted_blocks)
@@ -321,6 +325,9 @@ class SimulatedEngine:
             self._next = loop.call_later(step_s, self._end_step, planned, context=self._context)
         else:
             self._next = None
+            if self._woken:
+                # Copies have given blocks back.
+                self._wake()
         self._shared.publish()
 
     def _end_step(self, planned: list[PlannedSlice]) -> None:
