@@ -90,8 +90,8 @@ def up(
     pairs: Annotated[
         bool,
         option(
-            "Keep the KV of each prompt where it was computed, as a copy that the instance that decodes extends; short "
-            "for --replication pair --replica-place pool. vLLM has its copies in host memory.",
+            "Keep each request's KV on the instance that it came from, as its copy: --replication pair --replica-place "
+            "pool. With vLLM copies are in host memory.",
             "--pairs",
         ),
     ] = False,
@@ -289,8 +289,7 @@ def _first_counts(rules: "FlipRules", instances: int) -> dict[ServiceKind, int]:
 
 def _settings(flags: "ServiceFlags", *, predictor: str, pairs: bool, engine: str) -> dict[str, object]:
     """Return the settings that services share. pairs: --pairs, which flags may contradict."""
-    place = "host" if engine == "vllm" else "pool"
-    paired = {"replication": "pair", "replica_place": place} if pairs else {}
+    paired = {"replication": "pair", "replica_place": "host" if engine == "vllm" else "pool"} if pairs else {}
     return {**paired, **flags.shared, "predictor": predictor}
 
 

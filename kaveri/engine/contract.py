@@ -101,7 +101,7 @@ class EngineInfo:
     can_replicate: bool = False
     """True if replicate() is supported."""
     can_keep: bool = False
-    """True if the engine is a KeepingEngine."""
+    """True if the engine implements KeepingEngine: it can keep replicas in its own KV pool."""
     runs_ahead: bool = False
     """True if the engine may decode a few tokens of a request that `stays` before adopt() and admit()."""
 
@@ -204,8 +204,9 @@ class KvPushed(RequestEvent):
     kv_bytes: int
     transport: str
     kept_as: ReplicaKey | None = None
-    """Replica that the prompt's full blocks have become; see KeepingEngine.keep()."""
+    """Key of the replica that now has the prompt's full blocks, if KeepingEngine.keep() was called; else None."""
     kept_tokens: int = 0
+    """Number of tokens in that replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +283,9 @@ class LetGo(RequestEvent):
     token_count: int
     """Tokens whose KV the holder has."""
     kept_as: ReplicaKey | None = None
-    """Replica that the request's full blocks have become here; see KeepingEngine.keep()."""
+    """Key of the replica that now has the request's full blocks, if KeepingEngine.keep() was called; else None."""
     kept_tokens: int = 0
+    """Number of tokens in that replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,17 +448,19 @@ class KeepingEngine(DecodeEngine, Protocol):
         """
 
     def keep(self, key: EngineKey, replica: ReplicaKey) -> None:
-        """Keep a request's full blocks as a replica once another instance has its KV, if there is room then: when a
-        prompt's push is accepted (KvPushed), or a released request is let go (LetGo).
+        """When the request leaves this engine, make a replica of its full blocks in place of freeing them.
 
-        ReplicaStore.open() extends the replica. Until then it is the first to be deleted. Ignores unknown keys. Raises
-        EngineError once the engine has stopped.
+        A request leaves when the push of its prompt is accepted (KvPushed), or when it is released (LetGo); these
+        events tell whether there was room for the replica. ReplicaStore.open() can extend it. Until then it is among
+        the first replicas to be deleted. Ignores unknown keys. Raises EngineError once the engine has stopped.
         """
 
     def promote(self, request: EngineRequest, replica: ReplicaKey, held_tokens: int) -> None:
-        """Turn a sealed or ended replica into a request that waits for admit(), like one resumed by reserve() whose KV
-        has landed. held_tokens: first tokens of the replica that are the request's: at least one, and fewer than the
-        request has. Deletes the replica, without an event.
+        """Resume a request from a replica in this engine's pool: the replica's blocks become the request's.
+
+        The request then waits for admit(), as after reserve() and Landed. The replica's owner must have ended its push,
+        or seal() must have been called. held_tokens: number of the replica's first tokens that the request has too, at
+        least one and fewer than all of the request's. Deletes the replica, without an event.
 
         Raises TransferFailed if the replica is gone or has fewer tokens, and as reserve(): InvalidArgument,
         RequestAlreadyExists, NoCapacity and EngineError. The replica then remains.

@@ -76,7 +76,7 @@ class CopyOwner(Owner, Protocol):
 
     @property
     def kept_as(self) -> ReplicaKey | None:
-        """Replica that the request's full blocks become once its holder has them; None if they are freed."""
+        """Key of the replica to make of the request's full blocks once it is let go; None: free them."""
 
 
 OwnerT = TypeVar("OwnerT", bound=CopyOwner)
@@ -107,15 +107,15 @@ class CopyAccount(Protocol[OwnerT]):
         """Let a stopped request take part in steps again."""
 
     def keep(self, owner: OwnerT) -> int:
-        """Keep a request's full blocks as the replica `owner.kept_as`. Returns their tokens; 0 if there is no room."""
+        """Make the replica `owner.kept_as` of a request's full blocks. Returns its tokens; 0 if there is no room."""
 
     def end(self, owner: OwnerT) -> None:
         """End a request and free its blocks."""
 
 
 Staging = Callable[[int, int, bool], None]
-"""Copies a block, given by its id in the engine's pool, to a slot, all layers; with True at once, as its request stands
-still meanwhile. Called without a lock: if the block changes meanwhile, the copy is discarded."""
+"""Copies all layers of a block (id in the engine's pool) to a slot. The last argument is True if its request waits for
+the copy, which then begins at once. Called without a lock: if the block changes meanwhile, the copy is discarded."""
 
 
 @dataclass(eq=False, slots=True)
@@ -151,7 +151,7 @@ class _Copy(Generic[OwnerT]):
     release: _Release | None = None
 
     def __post_init__(self) -> None:
-        # The holder has the blocks before.
+        # The holder already has the blocks before first_block.
         self.written = self.marked = self.ticket.first_block
 
     @property

@@ -74,7 +74,7 @@ class Pace:
 
     def wait_s(self, now_s: float, *, at_once: bool = False) -> float:
         """Return the seconds to wait before the next block, and count that block. Unused capacity is lost. at_once:
-        wait for the rate limit only."""
+        leave out the rest; only the rate limit counts."""
         begin_s = max(now_s if at_once else now_s + self._rest_s, self._free_at_s)
         self._free_at_s = begin_s + self._interval_s
         return begin_s - now_s

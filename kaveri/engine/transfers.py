@@ -55,7 +55,7 @@ class TransferOwner(Owner, Protocol):
 
     @property
     def kept_as(self) -> ReplicaKey | None:
-        """Replica that the request's full blocks become once they are pushed; None if they are freed."""
+        """Key of the replica to make of the request's full blocks once its push is accepted; None: free them."""
 
     @property
     def source(self) -> Any:
@@ -88,7 +88,7 @@ class TransferAccount(Protocol[OwnerT]):
         """End a request. Its blocks are freed once no transfer can touch them."""
 
     def keep(self, owner: OwnerT) -> int:
-        """Keep a request's full blocks as the replica `owner.kept_as`. Returns their tokens; 0 if there is no room."""
+        """Make the replica `owner.kept_as` of a request's full blocks. Returns its tokens; 0 if there is no room."""
 
     def abort(self, key: EngineKey) -> tuple[OwnerT | None, OwnerT | None]:
         """End a request on the prefill and the decode side. Returns the two, each None if it was not live there."""

@@ -54,16 +54,16 @@ AnyReplication = ReplicationMode | Guarded[HolderPlacement]
 
 @dataclass(frozen=True, slots=True)
 class CopyRules:
-    """Which requests' KV is copied, with minimum lengths in tokens, and where to."""
+    """Which requests get a copy of their KV, and which instance holds it."""
 
     min_context_tokens: int = 256
-    """Below this, recomputing is as fast as resuming."""
+    """Context, in tokens, below which recomputing is as fast as resuming."""
     min_rest_tokens: int = 16
-    """Below this, the answer ends before its copy is complete."""
+    """Remaining tokens below which the answer ends before its copy is complete."""
     mode: AnyReplication = ReplicationMode.SPREAD
     """Chooses the instance that holds a copy."""
     keeps: bool = False
-    """True if instances keep the KV of requests that leave them, as copies to extend."""
+    """True if an instance keeps the KV of a request that leaves it, for the next instance to extend."""
 
     def is_worth_a_copy(self, context_tokens: int, rest_tokens: int | None) -> bool:
         """Return True if a request's KV should be copied. context_tokens: prompt and answer so far. rest_tokens: upper
@@ -89,9 +89,11 @@ def choose_holder(
     memory for copies, less that of copies sent but in no heartbeat yet (`unconfirmed`).
 
     mode: PAIR takes the owner's partner, RING the next instance by id, SPREAD the less loaded of two drawn by rng.
-    avoid: ids of instances not to use. is_fit: additional condition. kept_at: instance that the request came from, if
-    instances keep the KV of requests that leave them; empty: unknown. PAIR then prefers it, and takes instances that
-    prefill, too: a request that they resume is decoded beside their prompts.
+    avoid: ids of instances not to use. is_fit: additional condition.
+
+    kept_at: id of the instance that the request came from, if instances keep the KV of requests that leave them; empty
+    if unknown, None if they do not keep it. Unless it is None, PAIR prefers that instance, and instances that only
+    prefill are candidates too: they can resume the request beside their prompts.
     """
     if mode is ReplicationMode.OFF or owner.layout is None:
         return None

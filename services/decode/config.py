@@ -55,7 +55,7 @@ class BatchConfig(InstanceConfig):
 
     @property
     def keeps_kv(self) -> bool:
-        """True if the KV of a request that leaves an instance stays there, as its copy."""
+        """True if an instance keeps the KV of a request that leaves for another instance, as the request's copy."""
         return self.replication is ReplicationMode.PAIR and self.replica_place == "pool"
 
     @property

@@ -64,13 +64,13 @@ class HeldReplica:
     outcome: asyncio.Future[Resumed] | None = None
     """Result of the current or the last resumption."""
     state: copy_holder.State = field(default_factory=Growing)
+    was_kept: bool = False
+    """True if this instance computed the KV itself and kept it when the request left; no owner pushes to it."""
 
-    kept_here: bool = False
-    """True if this instance computed it, and the request has left."""
-
-    def is_first_part_of(self, offer: ReplicaOffer) -> bool:
-        """Return True if the copy holds the first tokens of the request that is offered."""
-        return self.kept_here and offer.ownership.is_same_request(self.offer.ownership)
+    def can_become(self, offer: ReplicaOffer) -> bool:
+        """Return True if the copy that is offered begins with the KV of this one."""
+        is_same_request = offer.ownership.is_same_request(self.offer.ownership)
+        return self.was_kept and isinstance(self.state, Complete) and is_same_request
 
     @property
     def newest(self) -> Term:
@@ -91,9 +91,9 @@ class ReplicaHolder:
         metrics: ReplicaMetrics,
         keeper: KeepingEngine | None = None,
     ) -> None:
-        """store: memory of the copies; closed by run(). keeper: the engine whose blocks the store uses; None: the store
-        has memory of its own. orphan_grace_s: seconds to keep a copy whose decode instance is
-        lost. is_there: returns True if an instance with this id and incarnation is in the cluster."""
+        """store: memory of the copies; closed by run(). orphan_grace_s: seconds to keep a copy whose decode instance is
+        lost. is_there: returns True if an instance with this id and incarnation is in the cluster. keeper: the engine
+        whose KV pool the store uses; None: the store has memory of its own."""
         self._instance = instance
         self._incarnation = incarnation
         self._orphan_grace_s = orphan_grace_s
@@ -107,7 +107,7 @@ class ReplicaHolder:
         self._store = store
         self._keeper = keeper
         self._leaving: dict[EngineKey, ReplicaOffer] = {}
-        """Requests whose KV is to be kept when they leave, each with the offer that their next instance may make."""
+        """Requests whose KV is kept once they have left, each with the offer expected from its next instance."""
         metrics.watch(store)
 
     async def run(self) -> None:
@@ -149,7 +149,7 @@ class ReplicaHolder:
                 raise Unavailable("the owner has asked for a later copy", retry_after_s=_RETRY_AFTER_S)
         self._instance.owners.note_owner(request_id, offer.ownership)
         key = _key_of(offer)
-        if former is not None and not (isinstance(former.state, Complete) and former.is_first_part_of(offer)):
+        if former is not None and not former.can_become(offer):
             self._take(former, copy_holder.EndRequested("replaced"))
             former = None
         ticket = self._open(key, offer, former.key if former is not None else None)
@@ -168,17 +168,20 @@ class ReplicaHolder:
         return ticket
 
     def keep(self, key: EngineKey, offer: ReplicaOffer) -> None:
-        """Keep the KV of a request that is about to leave for another instance: a prompt that is pushed there, or a
-        running request that moves. Once it has left, what stays counts as a copy that nobody extends. When the other
-        instance asks for a copy of the request, open() goes on from there, so the same KV does not come back.
+        """Keep the KV of a request once it has left for another instance: a prompt that is pushed there, or a running
+        request that moves.
 
-        offer: what the other instance will ask for. Ignored if the engine keeps no copies. Raises EngineError."""
+        What is kept is held as the copy of a complete answer, for COMPLETE_COPY_S. When the other instance asks for a
+        copy of the request meanwhile, open() grants it a ticket for the missing blocks only.
+
+        offer: the other instance's request for a copy, as expected. Ignored if the engine keeps no copies. Raises
+        EngineError."""
         if self._keeper is not None and self._drained is None:
             self._leaving[key] = offer
             self._keeper.keep(key, _key_of(offer))
 
     def forget(self, key: EngineKey) -> None:
-        """Undo keep(): the request does not leave."""
+        """Undo keep(): the request has not left."""
         self._leaving.pop(key, None)
 
     def handle(self, events: Sequence[EngineEvent]) -> None:
@@ -192,7 +195,7 @@ class ReplicaHolder:
     def _keep(self, offer: ReplicaOffer | None, key: ReplicaKey, token_count: int) -> None:
         former = self._held.get(key.request_id)
         if former is not None and former.key == key:
-            # The next instance was faster than this news, and its copy has replaced what was kept.
+            # The next instance has asked for its copy before this event came.
             return
         is_free = former is None or isinstance(former.state, Complete)
         if offer is None or not is_free or self._drained is not None:
@@ -202,7 +205,7 @@ class ReplicaHolder:
             self._take(former, copy_holder.EndRequested("replaced"))
         now_s = time.monotonic()
         state = Complete(now_s + COMPLETE_COPY_S)
-        held = HeldReplica(key, offer, now_s, token_count, token_count, state=state, kept_here=True)
+        held = HeldReplica(key, offer, now_s, token_count, token_count, state=state, was_kept=True)
         self._held[key.request_id] = held
         get_logger().bind(**_name_of(held)).info("kv_kept", owner_id=offer.owner_id, tokens=token_count)
 
@@ -311,8 +314,8 @@ class ReplicaHolder:
                 reason = "shorter copies were dropped to make room"
                 raise NoCapacity("replica", COPY_MADE_ROOM_RETRY_S, reason) from error
 
-    def _drop_complete(self, but: ReplicaKey | None) -> bool:
-        others = (held for held in self._held.values() if held.key != but)
+    def _drop_complete(self, spared: ReplicaKey | None) -> bool:
+        others = (held for held in self._held.values() if held.key != spared)
         complete = next((held for held in others if isinstance(held.state, Complete)), None)
         if complete is not None:
             self._take(complete, copy_holder.EndRequested("given_up"))
@@ -382,7 +385,7 @@ class ReplicaHolder:
             held_tokens = usable_tokens(self._store.token_ids(held.key), resumption, held.offer.layout.block_tokens)
             if self._keeper is not None:
                 promote = partial(self._keeper.promote, replica=held.key, held_tokens=held_tokens)
-                # A former owner that has let it go has the same tokens, and may keep their KV.
+                # After a move its former instance has the same tokens, and may have kept their KV.
                 is_whole = held_tokens == len(resumption.token_ids) - 1
                 self._instance.promote(resumption, held_tokens, promote, held.offer.owner_id if is_whole else "")
             else:
@@ -458,7 +461,7 @@ class ReplicaHolder:
                 if is_old and not self._is_there(held.offer.owner_id, held.offer.owner_incarnation):
                     self._take(held, copy_holder.OwnerLost("its owner has left the cluster"), now_s)
                 elif self._is_starved(held, now_s):
-                    # In the pool an orphan would take blocks from requests.
+                    # An orphaned copy cannot be evicted, and in the pool its blocks are missing for requests.
                     in_pool = self._keeper is not None
                     missed = copy_holder.EndRequested("full") if in_pool else copy_holder.BareEvent.BLOCK_MISSED
                     self._take(held, missed, now_s)

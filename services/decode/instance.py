@@ -142,7 +142,6 @@ class DecodeInstance:
         place = self._end_former(request_id, ownership, placement)
         request = self._open(engine_request, ownership, timeout_s, predicted_length, waits, traceparent)
         request.placement, request.source, request.placed_by = placement, layout, placed_by
-        request.kept_at = placed_by
         request.answer = asyncio.get_running_loop().create_future()
         self._room.join(request_id, needed_blocks, len(token_ids), place)
         self._give()
@@ -165,10 +164,10 @@ class DecodeInstance:
     def promote(
         self, resumption: Resumption, held_tokens: int, promote: Callable[[EngineRequest], None], former_id: str
     ) -> None:
-        """Resume a request from a KV copy of `held_tokens` tokens in the engine's own blocks; as reserve_resumed(), but
-        nothing has to arrive. promote: turns the copy into the request in the engine. former_id: instance that may keep
-        the same KV; empty: none. Raises as reserve() without `waits`, and TransferFailed."""
-        request = self._open_resumed(resumption, held_tokens)
+        """Resume a request from a KV copy of `held_tokens` tokens in the engine's own pool, without a push. promote:
+        calls KeepingEngine.promote() for the copy. former_id: id of the instance that may have kept the same KV; empty:
+        none. Raises as reserve() without `waits`, and TransferFailed."""
+        request = self._open_resumed(resumption, held_tokens, former_id)
         try:
             if not self._has_room_for(request, self._engine.info.layout.block_count(held_tokens)):
                 raise self._room.refusal(self._free_room(), time.monotonic())
@@ -180,11 +179,10 @@ class DecodeInstance:
         self._take(request, decoding.BareEvent.ADOPTED)
         assert request.resumed is not None
         request.resumed.landed.set_result(True)
-        request.kept_at = former_id
         self._admit()
         self.owners.announce(request)
 
-    def _open_resumed(self, resumption: Resumption, held_tokens: int) -> DecodeRequest:
+    def _open_resumed(self, resumption: Resumption, held_tokens: int, former_id: str = "") -> DecodeRequest:
         request_id, token_ids = resumption.request_id, resumption.token_ids
         key = EngineKey(request_id, next(self._serials))
         params, suspect_until = resumption.params, resumption.suspect_until
@@ -199,7 +197,7 @@ class DecodeInstance:
             False,
             resumption.traceparent,
         )
-        request.resumed = ResumedHere(held_tokens, asyncio.get_running_loop().create_future())
+        request.resumed = ResumedHere(held_tokens, asyncio.get_running_loop().create_future(), former_id)
         request.log = AnswerLog(resumption.generated_count, resumption.generated_count)
         return request
 

@@ -60,6 +60,7 @@ class ReplicatedDecode:
     def drain(self, retry_after_s: float = DRAIN_RETRY_S, way: DrainWay = DrainWay.MIGRATE) -> None:
         self._instance.drain(retry_after_s, way)
         if self._always_holds and retry_after_s == 0:
+            # Only the phase ends. An earlier drain of the whole instance may have been undone.
             self._holder.undrain()
         else:
             self._holder.drain()
@@ -103,7 +104,7 @@ async def open_replicas(config: BatchConfig, engine: DecodeEngine) -> AsyncItera
 
 
 def keeper_of(config: BatchConfig, engine: DecodeEngine) -> KeepingEngine | None:
-    """Return the engine if KV copies are kept in its blocks; None: they have memory of their own."""
+    """Return the engine if KV copies are kept in its KV pool; None: they have memory of their own."""
     return cast(KeepingEngine, engine) if config.replica_place == "pool" else None
 
 
@@ -117,8 +118,8 @@ def with_replicas(
     registry: CollectorRegistry,
     replicas: ReplicaStore | None,
 ) -> tuple[PhaseService, ReplicaHolder | None]:
-    """Add replication to a decode instance; return its service and its holder of KV copies. replicas: their
-    store; None disables replication. rng: for the choice of other holders."""
+    """Add replication to a decode instance; return its service and its holder of KV copies. replicas: store
+    of these copies; None disables replication. rng: for the choice of other holders."""
     if replicas is None:
         return instance, None
     metrics = ReplicaMetrics(registry)

@@ -251,14 +251,16 @@ class Replicator:
         return self._moved.at(instance).amount * self._engine.info.layout.block_tokens
 
     def _is_wanted(self, request: DecodeRequest, holder: Holder) -> bool:
-        """Return False if the request is to leave, and not to its copy's holder. That may prefill, for example."""
+        """Return False if the request should move to another instance than the holder of its copy: to the target of the
+        levelling, or in a drain because the holder does not decode."""
         target = self._target_of(request.engine_request.key)
         if target is not None:
             return _is_life(holder, target)
         status = self._store.view().instances.get(holder.instance_id)
         if not self._moves(request) or status is None or accepts(status, Phase.DECODE):
             return True
-        return self._holder_for(request) is None
+        # A copy that no instance would replace stays.
+        return time.monotonic() < self._none_until_s or self._holder_for(request) is None
 
     def _target_of(self, key: EngineKey) -> InstanceRecord | None:
         """Instance to which the request is planned to move; None: it stays, or moves wherever a drain finds room."""
@@ -328,7 +330,7 @@ class Replicator:
         self._take(key, copy_owner.HolderChosen(holder))
 
     def _holder_for(self, request: DecodeRequest) -> ViewedInstance | None:
-        """Choose an instance for the request's copy, where the request itself has room if it is to leave."""
+        """Choose an instance to hold the request's copy, with room for the request itself if that should move."""
         target = self._target_of(request.engine_request.key)
 
         def is_fit(instance: ViewedInstance) -> bool:
@@ -336,7 +338,7 @@ class Replicator:
             stays = target is None and not self._migrates
             return is_there and (stays or self._has_room(instance, request))
 
-        # A copy that is kept where its request came from may be of no use in a drain.
+        # The instance that has kept the KV may not decode.
         is_free = target is not None or (self._migrates and self._rules.keeps)
         return choose_holder(
             ReplicationMode.SPREAD if is_free else self._rules.mode,
@@ -347,7 +349,7 @@ class Replicator:
             self._rng,
             self._resting_until_s,
             is_fit,
-            request.kept_at if self._rules.keeps else None,
+            request.came_from if self._rules.keeps else None,
         )
 
     def _take(self, key: EngineKey, event: copy_owner.Event) -> None:
@@ -428,7 +430,7 @@ class Replicator:
             self._refused(request, offered, holder, error)
 
     def _offer(self, request: DecodeRequest, owner: Holder) -> ReplicaOffer:
-        """Offer a copy of the request. owner: the instance that runs it, and the number of the copy."""
+        """Return the request for a copy that `owner`, the instance that runs the request, makes at a holder."""
         return ReplicaOffer(
             request.request_id,
             request.ownership,

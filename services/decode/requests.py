@@ -143,6 +143,8 @@ class ResumedHere:
     held_tokens: int
     landed: asyncio.Future[bool]
     """Done when the KV has landed. False: the request ended before."""
+    former_id: str = ""
+    """Id of the instance that decoded the request before and may have kept its KV; empty: none."""
 
 
 class Reader(Protocol):
@@ -177,8 +179,6 @@ class DecodeRequest:
     """Number of the Reserve call within the attempt; 0: not counted."""
     placed_by: str = ""
     """Id of the prefill instance that reserved the room; empty: unknown or none."""
-    kept_at: str = ""
-    """Id of the instance that the request came from, which may keep its KV; empty: unknown or none."""
     answer: asyncio.Future[Ticket] | None = None
     """Result of the Reserve call; None: prefilled on this instance."""
     deadline: asyncio.TimerHandle | None = None
@@ -186,6 +186,12 @@ class DecodeRequest:
     spans: DecodeSpans | None = None
     reader: Reader | None = None
     """Client that reads the answer directly; None: only the router reads it."""
+
+    @property
+    def came_from(self) -> str:
+        """Id of the instance that computed the prompt or decoded the request before, and may have kept the KV; empty:
+        unknown or none."""
+        return self.placed_by if self.resumed is None else self.resumed.former_id
 
     @property
     def context_tokens(self) -> int:

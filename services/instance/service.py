@@ -23,7 +23,6 @@ from kaveri.hosting.metrics import PhaseMetrics, register_engine_metrics
 from kaveri.hosting.served_phases import ServedPhases
 from kaveri.hosting.service_host import new_incarnation
 from kaveri.hosting.store import open_store
-from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.lives.prompt import Adopted, RoomReserved
 from kaveri.policy.levelling import queue_surplus
@@ -40,7 +39,7 @@ from services.decode.replicated import open_replicas, with_replicas
 from services.instance import feed_server
 from services.instance.config import PhasesConfig
 from services.prefill import server as prefill_server
-from services.prefill.decode_placer import DecodePlacer, PromptKeeper
+from services.prefill.decode_placer import DecodePlacer
 from services.prefill.forecaster import LengthForecaster
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.predictors import Predictors
@@ -145,7 +144,7 @@ def instance_host(
     )
     decode_placer.finder.on_view = partial(_level, config, prefill)
     served, holder = with_replicas(config, engine, store, decode, incarnation, rng, registry, replicas)
-    decode_placer.keeps = _prompt_keeper(config, engine, holder)
+    decode_placer.keeps = _HolderOfPrompts(config, engine, holder) if holder and config.keeps_kv else None
     phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: served}, config.phases)
     phases.on_loads = PhaseMetrics(config.model_name, registry).note
 
@@ -161,32 +160,20 @@ def instance_host(
     return EngineHost(config, engine, store, phases, _SERVICE_NAMES, register, incarnation)
 
 
-def _prompt_keeper(config: PhasesConfig, engine: BuiltEngine, holder: ReplicaHolder | None) -> PromptKeeper | None:
-    """Return what keeps prompts where they are computed; None: nobody does."""
-    if holder is None or not config.keeps_kv:
-        return None
-    return _HolderOfPrompts(holder, engine.info.layout, config.replica_min_tokens)
-
-
 class _HolderOfPrompts:
-    """PromptKeeper by the instance's holder of KV copies."""
+    """Implements PromptKeeper with the instance's ReplicaHolder."""
 
-    def __init__(self, holder: ReplicaHolder, layout: KvLayout, min_tokens: int) -> None:
+    def __init__(self, config: PhasesConfig, engine: BuiltEngine, holder: ReplicaHolder) -> None:
+        self._min_tokens = config.replica_min_tokens
+        self._layout = engine.info.layout
         self._holder = holder
-        self._layout = layout
-        self._min_tokens = min_tokens
 
     def keep(self, request: PrefillRequest, room: Room) -> None:
         if request.token_count < self._min_tokens:
             return
+        owner_id, left_s = room.target.record.instance_id, request.deadline_s - time.monotonic()
         offer = ReplicaOffer(
-            request.request_id,
-            request.ownership,
-            room.target.record.instance_id,
-            room.incarnation,
-            self._layout,
-            request.token_count,
-            request.deadline_s - time.monotonic(),
+            request.request_id, request.ownership, owner_id, room.incarnation, self._layout, request.token_count, left_s
         )
         self._holder.keep(request.engine_request.key, offer)
 

@@ -24,13 +24,13 @@ _AFTER_FIRST_TOKEN_S = 0.002
 
 
 class PromptKeeper(Protocol):
-    """Keeps the KV of prompts that are handed over to decode, as copies to resume from."""
+    """Keeps the KV of prompts on this instance after it was pushed, so that requests can be resumed from it."""
 
     def keep(self, request: PrefillRequest, room: Room) -> None:
-        """Keep the prompt's KV once the push to `room` is accepted. Raises EngineError."""
+        """Keep the prompt's KV once its push to `room` is accepted. Raises EngineError."""
 
     def forget(self, request: PrefillRequest) -> None:
-        """Undo keep(), as no push will be accepted."""
+        """Undo keep(): the prompt is not handed over."""
 
 
 class DecodePlacer:
@@ -63,7 +63,7 @@ class DecodePlacer:
         self.at_first_token = decodes_here
         self._adopt_here = adopt
         self.keeps: PromptKeeper | None = None
-        """Keeps copies of prompts that are handed over; None: nobody does."""
+        """None: the KV of prompts is freed once it is pushed."""
         self._placements: dict[PrefillRequest, Placement] = {}
         self._tasks = asyncio.TaskGroup()
 

@@ -218,7 +218,7 @@ def test_a_client_finds_its_request_where_it_was_resumed_before_anyone_could_say
     assert sum(recomputed for _, recomputed in resumed(result)) <= 2 * BLOCK_TOKENS
 
 
-_PAIRS: dict[str, object] = {
+_PAIRS: dict[str, Any] = {
     "replication": ReplicationMode.PAIR,
     "replica_place": "pool",
     "prefills_hold_copies": True,
@@ -233,7 +233,7 @@ def test_no_prompt_is_computed_again_whenever_the_instance_that_decodes_it_dies(
 ) -> None:
     owner, holder = owner_of(tokenizer, **_PAIRS)
     assert holder == "prefill-0"
-    result = run(replicated([Fault(kind=FaultKind.KILL, after=_KEPT, at_s=delay_s, target=owner)], **_PAIRS), tokenizer)  # type: ignore[arg-type]
+    result = run(replicated([Fault(kind=FaultKind.KILL, after=_KEPT, at_s=delay_s, target=owner)], **_PAIRS), tokenizer)
     assert prompts_of(result) == 1
     # It goes on where the prompt was computed, which hands it to an instance that decodes.
     (held, recomputed), *moves = resumed(result)
@@ -246,7 +246,7 @@ def test_an_answer_whose_prompt_was_kept_outlives_the_holder_and_has_a_copy_else
     tokenizer: ModelTokenizer,
 ) -> None:
     owner, holder = owner_of(tokenizer, **_PAIRS)
-    result = run(replicated([Fault(kind=FaultKind.KILL, after=_WHOLE, at_s=0.3, target=holder)], **_PAIRS), tokenizer)  # type: ignore[arg-type]
+    result = run(replicated([Fault(kind=FaultKind.KILL, after=_WHOLE, at_s=0.3, target=holder)], **_PAIRS), tokenizer)
     assert prompts_of(result) == 1
     assert not resumed(result)
     held = [line for line in result.lines if "log        info replica_held request_id=moved" in line]
@@ -258,7 +258,7 @@ def test_an_instance_that_drains_moves_an_answer_whose_copy_is_where_prompts_are
 ) -> None:
     owner, _ = owner_of(tokenizer, **_PAIRS)
     drain = Fault(kind=FaultKind.DRAIN, after=_WHOLE, at_s=0.3, target=owner)
-    result = run(replicated([drain], **_PAIRS), tokenizer)  # type: ignore[arg-type]
+    result = run(replicated([drain], **_PAIRS), tokenizer)
     assert prompts_of(result) == 1
     assert resumed(result)[0][1] == 1, "it was cut off, not moved"
     (line,) = (line for line in result.lines if "request_resumed" in line)
@@ -271,12 +271,12 @@ def test_an_instance_that_an_answer_has_left_keeps_its_kv_and_holds_the_next_cop
     flip = Fault(
         kind=FaultKind.FLIP, after=_WHOLE, at_s=0.3, target=owner, other="prefill", drain=DrainWay.MIGRATE, lasts_s=9.0
     )
-    result = run(replicated([flip], **_PAIRS), tokenizer)  # type: ignore[arg-type]
+    result = run(replicated([flip], **_PAIRS), tokenizer)
     assert prompts_of(result) == 1
     assert [again for _, again in resumed(result)] == [1]
     kept = [line for line in result.lines if "kv_kept request_id=moved" in line and f" {owner}#" in line]
     assert len(kept) == 1
     granted = [line for line in result.lines if f"{other}#1" in line and "DecodeService/OpenReplica" in line]
     (ticket,) = (line for line in granted if "first_block" in line)
-    first_block = int(re.search(r"first_block: (\d+)", ticket)[1])  # type: ignore[index]
+    (first_block,) = map(int, re.findall(r"first_block: (\d+)", ticket))
     assert first_block * BLOCK_TOKENS > 100, "only what was drawn behind the prompt is new"

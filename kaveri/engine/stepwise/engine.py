@@ -18,7 +18,7 @@ from kaveri.engine.copier_thread import CopierThread, PoolCopyPlane, slots_of
 from kaveri.engine.kv_plane import PoolPlane
 from kaveri.engine.limits import require_room
 from kaveri.engine.shared import Shared
-from kaveri.engine.stepwise.lifecycle import Lifecycle, kept_free_blocks
+from kaveri.engine.stepwise.lifecycle import Lifecycle, min_free_blocks
 from kaveri.engine.stepwise.runner import ModelRunner
 from kaveri.engine.stepwise.sequence import PlannedSlice, Sequence
 from kaveri.engine.threaded import ThreadedEngine
@@ -129,7 +129,7 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
         flow, replicas = super().kv_flow(), self._lifecycle.replicas
         if replicas is None:
             return flow
-        # Blocks of replicas are of the same pool.
+        # Replicas have a receiver of their own, but their quarantined blocks are missing in the same pool.
         quarantined = flow.receiving.quarantined_block_count + replicas.flow().receiving.quarantined_block_count
         return replace(flow, receiving=replace(flow.receiving, quarantined_block_count=quarantined))
 
@@ -142,7 +142,7 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
             transports=self._transports,
             epoch=epoch,
             receiving=self._receiving,
-            kept_free=kept_free_blocks(self.info.total_blocks),
+            min_free=min_free_blocks(self.info.total_blocks),
             on_freed=self._wake,
         )
         with self._shared.lock:
@@ -152,7 +152,7 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
     def keep(self, key: EngineKey, replica: ReplicaKey) -> None:
         with self._shared.lock:
             self._shared.require_alive()
-            self._lifecycle.keep_later(key, replica)
+            self._lifecycle.set_kept_as(key, replica)
 
     def promote(self, request: EngineRequest, replica: ReplicaKey, held_tokens: int) -> None:
         self.info.require_servable(request)

@@ -36,13 +36,13 @@ from kaveri.kv.replicas.store import ReplicaKey
 from kaveri.kv.tiers.pool import BlockAllocator
 
 _RETRY_AFTER_S = 0.1
-_KEPT_FREE_SHARE = 1 / 16
+_MIN_FREE_SHARE = 1 / 16
 """Share of the blocks that replicas leave free, for requests that come and grow."""
 
 
-def kept_free_blocks(total_blocks: int) -> int:
-    """Return how many of an engine's blocks the replicas in its pool leave free."""
-    return max(1, int(_KEPT_FREE_SHARE * total_blocks))
+def min_free_blocks(total_blocks: int) -> int:
+    """Return the number of an engine's blocks that replicas in its pool leave free."""
+    return max(1, int(_MIN_FREE_SHARE * total_blocks))
 
 
 class Lifecycle:
@@ -74,9 +74,9 @@ class Lifecycle:
         """Ended requests whose blocks a step or a transfer can still touch."""
         self.residency = Residency(BlockAllocator(info.total_blocks), info.layout, max_batch)
         self.replicas: Replicas | None = None
-        """Other instances' replicas in spare blocks of the pool."""
+        """Replicas of other instances' requests, in blocks that no request here needs; None: none are kept."""
         self._missing_blocks = 0
-        """Blocks that requests could not get since the last step."""
+        """Most blocks that a refused request lacked since the last step."""
 
     def open_prefill(self, request: EngineRequest) -> Sequence:
         sequence = self._open(self.prefills, "prefill", request, SequencePhase.PREFILLING, len(request.token_ids))
@@ -156,8 +156,8 @@ class Lifecycle:
             self.residency.remove(sequence)
         self._settle(sequence)
 
-    def keep_later(self, key: EngineKey, replica: ReplicaKey) -> None:
-        """Mark a request to be kept as a replica when it leaves, as KeepingEngine.keep()."""
+    def set_kept_as(self, key: EngineKey, replica: ReplicaKey) -> None:
+        """Set the key of the replica to make of a request's blocks when it leaves. Ignores unknown requests."""
         sequence = self.prefills.get(key) or self.decodes.get(key)
         if sequence is not None:
             sequence.kept_as = replica
@@ -166,7 +166,7 @@ class Lifecycle:
         block_tokens, kept_as = self._info.layout.block_tokens, sequence.kept_as
         block_count = sequence.computed // block_tokens
         token_ids = sequence.token_ids[: block_count * block_tokens]
-        assert kept_as is not None, "it is not to be kept"
+        assert kept_as is not None, "keep() was not called"
         if self.replicas is None or not token_ids or not self.replicas.take_blocks(kept_as, sequence, token_ids):
             return 0
         del sequence.block_ids[:block_count]
@@ -261,8 +261,8 @@ class Lifecycle:
         return planned
 
     def wanted_blocks(self) -> int:
-        """Return how many blocks replicas should give back: those that requests could not get, and those that running
-        ones may need before the next call. Called once per step."""
+        """Return how many blocks evict() should free: those that refused and preempted requests lack, and those that
+        running ones may need before the next call. Called once per step."""
         if self.replicas is None:
             return 0
         free, spare = self.residency.allocator.free_count, len(self.residency.running)
@@ -270,9 +270,9 @@ class Lifecycle:
         if self.residency.short_of_blocks:
             first = next(sequence for sequence in self.residency.waiting if not sequence.block_ids)
             wanted = max(wanted, self._info.layout.block_count(len(first.token_ids)) + spare - free)
-        # Not block by block.
-        kept_free = max(kept_free_blocks(self._info.total_blocks), 2 * spare)
-        return max(wanted, kept_free - free if free <= kept_free // 2 else 0)
+        # At half of it, so that replicas are not evicted at each step.
+        min_free = max(min_free_blocks(self._info.total_blocks), 2 * spare)
+        return max(wanted, min_free - free if free <= min_free // 2 else 0)
 
     @staticmethod
     def members(planned: list[PlannedSlice]) -> list[StepMember]:
@@ -382,7 +382,7 @@ class Lifecycle:
         self.residency.check_integrity(self.decodes.values())
 
     def _owners(self) -> set[Hashable]:
-        """Owners of blocks other than replicas."""
+        """Return the owners of blocks that are not replicas."""
         return {owner for owner in self.residency.allocator.owners() if not isinstance(owner, Replica)}
 
     def _open(
@@ -422,13 +422,13 @@ class Lifecycle:
         return sequence
 
     def _require_free(self, role: str, wanted: int) -> None:
-        """Raise NoCapacity while replicas have to give blocks back, for the wanted ones and the running requests' next
-        ones: these would be preempted."""
+        """Raise NoCapacity, and have replicas evicted, unless `wanted` blocks are free and one more for each running
+        request: without that one it could be preempted although replicas can be evicted."""
         missing = wanted + len(self.residency.running) - self.residency.allocator.free_count
         if missing > 0:
             self._missing_blocks = max(self._missing_blocks, missing)
             self._on_work()
-            raise NoCapacity(role, _RETRY_AFTER_S, f"replicas give back {missing} blocks")
+            raise NoCapacity(role, _RETRY_AFTER_S, f"{missing} blocks of replicas are being freed")
 
     def _settle(self, sequence: Sequence) -> None:
         """Free the blocks of an ended request, or keep them while a step or a transfer can touch them."""

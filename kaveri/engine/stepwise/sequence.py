@@ -71,7 +71,7 @@ class Sequence:
     generation: int = 0
     """Number of its preemptions."""
     kept_as: ReplicaKey | None = None
-    """Replica that its full blocks become once another instance has its KV."""
+    """Key of the replica to make of its full blocks when it leaves for another instance; None: free them."""
     done: bool = False
     """Ended. Its blocks are free as soon as neither a step nor a transfer can touch them."""
     suspect_until: int = 0

@@ -33,7 +33,7 @@ class PoolReplicas(Replicas):
         transports: Sequence[Transport],
         epoch: int,
         receiving: ReceiverOptions = ReceiverOptions(),  # noqa: B008 - it is frozen
-        kept_free: int = 0,
+        min_free: int = 0,
         on_freed: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(
@@ -49,7 +49,7 @@ class PoolReplicas(Replicas):
                 credit_bytes=receiving.credit_bytes,
             ),
             lambda told: KvSender(pool, told, transports=transports),
-            kept_free=kept_free,
+            min_free=min_free,
             on_freed=on_freed,
         )
 

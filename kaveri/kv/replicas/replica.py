@@ -47,9 +47,9 @@ class Replica:
     stays: bool = False
     """True if it is kept when its owner gives it up."""
     is_given_up: bool = False
-    """True if it is kept and no owner extends it: its owner has given it up, or has not opened it yet."""
+    """True if it is complete and evict() may delete it: no owner pushes to it, and no request is resumed from it."""
     first_block: int = 0
-    """Number of blocks that were here when its owner's push began."""
+    """Number of blocks that it already had when its owner's present push began."""
     block_ids: list[int] = field(default_factory=list)
     """First the blocks of token_ids, verified, the last one possibly part full; then blocks for the next tokens."""
     token_ids: list[int] = field(default_factory=list)

@@ -54,7 +54,7 @@ class Replicas:
     """Implements ReplicaStore (copies of other instances' KV caches) over a pool of blocks of all heads.
 
     allocator: of the pool's blocks; owners other than replicas may hold some. make_receiver, make_sender: for that
-    pool; their errors propagate. kept_free: blocks that replicas leave free. on_freed: called, without a lock, when
+    pool; their errors propagate. min_free: blocks that replicas leave free. on_freed: called, without a lock, when
     replicas have returned blocks. token_bytes: source of random bytes, replaced in simulations.
     """
 
@@ -65,7 +65,7 @@ class Replicas:
         make_receiver: Callable[[LandingListener], TicketReceiver],
         make_sender: Callable[[PushListener], PushSender],
         *,
-        kept_free: int = 0,
+        min_free: int = 0,
         on_freed: Callable[[], None] = lambda: None,
         token_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
@@ -75,17 +75,17 @@ class Replicas:
         # Guards all below. Neither the listener nor a future is called with it held.
         self._lock = threading.Lock()
         self._allocator = allocator
-        self._kept_free = kept_free
+        self._min_free = min_free
         self._on_freed = on_freed
         self._replicas: dict[ReplicaKey, Replica] = {}
-        """The least recently extended first."""
+        """In the order in which they last grew: the first one has not grown for longest."""
         # By transfer id of the owner's push, until that has ended.
         self._landings: dict[bytes, Replica] = {}
         self._pushes: dict[bytes, tuple[Replica, Future[None]]] = {}
         # Receiving, with no block granted ahead.
         self._starved: dict[Replica, None] = {}
         self._evicting: set[Replica] = set()
-        """Those that the last evict() has deleted, whose owners may still write."""
+        """Replicas that the last evict() has deleted, whose blocks their owners may still write."""
         self._closed = False
         self._sender = make_sender(self._hear_push)
         try:
@@ -124,19 +124,15 @@ class Replicas:
             raise InvalidArgument("token_count", token_count, "at least 1")
         require_seconds("expires_in_s", expires_in_s)
         block_count = token_count // layout.block_tokens + _BLOCKS_AHEAD
-        with self._lock:
-            former = self._replicas.get(extends) if extends is not None and not parts else None
-            if former is not None and not self._may_be_extended(former, block_count):
-                former = None
-        for unwanted in {key, extends} - {former.key if former is not None else None}:
-            if unwanted is not None:
-                self.drop(unwanted)
+        if extends is not None and (parts or not self._can_grow(extends, block_count)):
+            self.drop(extends)
+        if key != extends:
+            self.drop(key)
         with self._lock:
             if self._closed:
                 raise TransferFailed("the replica store is closed")
-            replica = Replica(key, Kept())
-            if former is not None and self._replicas.get(former.key) is former:
-                replica = former
+            former = self._replicas.get(extends) if extends is not None else None
+            replica = former or Replica(key, Kept())
             first_block = len(replica.block_ids)
             # Earlier ones wait for the next free block.
             if self._starved:
@@ -172,10 +168,11 @@ class Replicas:
             return ticket
 
     def take_blocks(self, key: ReplicaKey, owner: Hashable, token_ids: Sequence[int]) -> bool:
-        """Keep the first blocks of another owner in the allocator as a replica, which open() extends. token_ids: of
-        full blocks. Returns False, with nothing changed, if blocks are short or there is a replica of this key."""
+        """Make a replica of the first blocks of another owner in the allocator; open() can extend it. token_ids: of
+        these blocks, all full. Returns False, with nothing changed, if fewer than min_free blocks are free or there is
+        a replica of this key."""
         with self._lock:
-            if self._closed or key in self._replicas or self._allocator.free_count < self._kept_free:
+            if self._closed or key in self._replicas or self._allocator.free_count < self._min_free:
                 return False
             replica = Replica(key, Kept(), is_given_up=True, token_ids=list(token_ids))
             block_count = len(token_ids) // self._layout.block_tokens
@@ -203,7 +200,7 @@ class Replicas:
         with self._lock:
             replica = self._replicas.get(key)
             if replica is not None:
-                # It is about to be resumed from.
+                # A request is about to be resumed from it, so evict() must not delete it.
                 replica.is_given_up = False
             revoked = self._seal(replica) if replica is not None else None
         if revoked is not None:
@@ -257,8 +254,8 @@ class Replicas:
         self._on_freed()
 
     def give_blocks(self, key: ReplicaKey, new_owner: Hashable, token_count: int, more_blocks: int) -> list[int]:
-        """Give the blocks of a replica's first `token_count` tokens, and `more_blocks` free ones, to another owner in
-        the allocator, and delete the replica. Return the blocks in order.
+        """Move the blocks of a replica's first `token_count` tokens to another owner in the allocator, allocate it
+        `more_blocks` free ones, and delete the replica. Return all these blocks, in order.
 
         Raises TransferFailed if the replica has fewer tokens or is pushed elsewhere, and NoCapacity. The replica then
         remains.
@@ -281,7 +278,7 @@ class Replicas:
         first those that no owner extends, then those that grow, the least recently extended first. Those whose owner
         was lost stay. ReplicaDropped follows."""
         with self._lock:
-            # Counted once: a frozen owner may never end its writes.
+            # Subtracted in one call only, since a frozen owner may never end its writes.
             wanted = block_count - sum(len(replica.block_ids) for replica in self._evicting)
             evicted: dict[Replica, Receiving | Sealed | Kept | Dropped] = {}
             evictable = sorted(filter(_is_evictable, self._replicas.values()), key=lambda one: not one.is_given_up)
@@ -303,7 +300,7 @@ class Replicas:
 
     def usage(self) -> ReplicaUsage:
         with self._lock:
-            total = self._allocator.total - self._kept_free
+            total = self._allocator.total - self._min_free
             used = min(total, self._allocator.total - self._allocator.free_count)
             block_bytes = self._layout.layer_count * self._layout.block_bytes
             return ReplicaUsage(used * block_bytes, total * block_bytes, len(self._replicas))
@@ -445,21 +442,25 @@ class Replicas:
         else:
             accepted.set_exception(error)
 
-    # The caller holds the lock.
+    def _can_grow(self, key: ReplicaKey, block_count: int) -> bool:
+        """Return True if a new push can append blocks to a replica, up to `block_count`: no owner pushes to it, nobody
+        reads it, and its last block is full."""
+        with self._lock:
+            replica = self._replicas.get(key)
+            if replica is None or not replica.is_given_up or replica.reading:
+                return False
+            is_full = len(replica.token_ids) == len(replica.block_ids) * self._layout.block_tokens
+            return is_full and len(replica.block_ids) < block_count
 
-    def _may_be_extended(self, replica: Replica, block_count: int) -> bool:
-        """True if its owner may go on after the blocks that are here."""
-        whole = len(replica.block_ids) * self._layout.block_tokens
-        is_idle = isinstance(replica.state, Kept) and replica.is_given_up and not replica.reading
-        return is_idle and len(replica.token_ids) == whole and len(replica.block_ids) < block_count
+    # The caller holds the lock.
 
     def _held(self) -> set[Replica]:
         """Return the replicas that have blocks: those not dropped, and dropped ones that a transfer may still touch."""
         return {*self._replicas.values(), *self._landings.values(), *(replica for replica, _ in self._pushes.values())}
 
     def _allocate(self, replica: Replica, block_count: int) -> list[int]:
-        if self._kept_free and self._allocator.free_count < block_count + self._kept_free:
-            raise NoCapacity("replica", _RETRY_AFTER_S, f"{self._kept_free} blocks are left free for requests")
+        if self._min_free and self._allocator.free_count < block_count + self._min_free:
+            raise NoCapacity("replica", _RETRY_AFTER_S, f"{self._min_free} blocks are left free for requests")
         return self._allocator.allocate(replica, block_count)
 
     def _seal(self, replica: Replica) -> bytes | None:

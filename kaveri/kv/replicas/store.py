@@ -112,8 +112,9 @@ class ReplicaStore(Protocol):
         Reserves the whole blocks of `token_count` tokens and one more. Each mark (verified checkpoint) of the owner
         grants it further blocks, once some are free. expires_in_s: the owner is presumed lost after this long without a
         mark. stays: keep the replica, unless empty, when its owner gives it up. Replaces a replica of the same key.
-        extends: a replica that no owner extends, of the same request, whose tokens are the request's first ones. It
-        becomes this one, if it can, and the ticket begins behind its blocks; otherwise it is deleted.
+        extends: key of a complete replica to append to, whose tokens are the first ones of the same request. It gets
+        the new key, and the ticket is for the blocks after its own (Ticket.first_block). If nothing can be appended, it
+        is deleted, and the ticket is for all blocks.
 
         Raises NoCapacity when the memory is full or other replicas wait for blocks, LayoutMismatch unless the layout is
         the store's own, and InvalidArgument for other values out of range.

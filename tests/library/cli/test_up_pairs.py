@@ -6,6 +6,12 @@ from typer.testing import CliRunner
 from kaveri.cli import up as up_module
 from kaveri.cli.main import app
 from kaveri.local.config import StackConfig
+from kaveri.local.service_flags import ServiceFlags
+
+
+def test_with_vllm_pairs_have_their_copies_in_host_memory() -> None:
+    settings = up_module._settings(ServiceFlags({}, {}), predictor="", pairs=True, engine="vllm")
+    assert (settings["replication"], settings["replica_place"]) == ("pair", "host")
 
 
 @pytest.mark.parametrize(

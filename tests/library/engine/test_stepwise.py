@@ -22,7 +22,7 @@ from kaveri.engine.contract import (
 )
 from kaveri.engine.kv_plane import PoolPlane, Source
 from kaveri.engine.stepwise.fake import FakeModel, FakeRunner
-from kaveri.engine.stepwise.lifecycle import Lifecycle, kept_free_blocks
+from kaveri.engine.stepwise.lifecycle import Lifecycle, min_free_blocks
 from kaveri.engine.stepwise.runner import Drawn, DrawnToken, LayerListener, SequenceSlice
 from kaveri.engine.stepwise.sequence import Sequence as StepwiseSequence
 from kaveri.errors import NoCapacity, RequestCancelled
@@ -421,4 +421,4 @@ def test_replicas_give_back_blocks_before_requests_run_out_of_them() -> None:
     assert lifecycle.wanted_blocks() == 38 - 32
     assert lifecycle.wanted_blocks() == 0, "each refusal counts once"
     lifecycle.residency.allocator.allocate(sequence, 30)
-    assert lifecycle.wanted_blocks() == kept_free_blocks(64) - 2
+    assert lifecycle.wanted_blocks() == min_free_blocks(64) - 2

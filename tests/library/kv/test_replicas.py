@@ -20,7 +20,7 @@ _KEY = ReplicaKey("r", 0, 1)
 
 
 class _ReplicasBench:
-    def __init__(self, block_count: int = 8, kept_free: int = 0) -> None:
+    def __init__(self, block_count: int = 8, min_free: int = 0) -> None:
         self.events: list[ReplicaEvent] = []
         self.receiver = Mock(spec=KvReceiver, endpoints=(), epoch=1)
         self.sender = Mock(spec=KvSender)
@@ -28,7 +28,7 @@ class _ReplicasBench:
         self.allocator = BlockAllocator(block_count)
         self.freed_count = 0
         self.store = Replicas(
-            _LAYOUT, self.allocator, self._receiver, self._sender, kept_free=kept_free, on_freed=self._count_freed
+            _LAYOUT, self.allocator, self._receiver, self._sender, min_free=min_free, on_freed=self._count_freed
         )
         self.store.start(self.events.append)
 
@@ -201,7 +201,7 @@ def test_replicas_given_up_are_evicted_first_then_the_least_recently_extended_an
 
 
 def test_replicas_leave_blocks_free_for_the_other_users_of_the_pool() -> None:
-    bench = _ReplicasBench(8, kept_free=3)
+    bench = _ReplicasBench(8, min_free=3)
     bench.allocator.allocate("request", 1)
     with pytest.raises(NoCapacity, match="left free"):
         bench.open(4)

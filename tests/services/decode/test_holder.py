@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock, call
 
 import pytest
@@ -14,15 +14,23 @@ from prometheus_client import CollectorRegistry
 from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.replica import ReplicaOffer, Resumption
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.engine.contract import EngineKey, KvPushed
-from kaveri.errors import InvalidArgument, NoCapacity, RequestAlreadyExists, StaleAttempt, Unavailable
+from kaveri.engine.contract import EngineKey, KeepingEngine, KvPushed
+from kaveri.errors import ConfigError, InvalidArgument, NoCapacity, RequestAlreadyExists, StaleAttempt, Unavailable
 from kaveri.kv.layout.layout import KvLayout
-from kaveri.kv.replicas.store import ReplicaDropped, ReplicaGrew, ReplicaKey, ReplicaOrphaned, ReplicaUsage
+from kaveri.kv.replicas.store import (
+    ReplicaDropped,
+    ReplicaGrew,
+    ReplicaKey,
+    ReplicaOrphaned,
+    ReplicaStore,
+    ReplicaUsage,
+)
 from kaveri.lives import copy_holder
+from kaveri.policy.replication import ReplicationMode
 from kaveri.policy.waits import COPY_STARVED_S
 from services.decode.holder import ReplicaHolder
 from services.decode.replica_metrics import ReplicaMetrics
-from services.decode.replicated import ReplicatedDecode
+from services.decode.replicated import ReplicatedDecode, open_replicas
 
 LAYOUT = KvLayout("m", 2, block_tokens=4, kv_head_count=2, head_dim=8, dtype="float32")
 SECRET = bytes(16)
@@ -262,8 +270,8 @@ def keeping(store: Store) -> tuple[ReplicaHolder, Keeper]:
     """A holder whose store is in the pool of an engine that keeps prompts."""
     keeper, metrics = Keeper(), ReplicaMetrics(CollectorRegistry())
     life: Any = FullInstance()
-    is_there = lambda *_: True  # noqa: E731
-    return ReplicaHolder(life, store, 7, 10.0, is_there, metrics, keeper), keeper  # type: ignore[arg-type]
+    engine, memory = cast(KeepingEngine, keeper), cast(ReplicaStore, store)
+    return ReplicaHolder(life, memory, 7, 10.0, lambda *_: True, metrics, engine), keeper
 
 
 PROMPT, KEY = EngineKey("r", 3), ReplicaKey("r", 0, 1)
@@ -340,3 +348,11 @@ def test_a_copy_in_the_pool_that_finds_no_block_is_dropped_and_takes_none_from_r
         holder._drop_expired(now_s + later_s)
     assert not holder._held
     assert not store.keys
+
+
+async def test_copies_in_the_pool_are_refused_by_name_for_an_engine_that_cannot_keep_them() -> None:
+    config: Any = Mock(replication=ReplicationMode.PAIR, replica_place="pool")
+    engine: Any = Mock(info=Mock(engine="vllm", can_replicate=True, can_keep=False))
+    with pytest.raises(ConfigError, match="--replica-place: is pool; vllm keeps copies in host memory only"):
+        async with open_replicas(config, engine):
+            raise AssertionError("it was opened")

@@ -26,7 +26,7 @@ from kaveri.engine.copier import Copier
 from kaveri.engine.kv_plane import Granted, PlaneEvent, PoolPlane
 from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.fake import FakeModel, StaleKv
-from kaveri.engine.stepwise.lifecycle import Lifecycle, kept_free_blocks
+from kaveri.engine.stepwise.lifecycle import Lifecycle, min_free_blocks
 from kaveri.engine.stepwise.runner import Drawn, NoToken, SequenceSlice
 from kaveri.engine.stepwise.sequence import PlannedSlice
 from kaveri.engine.transfers import Transfers
@@ -248,14 +248,14 @@ class SimulatedEngine:
             self._wire,
             random.Random(self._rng.getrandbits(64)),
             self.draws,
-            kept_free=kept_free_blocks(self.info.total_blocks),
+            min_free=min_free_blocks(self.info.total_blocks),
             on_freed=self._wake,
         )
         return replicas
 
     def keep(self, key: EngineKey, replica: ReplicaKey) -> None:
         self._shared.require_alive()
-        self._lifecycle.keep_later(key, replica)
+        self._lifecycle.set_kept_as(key, replica)
 
     def promote(self, request: EngineRequest, replica: ReplicaKey, held_tokens: int) -> None:
         self._shared.require_alive()

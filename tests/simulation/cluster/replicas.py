@@ -30,10 +30,10 @@ class SimulatedReplicas(Replicas):
         wire: KvWire,
         rng: random.Random,
         draws: DrawRecord,
-        kept_free: int = 0,
+        min_free: int = 0,
         on_freed: Callable[[], None] = lambda: None,
     ) -> None:
-        """rng: of this life alone. draws: what is wrong is reported to it. kept_free, on_freed: as for Replicas."""
+        """rng: of this life alone. draws: what is wrong is reported to it. min_free, on_freed: as for Replicas."""
         self._memory = memory
         self._model = model
         self._draws = draws
@@ -42,7 +42,7 @@ class SimulatedReplicas(Replicas):
             allocator,
             partial(SimulatedReceiver, self._memory, layout, wire, rng.getrandbits(63), report=draws.report),
             partial(SimulatedSender, self._memory, layout, wire),
-            kept_free=kept_free,
+            min_free=min_free,
             on_freed=on_freed,
             token_bytes=rng.randbytes,
         )
