@@ -246,10 +246,19 @@ PLANS: dict[str, Plan] = {
             _reset("router-0", "decode-0", at_s=0.65),
         ],
     ),
-    "claims_of_dead_routers_kept": story(
-        cluster(routers=2),
-        [request("same", max_tokens=100, sends_again=("router-1",) * 3)],
-        [Fault(kind=FaultKind.KILL, at_s=0.3, target="router-0")],
+    "claims_of_dead_routers_kept": replace(
+        story(
+            cluster(routers=2, step_s=0.02),
+            [
+                request("same", 0.3, max_tokens=150),
+                replace(request("same", 5.0, router="router-1"), client="client-1"),
+            ],
+            [
+                Fault(kind=FaultKind.CLIENT, at_s=0.6, target="client-0"),
+                Fault(kind=FaultKind.KILL, at_s=0.599, target="router-0"),
+            ],
+        ),
+        clients=("client-0", "client-1"),
     ),
     "refused_writes_end_leases": story(
         cluster(decodes=2),
