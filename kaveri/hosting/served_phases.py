@@ -77,7 +77,6 @@ class ServedPhases:
         if order <= self._order:
             return order == self._order and (self.ordered == frozenset(phases) or bool(self._fault))
         self._order, self._fault, self._way = order, "", way
-        get_logger().info("phases_ordered", phases=sorted(phases), phase_order=order)
         self._serve(frozenset(phases))
         if self._carrying is not None:
             self._carrying.cancel()
@@ -112,6 +111,8 @@ class ServedPhases:
         self.on_change()
 
     async def _carry_out(self, deadline_s: float | None) -> None:
+        # Not before the order is answered: a line takes as long as the change itself.
+        get_logger().info("phases_ordered", phases=sorted(self.ordered), phase_order=self._order)
         ending = [service for phase, service in self.services.items() if phase not in self.ordered]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):

@@ -57,7 +57,8 @@ class VllmCore:
         params.extra_args = {**(params.extra_args or {}), **transfer_params(engine_id)}
         self._count += 1
         priority = _PROMPT if is_prefill else _DECODING
-        prompt = {"prompt_token_ids": list(token_ids)}
+        # An input as vLLM's renderer makes it, which takes longer than the rest of the call.
+        prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
         self._llm.add_request(engine_id, prompt, params, arrival_time=float(self._count), priority=priority)
 
     def begin_answer(self, request: Any, first_token_id: int | None) -> None:
