@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _INTERVAL_S = 0.5
 _TIMEOUT_S = 5.0
 _PIPE_WIDTH = 240
-_OF_COPIES = ("copies free/total MiB", "requests copied", "lag tokens", "resumed", "moved")
+_OF_COPIES = ("partner", "copies free/total MiB", "requests copied", "lag tokens", "resumed", "moved")
 
 
 def status(
@@ -84,11 +84,11 @@ def _phases(shown: "ViewedInstance") -> str:
 
 def _of_copies(load: "InstanceLoad") -> tuple[str, ...]:
     memory = f"{load.replica_free_bytes >> 20}/{load.replica_total_bytes >> 20}" if load.replica_total_bytes else ""
-    counts = load.replica_counts
+    counts, partner = load.replica_counts, load.partner_id or ""
     if counts is None:
-        return memory, "", "", "", ""
+        return partner, memory, "", "", "", ""
     copied = f"{counts.owned}/{counts.owned + counts.unprotected}"
-    return memory, copied, str(counts.lag_tokens), str(counts.resumed), str(counts.moved)
+    return partner, memory, copied, str(counts.lag_tokens), str(counts.resumed), str(counts.moved)
 
 
 def _as_json(view: "ClusterView") -> dict[str, object]:

@@ -151,6 +151,6 @@ class Membership:
 
 
 def _fixed(load: InstanceLoad) -> tuple[object, ...]:
-    """Return the part of a load that is constant within one view: state, pool sizes and phases."""
-    phases = load.phases, load.ending_phases, load.phase_order
+    """Return the part of a load that is constant within one view: state, pool sizes, phases and partner."""
+    phases = load.phases, load.ending_phases, load.phase_order, load.partner_id
     return load.state, load.total_blocks, load.replica_total_bytes, *phases

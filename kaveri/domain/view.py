@@ -170,6 +170,9 @@ class InstanceLoad(WorkLoad):
     """Most memory that replicas can take. 0: it holds none, or drains."""
     replica_counts: ReplicaCounts | None = None
     """None: no replicas, or not reported by its version."""
+    partner_id: str | None = None
+    """Instance that holds the KV copies of its requests, by order of the leading router (kaveri.policy.pairs). Empty:
+    it has none yet. None: it is not to be in a pair."""
 
 
 class ViewedInstance(Protocol):

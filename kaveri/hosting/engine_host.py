@@ -63,6 +63,10 @@ class EngineHost(ServiceHost):
         self.require_going_on()
         return self._phases.order(phases, order, deadline_s, way)
 
+    def set_partner(self, partner_id: str, order: PhaseOrder) -> bool:
+        """See ServedPhases.set_partner()."""
+        return self._phases.set_partner(partner_id, order)
+
     async def switch(self, phases: Collection[Phase], order: PhaseOrder) -> bool:
         """Serve exactly these phases, and return when the others have ended. See ServedPhases.switch()."""
         return await self._phases.switch(phases, order)

@@ -28,6 +28,7 @@ class OrderedProcess(Protocol):
     async def drain(self) -> bool: ...
     async def undrain(self) -> bool: ...
     def order_phases(self, phases: tuple[Phase, ...], order: PhaseOrder, deadline_s: float, way: DrainWay) -> bool: ...
+    def set_partner(self, partner_id: str, order: PhaseOrder) -> bool: ...
     def load(self) -> InstanceLoad: ...
 
 
@@ -68,6 +69,18 @@ class InstanceServer(InstanceServiceServicer):
             incarnation=self._process.record.incarnation,
         )
 
+    async def SetPartner(  # noqa: N802
+        self, request: instance_pb2.SetPartnerRequest, context: aio.ServicerContext[Any, Any]
+    ) -> instance_pb2.SetPartnerResponse:
+        try:
+            self._check_operator(context)
+            if request.instance_id != self._process.record.instance_id:
+                raise InvalidArgument("instance_id", request.instance_id, f"{self._process.record.instance_id}, here")
+            accepted = self._process.set_partner(request.partner_id, self._order_of(request))
+        except KaveriError as error:
+            await abort(context, error)
+        return instance_pb2.SetPartnerResponse(accepted=accepted)
+
     async def Drain(  # noqa: N802
         self, request: instance_pb2.DrainRequest, context: aio.ServicerContext[Any, Any]
     ) -> instance_pb2.DrainResponse:
@@ -89,6 +102,11 @@ class InstanceServer(InstanceServiceServicer):
 
     def _order(self, request: instance_pb2.SetPhasesRequest) -> bool:
         """Apply an order to this process."""
+        order, way = self._order_of(request), drain_way_from_proto(request.drain)
+        return self._process.order_phases(_phases(request), order, request.deadline_s, way)
+
+    def _order_of(self, request: instance_pb2.SetPhasesRequest | instance_pb2.SetPartnerRequest) -> PhaseOrder:
+        """Return the number of an order to this process. Raises InvalidArgument unless it is meant for its engine."""
         own = self._process.record
         if own.role is not Role.ENGINE:
             raise InvalidArgument("instance_id", own.instance_id, f"of an engine, not of a {own.role}")
@@ -96,9 +114,7 @@ class InstanceServer(InstanceServiceServicer):
             raise InvalidArgument("order", "unset", "set here: the router that leads numbers orders; ask a router")
         if request.incarnation != own.incarnation:
             raise InvalidArgument("incarnation", request.incarnation, f"{own.incarnation}, the one that answers")
-        order = phase_order_from_proto(request.order)
-        way = drain_way_from_proto(request.drain)
-        return self._process.order_phases(_phases(request), order, request.deadline_s, way)
+        return phase_order_from_proto(request.order)
 
     async def _forward(
         self,

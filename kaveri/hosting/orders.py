@@ -10,6 +10,7 @@ from kaveri.cluster.store import ClusterStore
 from kaveri.domain.view import DrainWay, InstanceRecord, Phase, PhaseOrder, Role
 from kaveri.errors import Unavailable
 from kaveri.policy.flipping import OrderedPhases, check_order
+from kaveri.policy.pairs import PartnerOrder
 from kaveri.rpc.channels import Channels
 from kaveri.timeouts import LEADER_LEASE_S
 from kaveri.v1 import instance_pb2
@@ -30,6 +31,8 @@ class InstanceOrders:
         self._next_order = next_order
         self.under_way: dict[str, OrderedPhases] = {}
         """This router's newest order to each instance, by id: loads may not show it yet."""
+        self.partners: dict[str, PartnerOrder] = {}
+        """This router's newest order of a partner to each instance, by id."""
 
     async def set_phases(
         self,
@@ -64,6 +67,28 @@ class InstanceOrders:
             if not accepted and self.under_way.get(record.instance_id) is ordered:
                 del self.under_way[record.instance_id]
         return response
+
+    async def set_partner(self, record: InstanceRecord, ordered: PartnerOrder) -> bool:
+        """Pair an instance with another. Returns False if this router does not lead, or the instance has a newer order.
+        Raises Unavailable if it does not answer."""
+        order, accepted = self._next_order(), False
+        if order is None:
+            return False
+        self.partners[record.instance_id] = ordered
+        request = instance_pb2.SetPartnerRequest(
+            instance_id=record.instance_id,
+            incarnation=ordered.incarnation,
+            partner_id=ordered.partner_id,
+            order=phase_order_to_proto(order),
+        )
+        response: instance_pb2.SetPartnerResponse
+        try:
+            response = await self.call(record, "SetPartner", request)
+            accepted = response.accepted
+        finally:
+            if not accepted and self.partners.get(record.instance_id) is ordered:
+                del self.partners[record.instance_id]
+        return accepted
 
     async def call(self, record: InstanceRecord, method: str, request: Any, authorization: bytes | None = None) -> Any:
         """Call a method of another process's InstanceService. Raises KaveriError."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from kaveri.domain.view import FIRST_ORDER, DrainWay, InstanceLoad, Phase, PhaseOrder
+from kaveri.domain.view import FIRST_ORDER, NO_ORDER, DrainWay, InstanceLoad, Phase, PhaseOrder
 from kaveri.engine.contract import EngineEvent
 from kaveri.errors import InvalidArgument
 from kaveri.hosting.service_host import HostedService
@@ -34,9 +34,12 @@ class ServedPhases:
 
     A phase that is switched off refuses new requests, finishes its own or hands them over, and is then not served."""
 
-    def __init__(self, services: Mapping[Phase, PhaseService], first: Collection[Phase]) -> None:
+    def __init__(
+        self, services: Mapping[Phase, PhaseService], first: Collection[Phase], *, is_paired: bool = False
+    ) -> None:
         """services: one per phase that the engine supports, in the order in which requests pass through. first: the
-        phases served from the start, as if by an order numbered FIRST_ORDER."""
+        phases served from the start, as if by an order numbered FIRST_ORDER. is_paired: the instance is to be in a
+        pair."""
         self.services = services
         self.ordered = frozenset(first)
         """Phases of the newest order. Others may still have requests."""
@@ -52,8 +55,10 @@ class ServedPhases:
         self._carrying: asyncio.Task[None] | None = None
         """Waits for the end of the phases that the newest order has switched off."""
         self._stopping = False
+        self._partner_id = "" if is_paired else None
+        self._partner_order = NO_ORDER
         self.on_change: Callable[[], object] = lambda: None
-        """Called when the phases in load() change."""
+        """Called when the phases or the partner in load() change."""
         self.on_loads: Callable[[Mapping[Phase, InstanceLoad], Collection[Phase]], object] = lambda _, __: None
         """Called by load(), with the load of each served phase and the phases that accept requests."""
 
@@ -90,6 +95,18 @@ class ServedPhases:
             return False
         await asyncio.wait((self._carrying,))
         return self._order == order and not self._fault and not self._stopping
+
+    def set_partner(self, partner_id: str, order: PhaseOrder) -> bool:
+        """Have this partner from now on. order: as in order(). Returns False if a newer order is known. Raises
+        InvalidArgument if the instance is not to be in a pair."""
+        if self._partner_id is None:
+            raise InvalidArgument("partner_id", partner_id, "unset: this instance is not to be in a pair")
+        if order <= self._partner_order:
+            return order == self._partner_order and partner_id == self._partner_id
+        self._partner_id, self._partner_order = partner_id, order
+        get_logger().info("partner_ordered", partner_id=partner_id, order=order)
+        self.on_change()
+        return True
 
     async def run(self) -> None:
         try:
@@ -151,6 +168,7 @@ class ServedPhases:
             ending_phases=ending,
             phase_order=self._order,
             phase_fault=self._fault,
+            partner_id=self._partner_id,
         )
 
     def drain(self) -> None:

@@ -213,6 +213,10 @@ class ServiceHost:
         """Serve exactly these phases from now on; only instances with an engine can. See ServedPhases.order()."""
         raise InvalidArgument("instance_id", self.record.instance_id, f"of an engine, not of a {self.record.role}")
 
+    def set_partner(self, partner_id: str, order: PhaseOrder) -> bool:
+        """Pair this instance with another; only instances with an engine can be. See ServedPhases.set_partner()."""
+        raise InvalidArgument("instance_id", self.record.instance_id, f"of an engine, not of a {self.record.role}")
+
     def break_off(self, reason: str) -> None:
         """End the service without a drain, with exit status BROKEN_STATUS. The first reason is kept."""
         if self._broken is None:

@@ -6,18 +6,21 @@ The router that leads calls observe() with each broadcast. Two policies decide:
           arXiv 2401.11181, section 3.5)
     slo   an instance changes its phase when a target of TTFT or TPOT is about to be missed and the other one is not
 
-A flip that no target needs costs two drains and gains nothing, so `slo` acts near the targets only.
+A flip that no target needs costs two drains and gains nothing, so `slo` acts near the targets only. Of a pair
+(kaveri.policy.pairs) one instance decodes while the other one prefills, as long as others can change (AcceLLM, arXiv
+2411.05555, section 4.2.1).
 """
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kaveri.domain.view import (
     BOTH_PHASES,
     FIRST_ORDER,
     ClusterView,
+    InstanceLoad,
     InstanceState,
     Phase,
     PhaseOrder,
@@ -307,16 +310,25 @@ def _slo(phases: _Phases, rules: FlipRules, state: FlipState) -> FlipOrder | Non
         # Once waiting alone misses the target, every new request does, and steps may miss theirs for a while.
         most_share = rules.late_step_share if backlog_s > rules.ttft_s else rules.step_most_share
         if fewer_s < most_share * rules.tpot_s:
-            chosen = min(able, key=lambda one: (one.load.context_tokens, one.record.instance_id))
+            chosen = _first(able, prefills, lambda load: load.context_tokens)
             return _flip(chosen, Phase.PREFILL, f"{figures}, {1e3 * fewer_s:.1f} ms with one less")
         return None
     able = [one for one in prefills if _can_change(one)]
     spare = state.backlog_s < rules.calm_share * rules.ttft_s and step_s > rules.step_share * rules.tpot_s
     must = step_s > rules.step_most_share * rules.tpot_s
     if able and len(prefills) > rules.min_prefill and (spare or must):
-        chosen = min(able, key=lambda one: (one.load.queued_prefill_tokens, one.record.instance_id))
+        chosen = _first(able, decodes, lambda load: load.queued_prefill_tokens)
         return _flip(chosen, Phase.DECODE, figures)
     return None
+
+
+def _first(
+    able: Sequence[ViewedInstance], serving: Sequence[ViewedInstance], work: Callable[[InstanceLoad], int]
+) -> ViewedInstance:
+    """Return the instance to join those that are `serving` a phase: preferably one whose partner does not, with the
+    least work."""
+    ids = {one.record.instance_id for one in serving}
+    return min(able, key=lambda one: (one.load.partner_id in ids, work(one.load), one.record.instance_id))
 
 
 def _idle(phases: _Phases, rules: FlipRules, now_s: float, state: FlipState) -> tuple[FlipOrder | None, FlipState]:

@@ -1,8 +1,8 @@
 """Chooses where to copy requests' KV, which copies to make, resume from or drop. Pure.
 
 Modes (holder: the instance that stores a copy of another instance's KV):
-pair    instances 0 and 1, 2 and 3, ... in order of id hold each other's copies (AcceLLM, section 4.1.2); if instances
-        keep the KV of requests that leave them, first the one that the request came from
+pair    two instances hold each other's copies (AcceLLM, section 4.1.2): kaveri.policy.pairs. Without a partner that has
+        room as spread. If instances keep the KV of requests that leave them, first the one that the request came from
 ring    the next instance by id holds them (DéjàVu, section 4.2.3)
 spread  the less loaded of two random instances, in another failure domain if possible
 
@@ -82,14 +82,15 @@ def choose_holder(
     avoid: Collection[str] = (),
     is_fit: Callable[[ViewedInstance], bool] = lambda _: True,
     kept_at: str | None = None,
+    partner_id: str = "",
 ) -> ViewedInstance | None:
     """Choose the instance to store a KV copy of `needed_bytes` for a request of `owner`; None if there is none now.
 
     Candidates are ready decode instances other than the owner, with the same model and KV layout, and enough free
     memory for copies, less that of copies sent but in no heartbeat yet (`unconfirmed`).
 
-    mode: PAIR takes the owner's partner, RING the next instance by id, SPREAD the less loaded of two drawn by rng.
-    avoid: ids of instances not to use. is_fit: additional condition.
+    mode: PAIR takes the owner's partner (partner_id), RING the next instance by id, SPREAD the less loaded of two drawn
+    by rng, as PAIR does if the partner has no room. avoid: ids of instances not to use. is_fit: additional condition.
 
     kept_at: id of the instance that the request came from, if instances keep the KV of requests that leave them; empty
     if unknown, None if they do not keep it. Unless it is None, PAIR prefers that instance, and instances that only
@@ -111,16 +112,16 @@ def choose_holder(
         return used_steps, load.running_requests + load.waiting_requests + sent.count
 
     holders = _holders(view, owner.model, owner.layout)
-    match mode:
-        case ReplicationMode.PAIR if kept_at is not None:
+    if mode is ReplicationMode.PAIR:
+        if kept_at is not None:
             holders = _holders(view, owner.model, owner.layout, (Phase.PREFILL, Phase.DECODE))
-            options = (*holders.of(kept_at), *holders.partner_of(owner.instance_id))
-            return next(filter(takes, options), None)
-        case ReplicationMode.PAIR:
-            return next(filter(takes, holders.partner_of(owner.instance_id)), None)
+        options = (*holders.of(kept_at or ""), *holders.of(partner_id))
+        if (found := next(filter(takes, options), None)) is not None:
+            return found
+    match mode:
         case ReplicationMode.RING:
             return next(filter(takes, holders.after(owner.instance_id)), None)
-        case ReplicationMode.SPREAD | Guarded():
+        case ReplicationMode.PAIR | ReplicationMode.SPREAD | Guarded():
             elsewhere = _holders_elsewhere(view, owner, holders)
             if isinstance(mode, Guarded):
                 taking = Candidates(elsewhere, takes).all() or Candidates(holders.ready, takes).all()
@@ -191,14 +192,6 @@ class _Holders:
         """The instance of this id, or none."""
         place = bisect.bisect_left(self.ids, instance_id)
         return self.ready[place : place + 1] if self.ids[place : place + 1] == (instance_id,) else ()
-
-    def partner_of(self, instance_id: str) -> tuple[ViewedInstance, ...]:
-        """The other instance of the pair, or none. The last of an odd number is paired with the one before it."""
-        if not self.of(instance_id):
-            return ()
-        place = bisect.bisect_left(self.ids, instance_id)
-        partner = place ^ 1 if place ^ 1 < len(self.ids) else place - 1
-        return (self.ready[partner],) if partner >= 0 else ()
 
     def after(self, instance_id: str) -> Iterable[ViewedInstance]:
         """Up to _MOST_STEPS instances that follow in the ring; a short ring ends with the instance itself."""

@@ -139,6 +139,8 @@ class _HolderChoice:
         self.holders: dict[str, HeldCopies] = {}
         """KV copies that each instance holds for others, by its id. A dead instance raises Unavailable."""
         self.asked_count = 0
+        self.partner_id = ""
+        """The other instance of the pair; empty: none."""
         self._mode = mode
         self._owner = owner
         self._rng = rng
@@ -162,6 +164,7 @@ class _HolderChoice:
             self._rng,
             self._resting_until_s,
             lambda one: (target is None or one.record is target) and is_fit(one),
+            partner_id=self.partner_id,
         )
         if found is None and target is not None:
             return None

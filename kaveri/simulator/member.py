@@ -23,6 +23,7 @@ class SimulatedLoad:
 
     state: ClassVar[InstanceState] = InstanceState.READY
     replica_counts: ClassVar[None] = None
+    partner_id: ClassVar[None] = None
 
     sequence_number: int
     waiting_requests: int

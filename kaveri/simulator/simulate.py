@@ -13,6 +13,7 @@ from kaveri.domain.view import BOTH_PHASES, ClusterView, InstanceRecord, PhaseOr
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.policy.flipping import FlipOrder, FlipState, OrderedPhases, observe
+from kaveri.policy.pairs import pair_up
 from kaveri.simulator.colocated import SimulatedColocated
 from kaveri.simulator.decode import DecodeSide, SimulatedDecode
 from kaveri.simulator.dynamic import SimulatedDynamic
@@ -56,6 +57,7 @@ class Simulation:
         self._heard: dict[str, HeardMember] = {}
         """Present instances as of the monitor's last broadcast."""
         self._flips = FlipState()
+        self._partners: dict[str, str] = {}
         self._under_way: dict[str, OrderedPhases] = {}
         self.flip_count = 0
         for instance_id in (*spec.decode_ids, *spec.prefill_ids, *spec.colocated_ids, *spec.dynamic_ids):
@@ -126,8 +128,12 @@ class Simulation:
         }
         view = ClusterView(heard) if heard else decodes
         holders = {name: copies.held for name, copies in holding.items()}
-        for copies in holding.values():
-            copies.owned.choice.view, copies.owned.choice.holders = view, holders
+        able = [one for name, one in sorted(view.instances.items()) if name in holding]
+        # Kept from one call to the next: a pair lasts until one of the two leaves.
+        self._partners = pair_up(able, self._partners)
+        for name, copies in holding.items():
+            choice = copies.owned.choice
+            choice.view, choice.holders, choice.partner_id = view, holders, self._partners.get(name, "")
 
     # Changes of phases, decided by the router that leads.
 

@@ -512,6 +512,7 @@ class InstanceLoad(_message.Message):
     FENCING_TOKEN_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     STEP_S_FIELD_NUMBER: _builtins.int
+    PARTNER_ID_FIELD_NUMBER: _builtins.int
     sequence_number: _builtins.int
     """Rises by one with each heartbeat of an incarnation."""
     state: Global___InstanceState.ValueType
@@ -548,6 +549,10 @@ class InstanceLoad(_message.Message):
     """Prompt tokens that it computes per second while it has prompts, recently. 0: none was measured."""
     step_s: _builtins.float
     """Seconds of a recent decode step. 0: no request decodes."""
+    partner_id: _builtins.str
+    """The instance that holds the replicas of its requests, by order of the leading router. Empty: it has none yet. Unset:
+    it is not to be in a pair.
+    """
     @_builtins.property
     def phases(self) -> _containers.RepeatedScalarFieldContainer[Global___Phase.ValueType]:
         """The phases that it serves now. Holds when phase_order.number is not 0; else it serves all that its record names."""
@@ -588,13 +593,19 @@ class InstanceLoad(_message.Message):
         fencing_token: _builtins.int = ...,
         prefill_tokens_per_s: _builtins.float = ...,
         step_s: _builtins.float = ...,
+        partner_id: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "phase_order", b"phase_order", "queue_room", b"queue_room", "replica_counts", b"replica_counts"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_partner_id", b"_partner_id", "_queue_room", b"_queue_room", "partner_id", b"partner_id", "phase_order", b"phase_order", "queue_room", b"queue_room", "replica_counts", b"replica_counts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room", "context_tokens", b"context_tokens", "ending_phases", b"ending_phases", "fencing_token", b"fencing_token", "free_blocks", b"free_blocks", "heavy_requests", b"heavy_requests", "light_requests", b"light_requests", "phase_fault", b"phase_fault", "phase_order", b"phase_order", "phases", b"phases", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queue_room", b"queue_room", "queued_prefill_tokens", b"queued_prefill_tokens", "replica_counts", b"replica_counts", "replica_free_bytes", b"replica_free_bytes", "replica_total_bytes", b"replica_total_bytes", "running_requests", b"running_requests", "sequence_number", b"sequence_number", "state", b"state", "step_s", b"step_s", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_partner_id", b"_partner_id", "_queue_room", b"_queue_room", "context_tokens", b"context_tokens", "ending_phases", b"ending_phases", "fencing_token", b"fencing_token", "free_blocks", b"free_blocks", "heavy_requests", b"heavy_requests", "light_requests", b"light_requests", "partner_id", b"partner_id", "phase_fault", b"phase_fault", "phase_order", b"phase_order", "phases", b"phases", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queue_room", b"queue_room", "queued_prefill_tokens", b"queued_prefill_tokens", "replica_counts", b"replica_counts", "replica_free_bytes", b"replica_free_bytes", "replica_total_bytes", b"replica_total_bytes", "running_requests", b"running_requests", "sequence_number", b"sequence_number", "state", b"state", "step_s", b"step_s", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__partner_id: _TypeAlias = _typing.Literal["partner_id"]  # noqa: Y015
+    _WhichOneofArgType__partner_id: _TypeAlias = _typing.Literal["_partner_id", b"_partner_id"]  # noqa: Y015
     _WhichOneofReturnType__queue_room: _TypeAlias = _typing.Literal["queue_room"]  # noqa: Y015
     _WhichOneofArgType__queue_room: _TypeAlias = _typing.Literal["_queue_room", b"_queue_room"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__partner_id) -> _WhichOneofReturnType__partner_id | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_room) -> _WhichOneofReturnType__queue_room | None: ...
 
 Global___InstanceLoad: _TypeAlias = InstanceLoad  # noqa: Y015

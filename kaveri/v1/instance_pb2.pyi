@@ -141,6 +141,64 @@ class SetPhasesResponse(_message.Message):
 Global___SetPhasesResponse: _TypeAlias = SetPhasesResponse  # noqa: Y015
 
 @_typing.final
+class SetPartnerRequest(_message.Message):
+    """An order of one leading router to one instance."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    PARTNER_ID_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """The instance's name: "decode-0"."""
+    incarnation: _builtins.int
+    """The process run that is meant."""
+    partner_id: _builtins.str
+    """Its partner's name. Empty: it has none."""
+    @_builtins.property
+    def order(self) -> _cluster_pb2.PhaseOrder:
+        """Compared as in SetPhases, with earlier calls of SetPartner only."""
+
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        partner_id: _builtins.str = ...,
+        order: _cluster_pb2.PhaseOrder | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "instance_id", b"instance_id", "order", b"order", "partner_id", b"partner_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPartnerRequest: _TypeAlias = SetPartnerRequest  # noqa: Y015
+
+@_typing.final
+class SetPartnerResponse(_message.Message):
+    """Whether the order holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    accepted: _builtins.bool
+    """False: the instance has a newer order."""
+    def __init__(
+        self,
+        *,
+        accepted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPartnerResponse: _TypeAlias = SetPartnerResponse  # noqa: Y015
+
+@_typing.final
 class DrainRequest(_message.Message):
     """Names the instance that is to drain."""
 

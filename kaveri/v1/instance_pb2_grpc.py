@@ -43,6 +43,11 @@ class InstanceServiceStub(object):
                 request_serializer=kaveri_dot_v1_dot_instance__pb2.SetPhasesRequest.SerializeToString,
                 response_deserializer=kaveri_dot_v1_dot_instance__pb2.SetPhasesResponse.FromString,
                 _registered_method=True)
+        self.SetPartner = channel.unary_unary(
+                '/kaveri.v1.InstanceService/SetPartner',
+                request_serializer=kaveri_dot_v1_dot_instance__pb2.SetPartnerRequest.SerializeToString,
+                response_deserializer=kaveri_dot_v1_dot_instance__pb2.SetPartnerResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/kaveri.v1.InstanceService/Drain',
                 request_serializer=kaveri_dot_v1_dot_instance__pb2.DrainRequest.SerializeToString,
@@ -67,6 +72,14 @@ class InstanceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetPartner(self, request, context):
+        """Pairs an instance with another one, which holds the KV copies of its requests from now on. Only the router that
+        leads the cluster monitor pairs instances; INVALID_ARGUMENT: the instance is not to be in a pair.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """The instance takes no new requests from now on, and is no candidate for any. It finishes, gives back or sends
         elsewhere what it has, as after SIGTERM, but lives on. It drains until Drain with `undo`, or until its process ends.
@@ -83,6 +96,11 @@ def add_InstanceServiceServicer_to_server(servicer, server):
                     servicer.SetPhases,
                     request_deserializer=kaveri_dot_v1_dot_instance__pb2.SetPhasesRequest.FromString,
                     response_serializer=kaveri_dot_v1_dot_instance__pb2.SetPhasesResponse.SerializeToString,
+            ),
+            'SetPartner': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPartner,
+                    request_deserializer=kaveri_dot_v1_dot_instance__pb2.SetPartnerRequest.FromString,
+                    response_serializer=kaveri_dot_v1_dot_instance__pb2.SetPartnerResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -121,6 +139,33 @@ class InstanceService(object):
             '/kaveri.v1.InstanceService/SetPhases',
             kaveri_dot_v1_dot_instance__pb2.SetPhasesRequest.SerializeToString,
             kaveri_dot_v1_dot_instance__pb2.SetPhasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPartner(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kaveri.v1.InstanceService/SetPartner',
+            kaveri_dot_v1_dot_instance__pb2.SetPartnerRequest.SerializeToString,
+            kaveri_dot_v1_dot_instance__pb2.SetPartnerResponse.FromString,
             options,
             channel_credentials,
             insecure,

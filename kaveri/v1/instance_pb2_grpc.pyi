@@ -43,6 +43,10 @@ class InstanceServiceStub:
     the cluster monitor numbers the order, and other routers pass it on to that one. UNAVAILABLE, with a
     google.rpc.RetryInfo: no router leads. An instance that drains takes requests of its phases when the drain ends.
     """
+    SetPartner: _grpc.UnaryUnaryMultiCallable[_instance_pb2.SetPartnerRequest, _instance_pb2.SetPartnerResponse]
+    """Pairs an instance with another one, which holds the KV copies of its requests from now on. Only the router that
+    leads the cluster monitor pairs instances; INVALID_ARGUMENT: the instance is not to be in a pair.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_instance_pb2.DrainRequest, _instance_pb2.DrainResponse]
     """The instance takes no new requests from now on, and is no candidate for any. It finishes, gives back or sends
     elsewhere what it has, as after SIGTERM, but lives on. It drains until Drain with `undo`, or until its process ends.
@@ -63,6 +67,10 @@ class InstanceServiceAsyncStub(InstanceServiceStub):
     none, and hands over or finishes those that it has. Without `order` the caller is an operator: the router that leads
     the cluster monitor numbers the order, and other routers pass it on to that one. UNAVAILABLE, with a
     google.rpc.RetryInfo: no router leads. An instance that drains takes requests of its phases when the drain ends.
+    """
+    SetPartner: _aio.UnaryUnaryMultiCallable[_instance_pb2.SetPartnerRequest, _instance_pb2.SetPartnerResponse]  # type: ignore[assignment]
+    """Pairs an instance with another one, which holds the KV copies of its requests from now on. Only the router that
+    leads the cluster monitor pairs instances; INVALID_ARGUMENT: the instance is not to be in a pair.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_instance_pb2.DrainRequest, _instance_pb2.DrainResponse]  # type: ignore[assignment]
     """The instance takes no new requests from now on, and is no candidate for any. It finishes, gives back or sends
@@ -87,6 +95,16 @@ class InstanceServiceServicer(metaclass=_abc_1.ABCMeta):
         none, and hands over or finishes those that it has. Without `order` the caller is an operator: the router that leads
         the cluster monitor numbers the order, and other routers pass it on to that one. UNAVAILABLE, with a
         google.rpc.RetryInfo: no router leads. An instance that drains takes requests of its phases when the drain ends.
+        """
+
+    @_abc_1.abstractmethod
+    def SetPartner(
+        self,
+        request: _instance_pb2.SetPartnerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_instance_pb2.SetPartnerResponse, _abc.Awaitable[_instance_pb2.SetPartnerResponse]]:
+        """Pairs an instance with another one, which holds the KV copies of its requests from now on. Only the router that
+        leads the cluster monitor pairs instances; INVALID_ARGUMENT: the instance is not to be in a pair.
         """
 
     @_abc_1.abstractmethod

@@ -338,11 +338,13 @@ class Replicator:
             stays = target is None and not self._migrates
             return is_there and (stays or self._has_room(instance, request))
 
+        view = self._store.view()
+        here = view.instances.get(self._own.instance_id)
         # The instance that has kept the KV may not decode.
         is_free = target is not None or (self._migrates and self._rules.keeps)
         return choose_holder(
             ReplicationMode.SPREAD if is_free else self._rules.mode,
-            self._store.view(),
+            view,
             self._own,
             copy_bytes(self._engine.info.layout, request.context_tokens),
             self._unconfirmed,
@@ -350,6 +352,7 @@ class Replicator:
             self._resting_until_s,
             is_fit,
             request.came_from if self._rules.keeps else None,
+            (here.load.partner_id or "") if here is not None else "",
         )
 
     def _take(self, key: EngineKey, event: copy_owner.Event) -> None:

@@ -27,6 +27,7 @@ from kaveri.kv.replicas.store import ReplicaStore
 from kaveri.lives.prompt import Adopted, RoomReserved
 from kaveri.policy.levelling import queue_surplus
 from kaveri.policy.prompt_queue import PromptQueue, prompt_fits
+from kaveri.policy.replication import ReplicationMode
 from kaveri.telemetry.logs import get_logger
 from kaveri.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from kaveri.v1.feed_pb2_grpc import add_FeedServiceServicer_to_server
@@ -145,7 +146,8 @@ def instance_host(
     decode_placer.finder.on_view = partial(_level, config, prefill)
     served, holder = with_replicas(config, engine, store, decode, incarnation, rng, registry, replicas)
     decode_placer.keeps = _HolderOfPrompts(config, engine, holder) if holder and config.keeps_kv else None
-    phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: served}, config.phases)
+    is_paired = holder is not None and config.replication is ReplicationMode.PAIR
+    phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: served}, config.phases, is_paired=is_paired)
     phases.on_loads = PhaseMetrics(config.model_name, registry).note
 
     def register(server: aio.Server) -> None:

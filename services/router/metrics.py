@@ -48,7 +48,9 @@ FLIPS_DECIDED = Counter(
     "Decisions of --flip-policy that an instance changes its phase, by the phases that it shall serve.",
     ["phases"],
 )
-FLIPS_FAILED = Counter("kaveri_flips_failed", "Orders of --flip-policy that the instance did not accept or answer.")
+FLIPS_FAILED = Counter(
+    "kaveri_flips_failed", "Orders of --flip-policy and of partners that the instance did not accept or answer."
+)
 
 _RARE = (
     (FLIPS_DECIDED, ("prefill", "decode", "decode+prefill")),

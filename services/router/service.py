@@ -39,6 +39,7 @@ from services.router.flipper import Flipper
 from services.router.intake import Intake
 from services.router.metrics import metrics_targets
 from services.router.monitor import Monitor
+from services.router.pairing import Pairing
 from services.router.peers import has_another_router, router_addresses
 from services.router.public_server import PublicServicer
 from services.router.recovery.departures import Departures
@@ -160,6 +161,7 @@ class Router:
         self.orders = InstanceOrders(store, self.channels, self.monitor.next_order)
         rules, dry_run = config.flip_rules, config.flip_dry_run
         self.flipper = Flipper(rules, dry_run, config.model_name, store, self.orders, self.monitor)
+        self.pairing = Pairing(store, self.orders, self.monitor)
         self.intake = Intake(config.model_name, tokenizer, self.placer, defaults or SamplingDefaults())
         self.callers = make_callers(config.keys_file, config.redis_url, config.cluster_name)
         """API keys of the public port and of operators; None: there are none."""
@@ -186,6 +188,7 @@ class Router:
                 group.create_task(self._monitor(), name="cluster monitor")
                 group.create_task(self.feeds.watch())
                 group.create_task(self.flipper.run(self.config.monitor_interval_s), name="flips")
+                group.create_task(self.pairing.run(self.config.monitor_interval_s), name="pairs")
                 if self.callers is not None:
                     group.create_task(self.callers.run(), name="keys file")
                 await self._watch()

@@ -280,3 +280,49 @@ def test_an_instance_that_an_answer_has_left_keeps_its_kv_and_holds_the_next_cop
     (ticket,) = (line for line in granted if "first_block" in line)
     (first_block,) = map(int, re.findall(r"first_block: (\d+)", ticket))
     assert first_block * BLOCK_TOKENS > 100, "only what was drawn behind the prompt is new"
+
+
+def _partners_ordered(lines: Sequence[str]) -> list[tuple[str, str]]:
+    """(process, partner) of each order of a partner, as the instances log them."""
+    found = [re.search(r" (\S+) +log +info partner_ordered .*partner_id=(\S*)", line) for line in lines]
+    return [(one[1], one[2]) for one in found if one is not None]
+
+
+def paired(faults: Sequence[Fault], decodes: int = 3) -> Plan:
+    requests = [request("early", 1.0, prompt_tokens=100, max_tokens=40), request("late", 12.0, max_tokens=4)]
+    instances = cluster(routers=2, decodes=decodes, step_s=0.02)
+    return story(instances, requests, faults, max_model_len=320, replication=ReplicationMode.PAIR)
+
+
+def test_the_partner_of_a_dead_instance_is_paired_with_the_one_left_over(tokenizer: ModelTokenizer) -> None:
+    result = run(paired([Fault(kind=FaultKind.KILL, at_s=2.0, target="decode-0")]), tokenizer)
+    assert _partners_ordered(result.lines) == [
+        ("decode-0#1", "decode-1"),
+        ("decode-1#1", "decode-0"),
+        ("decode-1#1", "decode-2"),
+        ("decode-2#1", "decode-1"),
+    ]
+
+
+def test_an_instance_that_is_back_as_a_new_life_gets_its_partner_back(tokenizer: ModelTokenizer) -> None:
+    restart = Fault(kind=FaultKind.RESTART, at_s=2.0, target="decode-0", lasts_s=0.2)
+    result = run(paired([restart], decodes=2), tokenizer)
+    assert _partners_ordered(result.lines) == [
+        ("decode-0#1", "decode-1"),
+        ("decode-1#1", "decode-0"),
+        ("decode-0#2", "decode-1"),
+    ]
+
+
+@pytest.mark.parametrize("kind", [FaultKind.STORE_AWAY, FaultKind.STORE_EMPTIED])
+def test_pairs_outlast_the_store(tokenizer: ModelTokenizer, kind: FaultKind) -> None:
+    result = run(paired([Fault(kind=kind, at_s=2.0, lasts_s=4.0)]), tokenizer)
+    assert _partners_ordered(result.lines) == [("decode-0#1", "decode-1"), ("decode-1#1", "decode-0")]
+
+
+def test_a_new_leader_gives_no_order_of_a_partner_again(tokenizer: ModelTokenizer) -> None:
+    leader = r"(router-\d)#1 +log +info monitor_lead_taken"
+    (former,) = {one[1] for line in run(paired([]), tokenizer).lines if (one := re.search(leader, line)) is not None}
+    result = run(paired([Fault(kind=FaultKind.KILL, at_s=2.0, target=former)]), tokenizer)
+    assert len([line for line in result.lines if re.search(leader, line)]) == 2
+    assert _partners_ordered(result.lines) == [("decode-0#1", "decode-1"), ("decode-1#1", "decode-0")]

@@ -33,9 +33,11 @@ def chosen(
     unconfirmed: UnconfirmedWork[str] | None = None,
     seed: int = 0,
     avoid: Sequence[str] = (),
+    partner_id: str = "",
 ) -> ViewedInstance | None:
     sent = unconfirmed or UnconfirmedWork[str]()
-    return choose_holder(mode, view, owner.record, needed_bytes, sent, random.Random(seed), avoid)
+    rng = random.Random(seed)
+    return choose_holder(mode, view, owner.record, needed_bytes, sent, rng, avoid, partner_id=partner_id)
 
 
 def name_of(found: ViewedInstance | None) -> str | None:
@@ -83,16 +85,23 @@ def test_a_holder_is_another_ready_instance_of_model_and_layout_with_room(
         if mode is ReplicationMode.SPREAD and owner.record.failure_domain:
             elsewhere = [each for each in fitting if each.record.failure_domain != owner.record.failure_domain]
             assert found in elsewhere or not elsewhere
-    elif mode in (ReplicationMode.SPREAD, ReplicationMode.RING):
+    elif mode is not ReplicationMode.OFF:
         assert not fitting
 
 
-def test_pairs_hold_each_others_copies_and_the_odd_one_joins_the_last_pair() -> None:
-    cluster = [instance(f"d{number}") for number in range(5)]
-    partners = [name_of(chosen(ReplicationMode.PAIR, view_of(*cluster), each)) for each in cluster]
-    assert partners == ["d1", "d0", "d3", "d2", "d3"]
-    assert chosen(ReplicationMode.PAIR, view_of(*cluster[:1]), cluster[0]) is None
-    assert chosen(ReplicationMode.PAIR, view_of(*cluster), cluster[0], avoid=["d1"]) is None
+def test_the_partner_of_a_pair_holds_the_copies_and_while_it_cannot_another_one_does() -> None:
+    cluster = [instance(f"d{number}") for number in range(4)]
+    for avoid, partner_id, expected in (((), "d3", {"d3"}), (["d3"], "d3", {"d1", "d2"}), ((), "", {"d1", "d2", "d3"})):
+        found = {
+            name_of(
+                chosen(
+                    ReplicationMode.PAIR, view_of(*cluster), cluster[0], seed=seed, avoid=avoid, partner_id=partner_id
+                )
+            )
+            for seed in range(30)
+        }
+        assert found == expected
+    assert chosen(ReplicationMode.PAIR, view_of(*cluster[:1]), cluster[0], partner_id="d1") is None
 
 
 def test_in_a_ring_the_next_one_holds_and_the_one_behind_it_when_that_is_full() -> None:

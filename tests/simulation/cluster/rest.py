@@ -34,6 +34,26 @@ def extra_tasks(world: World) -> list[str]:
     ]
 
 
+def unpaired(world: World) -> list[str]:
+    """Instances whose loads, as routers see them, name no partner or not each other; one may be left over."""
+    found: list[str] = []
+    for life in world.lives.values():
+        if life.router is None:
+            continue
+        able = {
+            name: one.load
+            for name, one in life.router.store.view().instances.items()
+            if one.load.partner_id is not None and one.load.replica_total_bytes
+        }
+        broken = [
+            f"{name} has the partner {load.partner_id!r}, as {life.name} sees it"
+            for name, load in able.items()
+            if (other := able.get(load.partner_id or "")) is None or other.partner_id != name
+        ]
+        found += broken if len(broken) > len(able) % 2 else []
+    return found
+
+
 def _claimed(world: World) -> list[str]:
     """Ids that a living router has in the store's table. What a dead one has left there is taken over."""
     cluster = world.store.cluster

@@ -29,7 +29,7 @@ from tests.simulation.cluster.faults import Faults
 from tests.simulation.cluster.loop import SimulatedLoop, Stuck
 from tests.simulation.cluster.network import Network
 from tests.simulation.cluster.plan import Plan, ScheduledRequest
-from tests.simulation.cluster.rest import extra_tasks, leftovers
+from tests.simulation.cluster.rest import extra_tasks, leftovers, unpaired
 from tests.simulation.cluster.tokenizer import make_tokenizer
 from tests.simulation.cluster.trace import Trace
 from tests.simulation.cluster.watched_lives import watched_lives
@@ -186,8 +186,8 @@ async def _run(world: World) -> None:
             world.violations.append(f"{outcome.request_id}, sent after the faults, failed: {outcome.error!r}")
     world.trace.note("phase:rest", "")
     clients.end_streams()
-    await _until(world, lambda: not leftovers(world) and not extra_tasks(world), REST_WITHIN_S)
-    world.violations += leftovers(world) + extra_tasks(world)
+    await _until(world, lambda: not (leftovers(world) or extra_tasks(world) or unpaired(world)), REST_WITHIN_S)
+    world.violations += leftovers(world) + extra_tasks(world) + unpaired(world)
 
 
 def _at(world: World, request: ScheduledRequest, clients: Clients, probe: bool = False) -> asyncio.Task[None]:
