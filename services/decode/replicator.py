@@ -14,7 +14,16 @@ from structlog.typing import FilteringBoundLogger
 from kaveri.cluster.store import ClusterStore
 from kaveri.domain.owner import Ownership
 from kaveri.domain.replica import ReplicaOffer
-from kaveri.domain.view import DrainWay, InstanceRecord, Phase, ReplicaCounts, ViewedInstance, accepts
+from kaveri.domain.view import (
+    ClusterView,
+    DrainWay,
+    InstanceRecord,
+    Phase,
+    ReplicaCounts,
+    ViewedInstance,
+    accepts,
+    is_late,
+)
 from kaveri.engine.contract import (
     DecodeEngine,
     EngineEvent,
@@ -38,7 +47,7 @@ from kaveri.errors import (
 from kaveri.lives import copy_owner, decoding
 from kaveri.lives.copy_owner import Alone, Copied, Holder, Leaving, Moving, Opening
 from kaveri.lives.decoding import Ended, Outcome, Running
-from kaveri.policy.balance import Moves, RunningRequest, plan_moves
+from kaveri.policy.balance import Batch, Moves, RunningRequest, plan_moves, plan_within_pair
 from kaveri.policy.replication import (
     CopyRules,
     ReplicationMode,
@@ -231,8 +240,40 @@ class Replicator:
         )
         view = self._store.view()
         plan = self._plan = plan_moves(view, self._own, movable, self._unconfirmed_tokens, self._takes, former)
-        if plan is not None and plan.target != former:
+        if plan is None:
+            self._plan = self._plan_within_pair(view, now_s)
+        elif plan.target != former:
             get_logger().info("batch_levelled", target_id=plan.target.instance_id, requests=len(plan.keys))
+
+    def _plan_within_pair(self, view: ClusterView, now_s: float) -> Moves[EngineKey] | None:
+        """Plan which request to hand to the partner, if moves cost a step only."""
+        partner = view.instances.get(self._partner_id(view))
+        is_paired = self._rules.mode is ReplicationMode.PAIR and self._rules.keeps
+        if not is_paired or partner is None or not accepts(partner, Phase.DECODE) or is_late(partner):
+            return None
+        staying = [owned for owned in self._owned.values() if not isinstance(owned.copy, Moving)]
+        able = (
+            RunningRequest(owned.request.engine_request.key, owned.request.context_tokens, partner.record.instance_id)
+            for owned in staying
+            if _holder_id(owned.copy) == partner.record.instance_id
+            and self._can_move(owned.request)
+            and self._stays_long(owned.request, now_s)
+        )
+        load, sent = partner.load, self._moved.at(partner)
+        key = plan_within_pair(
+            Batch(len(staying), sum(owned.request.context_tokens for owned in staying)),
+            Batch(
+                load.running_requests + load.waiting_requests + sent.count,
+                load.context_tokens + self._unconfirmed_tokens(partner),
+            ),
+            (one for one in able if self._takes(partner, one)),
+        )
+        return Moves(partner.record, (key,)) if key is not None else None
+
+    def _partner_id(self, view: ClusterView) -> str:
+        """Return the id of the other instance of the pair; empty if there is none."""
+        here = view.instances.get(self._own.instance_id)
+        return (here.load.partner_id or "") if here is not None else ""
 
     def _stays_long(self, request: DecodeRequest, now_s: float) -> bool:
         is_ending = request.rest_tokens is not None and request.rest_tokens < self._rules.min_rest_tokens
@@ -339,7 +380,6 @@ class Replicator:
             return is_there and (stays or self._has_room(instance, request))
 
         view = self._store.view()
-        here = view.instances.get(self._own.instance_id)
         # The instance that has kept the KV may not decode.
         is_free = target is not None or (self._migrates and self._rules.keeps)
         return choose_holder(
@@ -352,7 +392,7 @@ class Replicator:
             self._resting_until_s,
             is_fit,
             request.came_from if self._rules.keeps else None,
-            (here.load.partner_id or "") if here is not None else "",
+            self._partner_id(view),
         )
 
     def _take(self, key: EngineKey, event: copy_owner.Event) -> None:

@@ -326,3 +326,23 @@ def test_a_new_leader_gives_no_order_of_a_partner_again(tokenizer: ModelTokenize
     result = run(paired([Fault(kind=FaultKind.KILL, at_s=2.0, target=former)]), tokenizer)
     assert len([line for line in result.lines if re.search(leader, line)]) == 2
     assert _partners_ordered(result.lines) == [("decode-0#1", "decode-1"), ("decode-1#1", "decode-0")]
+
+
+def test_an_instance_that_begins_to_decode_takes_its_share_of_its_partners_requests(tokenizer: ModelTokenizer) -> None:
+    requests = [request(f"r{number}", 1.0, prompt_tokens=40, max_tokens=250) for number in range(8)]
+    plan = story(
+        # So many blocks that instances level nothing but within pairs.
+        cluster(routers=1, prefills=2, decodes=1, step_s=0.03, block_count=2000),
+        requests,
+        [Fault(kind=FaultKind.FLIP, at_s=2.0, target="prefill-0", other="decode", lasts_s=20.0)],
+        max_model_len=320,
+        **_PAIRS | {"replica_min_tokens": 16},
+    )
+    result = run(plan, tokenizer)
+    assert ("decode-0#1", "prefill-0") in _partners_ordered(result.lines)
+    moved = [line for line in result.lines if "request_resumed" in line]
+    assert {line.split()[1] for line in moved} == {"prefill-0#1"}
+    # Those whose prompts it has computed, of which it has kept the KV.
+    assert 2 <= len(moved) <= 4
+    assert sum(prompts_of(result, one.request_id) for one in requests) == len(requests)
+    assert {again for _, again in resumed(result)} == {1}

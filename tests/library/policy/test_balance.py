@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Phase, Role
-from kaveri.policy.balance import Moves, RunningRequest, plan_moves
+from kaveri.policy.balance import Batch, Moves, RunningRequest, plan_moves, plan_within_pair
 from tests.library.policy.views import LAYOUT
 
 POOL_BLOCKS = 1000
@@ -159,3 +159,31 @@ def test_moves_never_make_the_other_batch_the_longer_one(others: list[int], requ
         other = others[int(found.target.instance_id.removeprefix("engine-"))]
         assert taken > 0
         assert other + taken <= sum(requests) - taken
+
+
+LENGTHS = st.lists(st.integers(1, 1000), max_size=10)
+
+
+@given(LENGTHS, LENGTHS)
+def test_a_few_moves_within_a_pair_level_the_number_and_the_length_of_the_requests(
+    one: list[int], other: list[int]
+) -> None:
+    batches = one, other
+    for _ in range(10):
+        for own, partner in (batches, batches[::-1]):
+            movable = [RunningRequest(place, length, "partner") for place, length in enumerate(own)]
+            key = plan_within_pair(Batch(len(own), sum(own)), Batch(len(partner), sum(partner)), movable)
+            if key is not None:
+                partner.append(own.pop(key))
+                break
+        else:
+            break
+    assert abs(len(one) - len(other)) <= 1
+    assert abs(sum(one) - sum(other)) <= max((*one, *other), default=0)
+
+
+def test_within_a_pair_only_requests_whose_copy_is_at_the_partner_move() -> None:
+    movable = [RunningRequest("b", 200, "partner")]
+    assert plan_within_pair(Batch(5, 1000), Batch(3, 900), movable) == "b"
+    assert plan_within_pair(Batch(5, 1000), Batch(3, 900), []) is None
+    assert plan_within_pair(Batch(4, 1000), Batch(3, 900), movable) is None
