@@ -116,7 +116,6 @@ def instance_host(
         feeds=feeds,
     )
     metrics = PrefillMetrics(registry)
-    adopted = Adopted(RoomReserved(config.instance_id, incarnation))
     decode_placer = DecodePlacer(
         engine,
         store,
@@ -127,7 +126,7 @@ def instance_host(
         thresholds=config.heavy_thresholds,
         own_id=config.instance_id,
         decodes_here=lambda: Phase.DECODE in phases.ordered,
-        adopt=partial(_adopt, decode, adopted),
+        adopt=partial(_adopt, decode, Adopted(RoomReserved(config.instance_id, incarnation))),
     )
     predictors = Predictors(store, config.model_name, config.predictor_address, rng)
     prefill = PrefillRole(

@@ -16,6 +16,7 @@ from kaveri.domain.view import BOTH_PHASES, FIRST_ORDER, DrainWay, InstanceLoad,
 from kaveri.errors import InvalidArgument, KaveriError, Unauthenticated, Unavailable
 from kaveri.hosting.orders import InstanceOrders
 from kaveri.hosting.service_host import ServiceHost, service_record
+from kaveri.policy.pairs import PartnerOrder
 from kaveri.rpc.channels import Channels
 from kaveri.rpc.process import ServiceConfig
 from kaveri.rpc.server import check_health, open_channel
@@ -75,6 +76,11 @@ class OrderedHost(ServiceHost):
             work.order, work.phases, work.way = order, tuple(phases), way
         return accepted
 
+    def set_partner(self, partner_id: str, order: PhaseOrder) -> bool:
+        if self.record.role is not Role.ENGINE:
+            return super().set_partner(partner_id, order)
+        return partner_id == "decode-1"
+
 
 @dataclass
 class Process:
@@ -95,6 +101,13 @@ class Process:
         request = instance_pb2.SetPhasesRequest(instance_id=instance_id, phases=phases_to_proto(phases), **fields)
         try:
             return await self.stub.SetPhases(request, timeout=SOON_S, metadata=key_metadata(secret))
+        except aio.AioRpcError as error:
+            raise error_of(error) from error
+
+    async def set_partner(self, instance_id: str, partner_id: str = "decode-1", **fields: Any) -> bool:
+        request = instance_pb2.SetPartnerRequest(instance_id=instance_id, partner_id=partner_id, **fields)
+        try:
+            return (await self.stub.SetPartner(request, timeout=SOON_S)).accepted
         except aio.AioRpcError as error:
             raise error_of(error) from error
 
@@ -290,6 +303,38 @@ async def test_an_instance_refuses_an_order_that_a_newer_one_has_replaced() -> N
             answer = await first.set_phases("decode-0", Phase.DECODE, incarnation=1, order=phase_order_to_proto(order))
             assert answer.accepted is accepted
             assert phase_order_from_proto(answer.order) == PhaseOrder(7, 3)
+
+
+async def test_only_an_instance_with_an_engine_takes_a_numbered_order_of_a_partner() -> None:
+    order = {"order": phase_order_to_proto(PhaseOrder(7, 1))}
+    async with two_routers() as (_, leader, first, _):
+        assert await first.set_partner("decode-0", incarnation=1, **order)
+        assert not await first.set_partner("decode-0", "decode-2", incarnation=1, **order)
+        for field, process, name, fields in (
+            ("instance_id", first, "decode-1", {"incarnation": 1} | order),
+            ("instance_id", leader, "router-1", {"incarnation": 1} | order),
+            ("instance_id", leader, "decode-0", {"incarnation": 1} | order),
+            ("incarnation", first, "decode-0", order),
+            ("order", first, "decode-0", {"incarnation": 1}),
+        ):
+            with pytest.raises(InvalidArgument) as refused:
+                await process.set_partner(name, **fields)
+            assert refused.value.field == field, (name, fields)
+
+
+async def test_an_order_of_a_partner_that_fails_is_not_under_way() -> None:
+    async with two_routers() as (_, leader, first, _):
+        channels, record = Channels(), first.host.record
+        orders = InstanceOrders(leader.host._store, channels, lambda: PhaseOrder(7, 1))
+        assert await orders.set_partner(record, PartnerOrder("decode-0", 1, "decode-1"))
+        assert orders.partners == {"decode-0": PartnerOrder("decode-0", 1, "decode-1")}
+        assert not await orders.set_partner(record, PartnerOrder("decode-0", 1, "decode-2"))
+        with pytest.raises(InvalidArgument):
+            await orders.set_partner(record, PartnerOrder("decode-0", 9, "decode-1"))
+        assert orders.partners == {}
+        follower = InstanceOrders(leader.host._store, channels, lambda: None)
+        assert not await follower.set_partner(record, PartnerOrder("decode-0", 1, "decode-1"))
+        await channels.close()
 
 
 async def test_an_order_that_cannot_be_carried_out_is_refused_by_its_field() -> None:

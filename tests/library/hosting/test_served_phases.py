@@ -167,3 +167,22 @@ async def test_an_order_during_a_drain_leaves_the_drain_as_it_is() -> None:
     assert (len(prefill.calls), len(decode.calls)) == calls
     phases.undrain()
     assert (prefill.drained, decode.drained) == (False, True)
+
+
+async def test_a_partner_holds_until_an_order_with_a_greater_number_names_another_one() -> None:
+    phases = ServedPhases({Phase.DECODE: OneRequest()}, [Phase.DECODE], is_paired=True)
+    assert phases.load().partner_id == ""
+    assert phases.set_partner("engine-1", PhaseOrder(4, 9))
+    assert not phases.set_partner("engine-2", PhaseOrder(4, 9))
+    assert not phases.set_partner("engine-2", PhaseOrder(3, 10))
+    assert phases.set_partner("engine-1", PhaseOrder(4, 9)), "the order that it has"
+    assert phases.load().partner_id == "engine-1"
+    assert phases.set_partner("", PhaseOrder(5, 1))
+    assert (phases.load().partner_id, phases.load().phase_order) == ("", FIRST_ORDER)
+
+
+async def test_an_instance_that_is_not_to_be_in_a_pair_refuses_a_partner() -> None:
+    phases = ServedPhases({Phase.DECODE: OneRequest()}, [Phase.DECODE])
+    with pytest.raises(InvalidArgument, match="partner_id"):
+        phases.set_partner("engine-1", SECOND_ORDER)
+    assert phases.load().partner_id is None
