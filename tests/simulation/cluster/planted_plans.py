@@ -260,6 +260,12 @@ PLANS: dict[str, Plan] = {
         ),
         clients=("client-0", "client-1"),
     ),
+    "partners_of_former_lives_count": story(
+        cluster(decodes=2, step_s=0.02),
+        [request("late", 4.0, max_tokens=4)],
+        [Fault(kind=FaultKind.RESTART, at_s=1.0, target="decode-0", lasts_s=0.1)],
+        replication=ReplicationMode.PAIR,
+    ),
     "refused_writes_end_leases": story(
         cluster(decodes=2),
         [request(f"r{number}", 0.1 * number, max_tokens=80) for number in range(20)],

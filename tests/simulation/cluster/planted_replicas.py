@@ -3,8 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
+from kaveri.domain.view import ViewedInstance
 from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.kv.replicas.replicas import Replicas
+from kaveri.policy import pairs
+from kaveri.policy.pairs import PartnerOrder
 from services.decode import holder as decode_holder
 from services.decode.holder import ReplicaHolder
 from services.decode.replicator import Replicator
@@ -135,4 +138,18 @@ def promoted_with_one_block_too_many() -> Iterator[None]:
         return promote
 
     with replaced(Lifecycle, "promote", make):
+        yield
+
+
+@planted
+def partners_of_former_lives_count() -> Iterator[None]:
+    """The leading router takes a new life of an instance to have the partner of the former one."""
+
+    def make(original: Any) -> Any:
+        def partner(one: ViewedInstance, newest: PartnerOrder | None) -> Any:
+            return newest.partner_id if newest is not None else original(one, newest)
+
+        return partner
+
+    with replaced(pairs, "_partner", make):
         yield
