@@ -36,7 +36,7 @@ from services.decode.requests import DecodeRequest
 _QUIET_S = 120.0
 """A copy's owner instance is presumed dead after this long without a mark; waiting requests do not grow."""
 _UNUSED_S = 5.0
-"""A copy without a block is dropped after this long: its owner instance may have missed the reservation."""
+"""A copy without a block of its owner instance is dropped after this long: that may have missed the reservation."""
 _ARRIVAL_LOOKS = 50
 _ARRIVAL_LOOK_S = 0.002
 _LEAVING_S = 1.0
@@ -57,6 +57,8 @@ class HeldReplica:
     token_count: int
     """Number of tokens for which blocks are reserved."""
     watermark: int = 0
+    first_watermark: int = 0
+    """Watermark when the copy was opened: of KV that was kept here."""
     starved_since_s: float | None = None
     """Start of the current wait for a block; None: not waiting."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -156,7 +158,7 @@ class ReplicaHolder:
         if former is not None:
             former.left.set()
         watermark = self._store.watermark(key) if former is not None else 0
-        self._held[request_id] = HeldReplica(key, offer, time.monotonic(), offer.token_count, watermark)
+        self._held[request_id] = HeldReplica(key, offer, time.monotonic(), offer.token_count, watermark, watermark)
         get_logger().info(
             "replica_held",
             request_id=request_id,
@@ -451,7 +453,7 @@ class ReplicaHolder:
         for held in list(self._held.values()):
             is_old = held.opened_s + unused_s <= now_s
             check = copy_holder.Checked(
-                is_unused=not held.watermark and is_old,
+                is_unused=held.watermark <= held.first_watermark and is_old,
                 is_expired=held.opened_s + held.offer.timeout_s <= now_s,
                 is_memory_scarce=isinstance(held.state, Complete) and self._is_memory_scarce(),
             )

@@ -296,6 +296,21 @@ def test_a_kept_prompt_is_a_complete_copy_until_its_owner_extends_it(store: Stor
     assert store.keys == {KEY}, "what was kept is extended, not dropped"
 
 
+def test_a_kept_prompt_whose_owner_never_extends_it_is_dropped_like_a_copy_that_nobody_began(store: Store) -> None:
+    for grows in (False, True):
+        holder, _ = keeping(store)
+        holder.keep(PROMPT, offer(0))
+        pushed(store, holder)
+        opened_s = time.monotonic()
+        holder.open(offer(1))
+        if grows:
+            holder._hear(ReplicaGrew(KEY, 24))
+        holder._drop_expired(opened_s + 9.0)
+        assert "r" in holder._held
+        holder._drop_expired(opened_s + 11.0)
+        assert ("r" in holder._held) is grows, "its owner may have missed the ticket"
+
+
 @pytest.mark.parametrize("why", ["its request has ended", "another copy of it is here", "the holder drains"])
 def test_a_prompt_that_nobody_can_use_is_not_kept(store: Store, why: str) -> None:
     holder, _ = keeping(store)
