@@ -9,7 +9,7 @@ A move copies a request's KV, and stops it for a few steps. So small differences
 those that hardly change the time of a step. On an instance that also computes prompts their tokens count, too.
 
 Within a pair (kaveri.policy.pairs) whose instances hold copies in their KV pools a move costs a step and copies next to
-nothing: there plan_within_pair() levels the number and length of the requests, as AcceLLM does.
+nothing: there plan_within_pair() levels the number of the requests, as AcceLLM does.
 """
 
 from collections.abc import Callable, Iterable
@@ -90,10 +90,10 @@ class Batch:
 def plan_within_pair(own: Batch, partner: Batch, movable: Iterable[RunningRequest[KeyT]]) -> KeyT | None:
     """Return the request that the instance with batch `own` should hand to its partner next; None if there is none.
 
-    movable: requests here whose copy is at the partner. If all are, a few moves of the two instances bring the batches
-    to numbers that differ by at most 1, and to total lengths that differ by at most the longest request (AcceLLM, arXiv
-    2411.05555, section 4.1.3): an instance with two requests more hands over the one that levels the lengths best. One
-    with more tokens, and hardly fewer requests, hands over its longest, for which it may get a short one back."""
+    movable: requests here whose copy is at the partner. If all are, a few moves make the numbers of requests differ
+    by at most 1 (AcceLLM, arXiv 2411.05555, section 4.1.3): an instance with two requests more hands over the one that
+    levels the lengths best. One with one request more, and more tokens than its longest movable one has, hands that
+    over. Neither gives a request back, whichever are movable."""
     able = tuple(movable)
     if not able:
         return None
@@ -101,7 +101,7 @@ def plan_within_pair(own: Batch, partner: Batch, movable: Iterable[RunningReques
     if more >= 2:
         return min(able, key=lambda one: abs(longer / 2 - one.context_tokens)).key
     longest = max(able, key=lambda one: one.context_tokens)
-    return longest.key if more >= -1 and longer > longest.context_tokens else None
+    return longest.key if more == 1 and longer > longest.context_tokens else None
 
 
 def _counterpart(
