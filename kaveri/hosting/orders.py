@@ -68,12 +68,12 @@ class InstanceOrders:
                 del self.under_way[record.instance_id]
         return response
 
-    async def set_partner(self, record: InstanceRecord, ordered: PartnerOrder) -> bool:
-        """Pair an instance with another. Returns False if this router does not lead, or the instance has a newer order.
-        Raises Unavailable if it does not answer."""
+    async def set_partner(self, record: InstanceRecord, ordered: PartnerOrder) -> bool | None:
+        """Pair an instance with another. Returns None, without an order, unless this router leads, and False if the
+        instance has a newer order. Raises Unavailable if the instance does not answer."""
         order, accepted = self._next_order(), False
         if order is None:
-            return False
+            return None
         self.partners[record.instance_id] = ordered
         request = instance_pb2.SetPartnerRequest(
             instance_id=record.instance_id,

@@ -7,7 +7,7 @@ over.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kaveri.domain.view import ClusterView, InstanceState, Phase, ViewedInstance, is_late, phases_now
@@ -41,10 +41,10 @@ def partner_orders(view: ClusterView, under_way: Mapping[str, PartnerOrder]) -> 
 
 
 def pair_up(instances: Iterable[ViewedInstance], partners: Mapping[str, str]) -> dict[str, str]:
-    """Return the partner of each instance that can have one now, by id; empty for one that is left over.
+    """Return the partner of each instance, by id; empty for one that holds no copies now, or is left over.
 
-    instances: in order of id. partners: the present ones, by id. Instances that hold no copies now, or whose heartbeats
-    are late, get no new partner."""
+    instances: in order of id. partners: the present ones, by id. An instance whose heartbeats are late keeps its
+    partner, and is left out if it has none."""
     by_id = {one.record.instance_id: one for one in instances}
     paired = {
         name: partner_id
@@ -56,14 +56,18 @@ def pair_up(instances: Iterable[ViewedInstance], partners: Mapping[str, str]) ->
         and _holds(one)
         and _holds(other)
     }
-    free = [one for name, one in by_id.items() if name not in paired and _holds(one) and not is_late(one)]
+    alone = [one for name, one in by_id.items() if name not in paired and not is_late(one)]
+    free = [one for one in alone if _holds(one)]
     for group_of in (_kind_and_host, _kind):
-        for group in _groups(free, group_of):
+        groups = defaultdict[Hashable, list[ViewedInstance]](list)
+        for one in free:
+            groups[group_of(one)].append(one)
+        for group in groups.values():
             for one, other in _pairs(group):
                 names = one.record.instance_id, other.record.instance_id
                 paired |= {names[0]: names[1], names[1]: names[0]}
         free = [one for one in free if one.record.instance_id not in paired]
-    return paired | {one.record.instance_id: "" for one in free}
+    return {one.record.instance_id: "" for one in alone} | paired
 
 
 def _partner(one: ViewedInstance, newest: PartnerOrder | None) -> str:
@@ -82,15 +86,6 @@ def _kind(one: ViewedInstance) -> Hashable:
 
 def _kind_and_host(one: ViewedInstance) -> Hashable:
     return _kind(one), one.record.address.rpartition(":")[0]
-
-
-def _groups(
-    instances: Sequence[ViewedInstance], group_of: Callable[[ViewedInstance], Hashable]
-) -> Iterable[Sequence[ViewedInstance]]:
-    groups = defaultdict[Hashable, list[ViewedInstance]](list)
-    for one in instances:
-        groups[group_of(one)].append(one)
-    return groups.values()
 
 
 def _pairs(group: Sequence[ViewedInstance]) -> Iterator[tuple[ViewedInstance, ViewedInstance]]:

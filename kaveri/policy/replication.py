@@ -6,7 +6,7 @@ pair    two instances hold each other's copies (AcceLLM, section 4.1.2): kaveri.
 ring    the next instance by id holds them (DéjàVu, section 4.2.3)
 spread  the less loaded of two random instances, in another failure domain if possible
 
-When an instance dies, pair and ring bring all its requests to one neighbour; spread distributes them.
+When an instance dies, ring brings all its requests to one neighbour; spread distributes them.
 The cost of a choice does not grow with the cluster, as long as a few percent of the instances have room.
 """
 

@@ -247,25 +247,24 @@ class Replicator:
 
     def _plan_within_pair(self, view: ClusterView, now_s: float) -> Moves[EngineKey] | None:
         """Plan which request to hand to the partner, if moves cost a step only."""
-        partner = view.instances.get(self._partner_id(view))
-        is_paired = self._rules.mode is ReplicationMode.PAIR and self._rules.keeps
-        if not is_paired or partner is None or not accepts(partner, Phase.DECODE) or is_late(partner):
+        partner, here = view.instances.get(self._partner_id(view)), view.instances.get(self._own.instance_id)
+        if not self._rules.keeps or here is None or partner is None:
             return None
-        staying = [owned for owned in self._owned.values() if not isinstance(owned.copy, Moving)]
+        if not accepts(partner, Phase.DECODE) or is_late(partner):
+            return None
         able = (
             RunningRequest(owned.request.engine_request.key, owned.request.context_tokens, partner.record.instance_id)
-            for owned in staying
-            if _holder_id(owned.copy) == partner.record.instance_id
+            for owned in self._owned.values()
+            if isinstance(owned.copy, Copied)
+            and _is_life(owned.copy.holder, partner.record)
             and self._can_move(owned.request)
             and self._stays_long(owned.request, now_s)
         )
-        load, sent = partner.load, self._moved.at(partner)
+        # Both from heartbeats, so of about one age; neither shows yet what has just moved.
+        sent, sent_tokens = self._moved.at(partner).count, self._unconfirmed_tokens(partner)
         key = plan_within_pair(
-            Batch(len(staying), sum(owned.request.context_tokens for owned in staying)),
-            Batch(
-                load.running_requests + load.waiting_requests + sent.count,
-                load.context_tokens + self._unconfirmed_tokens(partner),
-            ),
+            Batch(_request_count(here) - sent, here.load.context_tokens - sent_tokens),
+            Batch(_request_count(partner) + sent, partner.load.context_tokens + sent_tokens),
             (one for one in able if self._takes(partner, one)),
         )
         return Moves(partner.record, (key,)) if key is not None else None
@@ -573,6 +572,10 @@ class Replicator:
         self._metrics.copies.owned.set(counts.owned)
         self._metrics.copies.unprotected.set(counts.unprotected)
         self._metrics.copies.lag_tokens.set(counts.lag_tokens)
+
+
+def _request_count(instance: ViewedInstance) -> int:
+    return instance.load.running_requests + instance.load.waiting_requests
 
 
 def _holder_id(copy: copy_owner.State) -> str | None:

@@ -19,26 +19,30 @@ class Pairing:
         self._store = store
         self._orders = orders
         self._monitor = monitor
+        self._fencing_token = 0
 
     async def run(self, interval_s: float) -> None:
-        """Look at the cluster every `interval_s` seconds until cancelled."""
+        """Decide every `interval_s` seconds while this router leads, until cancelled."""
         while True:
             await asyncio.sleep(interval_s)
-            if not self._monitor.leading:
-                # Another router's orders may follow.
+            token = self._monitor.fencing_token
+            if token != self._fencing_token:
+                # Another router may have led meanwhile: from now on the loads say which partners instances have.
+                self._fencing_token = token
                 self._orders.partners.clear()
-                continue
-            view = self._store.view()
-            for ordered in partner_orders(view, self._orders.partners):
-                await self._give(view.instances[ordered.instance_id], ordered)
+            if token:
+                view = self._store.view()
+                decided = partner_orders(view, self._orders.partners)
+                # All at once: an instance that does not answer delays no other.
+                await asyncio.gather(*(self._give(view.instances[one.instance_id], one) for one in decided))
 
     async def _give(self, instance: ViewedInstance, ordered: PartnerOrder) -> None:
-        reason = "this router no longer leads, or a newer order is known"
+        reason = "a newer order is known"
         try:
             accepted = await self._orders.set_partner(instance.record, ordered)
         except KaveriError as error:
             # The next decision is made from what the instance then shows.
             accepted, reason = False, str(error)
-        if not accepted:
+        if accepted is False:
             metrics.FLIPS_FAILED.inc()
             get_logger().warning("partner_order_failed", instance_id=ordered.instance_id, error=reason)

@@ -283,9 +283,9 @@ def test_an_instance_that_an_answer_has_left_keeps_its_kv_and_holds_the_next_cop
 
 
 def _partners_ordered(lines: Sequence[str]) -> list[tuple[str, str]]:
-    """(process, partner) of each order of a partner, as the instances log them."""
+    """(process, partner) of each order of a partner that an instance has logged, sorted."""
     found = [re.search(r" (\S+) +log +info partner_ordered .*partner_id=(\S*)", line) for line in lines]
-    return [(one[1], one[2]) for one in found if one is not None]
+    return sorted((one[1], one[2]) for one in found if one is not None)
 
 
 def paired(faults: Sequence[Fault], decodes: int = 3) -> Plan:
@@ -309,8 +309,8 @@ def test_an_instance_that_is_back_as_a_new_life_gets_its_partner_back(tokenizer:
     result = run(paired([restart], decodes=2), tokenizer)
     assert _partners_ordered(result.lines) == [
         ("decode-0#1", "decode-1"),
-        ("decode-1#1", "decode-0"),
         ("decode-0#2", "decode-1"),
+        ("decode-1#1", "decode-0"),
     ]
 
 

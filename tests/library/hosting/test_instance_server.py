@@ -333,7 +333,7 @@ async def test_an_order_of_a_partner_that_fails_is_not_under_way() -> None:
             await orders.set_partner(record, PartnerOrder("decode-0", 9, "decode-1"))
         assert orders.partners == {}
         follower = InstanceOrders(leader.host._store, channels, lambda: None)
-        assert not await follower.set_partner(record, PartnerOrder("decode-0", 1, "decode-1"))
+        assert await follower.set_partner(record, PartnerOrder("decode-0", 1, "decode-1")) is None
         await channels.close()
 
 

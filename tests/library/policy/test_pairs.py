@@ -66,9 +66,13 @@ def test_a_new_life_of_an_instance_gets_its_former_partner() -> None:
     assert orders(instance("e0"), instance("e1", "e0")) == {"e0": "e1"}
 
 
-def test_an_instance_that_drains_or_holds_no_copies_gets_no_partner_and_its_own_one_another() -> None:
+def test_an_instance_that_drains_or_holds_no_copies_loses_its_partner_which_gets_another() -> None:
     for load in ({"state": InstanceState.DRAINING}, {"replica_total_bytes": 0}):
-        assert orders(instance("e0", "e1", **load), instance("e1", "e0"), instance("e2")) == {"e1": "e2", "e2": "e1"}
+        assert orders(instance("e0", "e1", **load), instance("e1", "e0"), instance("e2")) == {
+            "e0": "",
+            "e1": "e2",
+            "e2": "e1",
+        }
 
 
 def test_a_pair_outlasts_late_heartbeats_and_a_late_instance_gets_no_new_partner() -> None:

@@ -333,7 +333,7 @@ async def _ask_for_flip(world: World, request: SetPhasesRequest) -> None:
                     # Also one that has left the cluster, as a frozen one does: it may come back.
                     world.trace.note("flip refused", f"{request.instance_id} {error.code()} {error.details()}")
                 else:
-                    # A switch here takes the next number for itself, and a former leader's order may come late.
+                    # SWITCH numbers its orders itself, and with two flips a former leader's order may arrive late.
                     others = [one for one in world.plan.faults if one.kind in (FaultKind.SWITCH, FaultKind.FLIP)]
                     alone = len(others) < 2 and all(one.kind is FaultKind.FLIP for one in others)
                     assert answer.accepted or not alone, "a leader's newest order is not above the instance's"
