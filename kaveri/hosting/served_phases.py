@@ -38,8 +38,7 @@ class ServedPhases:
         self, services: Mapping[Phase, PhaseService], first: Collection[Phase], *, is_paired: bool = False
     ) -> None:
         """services: one per phase that the engine supports, in the order in which requests pass through. first: the
-        phases served from the start, as if by an order numbered FIRST_ORDER. is_paired: the instance is to be in a
-        pair."""
+        phases served from the start, as if by FIRST_ORDER. is_paired: the instance is to be in a pair."""
         self.services = services
         self.ordered = frozenset(first)
         """Phases of the newest order. Others may still have requests."""

@@ -41,7 +41,6 @@ class Pairing:
         try:
             accepted = await self._orders.set_partner(instance.record, ordered)
         except KaveriError as error:
-            # The next decision is made from what the instance then shows.
             accepted, reason = False, str(error)
         if accepted is False:
             metrics.FLIPS_FAILED.inc()
