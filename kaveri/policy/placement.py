@@ -336,14 +336,15 @@ def _takers_of_pushes(view: ClusterView, model: str, demand: Demand) -> tuple[Vi
     # Keyed by identity: all requests of a prefill instance share one object. The value holds it, so its id is not
     # reused.
     layout = demand.layout
-    return view.derive(("takers of pushes", model, id(layout)), _find_takers, view, model, layout)[1]
-
-
-def _find_takers(
-    view: ClusterView, model: str, layout: KvLayout | None
-) -> tuple[KvLayout | None, tuple[ViewedInstance, ...]]:
-    return layout, tuple(
-        instance
-        for instance in view.ready(Phase.DECODE, model)
-        if takes_pushes(instance) and (layout is None or layout.is_mappable(instance.record.layout))
-    )
+    key = ("takers of pushes", model, id(layout))
+    return view.derive(
+        key,
+        lambda: (
+            layout,
+            tuple(
+                instance
+                for instance in view.ready(Phase.DECODE, model)
+                if takes_pushes(instance) and (layout is None or layout.is_mappable(instance.record.layout))
+            ),
+        ),
+    )[1]

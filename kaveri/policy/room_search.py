@@ -132,16 +132,18 @@ class RoomSearch(Generic[KeyT]):
         target = choose_decode(
             view, self._model, demand, self._unconfirmed, self._policy, self._rng, self._turn, shunned
         )
-        if target is not None and target.record.instance_id not in shunned:
-            return self._ask(seeker, target, shows_room=True)
-        if seeker.waits_at is not None:
-            return None
-        target = choose_line(view, self._model, demand, self._unconfirmed, shunned)
-        if target is None and seeker.silent:
-            target = choose_line(view, self._model, demand, self._unconfirmed, avoid)
-        if target is not None:
-            return self._ask(seeker, target, shows_room=False)
-        return self._why_none(seeker, view)
+        shows_room = target is not None and target.record.instance_id not in shunned
+        if not shows_room:
+            if seeker.waits_at is not None:
+                return None
+            target = choose_line(view, self._model, demand, self._unconfirmed, shunned)
+            if target is None and seeker.silent:
+                target = choose_line(view, self._model, demand, self._unconfirmed, avoid)
+        if target is None:
+            return self._why_none(seeker, view)
+        self._unconfirmed.add(seeker.key, target, blocks_there(target, seeker.token_count + 1), seeker.heavy)
+        self._turn += 1
+        return Ask(target, waits=seeker.waits_at is None, shows_room=shows_room)
 
     def forget(self, key: KeyT, instance_id: str) -> None:
         """Stop counting the KV blocks of a request's Ask at an instance as taken. Idempotent."""
@@ -158,11 +160,6 @@ class RoomSearch(Generic[KeyT]):
     def next_rest_ends_s(self) -> float | None:
         """Return the time when the next backoff of an instance (see rest()) ends; None if there is none."""
         return min(self._resting_until_s.values(), default=None)
-
-    def _ask(self, seeker: Seeker[KeyT], target: ViewedInstance, shows_room: bool) -> Ask:
-        self._unconfirmed.add(seeker.key, target, blocks_there(target, seeker.token_count + 1), seeker.heavy)
-        self._turn += 1
-        return Ask(target, waits=seeker.waits_at is None, shows_room=shows_room)
 
     def _is_ready(self, view: ClusterView, instance_id: str) -> bool:
         instance = view.instances.get(instance_id)
