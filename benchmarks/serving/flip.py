@@ -6,6 +6,7 @@ order goes to the router that leads, as `kaveri flip` sends it. "First work" is 
 instance accepts, repeated from the answer to the order on. "Seen by the routers" are views asked of both, each
 millisecond; "seen by prefill instances" is a view that follows the same broadcasts as theirs, in this process. Every
 other pair of flips is timed to the first work, and the others until they are seen: the questions would delay the work.
+The caller runs the event loop of the services, uvloop.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import uvloop
 from grpc import aio
 
 from benchmarks.support.engine_process import has_vllm
@@ -44,7 +46,7 @@ ACCEPTED_P50_MS, ACCEPTED_P99_MS, SEEN_P99_MS = 5.0, 20.0, 50.0
 
 def measure(options: Options, report: Report) -> None:
     """See the module's docstring."""
-    asyncio.run(_measure(options, report))
+    uvloop.run(_measure(options, report))
 
 
 async def _measure(options: Options, report: Report) -> None:
