@@ -333,18 +333,12 @@ def prompt_takers(view: ClusterView, model: str) -> tuple[ViewedInstance, ...]:
 
 def _takers_of_pushes(view: ClusterView, model: str, demand: Demand) -> tuple[ViewedInstance, ...]:
     """The ready decode instances whose pools can receive KV of the demand's layout."""
+    layout = demand.layout
+    takers = (
+        instance
+        for instance in view.ready(Phase.DECODE, model)
+        if takes_pushes(instance) and (layout is None or layout.is_mappable(instance.record.layout))
+    )
     # Keyed by identity: all requests of a prefill instance share one object. The value holds it, so its id is not
     # reused.
-    layout = demand.layout
-    key = ("takers of pushes", model, id(layout))
-    return view.derive(
-        key,
-        lambda: (
-            layout,
-            tuple(
-                instance
-                for instance in view.ready(Phase.DECODE, model)
-                if takes_pushes(instance) and (layout is None or layout.is_mappable(instance.record.layout))
-            ),
-        ),
-    )[1]
+    return view.derive(("takers of pushes", model, id(layout)), lambda: (layout, tuple(takers)))[1]

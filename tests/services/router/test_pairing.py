@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from structlog.testing import capture_logs
 
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceStatus, Role
@@ -60,10 +61,13 @@ async def test_each_instance_gets_its_order_once_under_each_lead() -> None:
     task.cancel()
 
 
-async def test_an_order_that_fails_is_counted_logged_and_given_again() -> None:
+async def test_an_order_that_fails_is_counted_logged_and_given_again_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def away() -> bool:
         raise Unavailable("cut off")
 
+    monkeypatch.setattr("services.router.pairing.CALL_TIMEOUT_S", 0.02)
     for answer in (lambda: False, away):
         before, orders = metrics.FLIPS_FAILED._value.get(), Orders(answer)
         loop, _ = pairing(orders)
@@ -85,3 +89,14 @@ async def test_a_router_that_does_not_lead_gives_no_orders() -> None:
     await asyncio.sleep(0.02)
     task.cancel()
     assert orders.given == []
+
+
+async def test_an_instance_that_has_not_taken_its_order_is_left_alone_for_a_while() -> None:
+    orders = Orders(lambda: False)
+    loop, _ = pairing(orders)
+    task = asyncio.create_task(loop.run(0.001))
+    await eventually(lambda: len(orders.given) == 2)
+    await asyncio.sleep(0.05)
+    task.cancel()
+    assert {order.instance_id: order for order in orders.given} == EXPECTED
+    assert len(orders.given) == 2
