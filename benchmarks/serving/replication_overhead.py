@@ -4,7 +4,8 @@ Two whole stacks run side by side, each a router, a prefill and two decode insta
 turn it is not is idle. With the timed engine, which takes OPT-13B's time on an A100, computing is off the CPU, and the
 KV that is pushed and copied has the size it says, 64 or 800 KiB a token; kaveri-tiny computes on the cores that copy. A
 closed loop keeps as many requests in flight as the case says. The lag of copies is looked at four times a second, on
-both stacks, so that looking costs both the same.
+both stacks, so that looking costs both the same. Copies are in host memory, spread over the decode instances; in one
+case they are in the pools of pairs, where a prompt's KV stays where it was computed (`kaveri up --pairs`).
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.support.answer_streams import TIMEOUT_S, AnswerStream, metric, most, percentile, prompt_of, replicas_of
@@ -24,7 +25,9 @@ from kaveri.local.stack import LocalStack
 
 LATENCY_MODEL = "opt-13b-a100-tp1"
 PREFILL, DECODES = ("prefill-0",), ("decode-0", "decode-1")
-METRICS_PORTS = {"off": 19_440, "spread": 19_450}
+METRICS_PORTS = {"off": 19_440, "on": 19_450}
+SPREAD = {"replication": "spread"}
+PAIRS = {"replication": "pair", "replica_place": "pool"}
 LOOK_S = 0.25
 SETTLING_S = 1.0
 MODEL = FakeModel(verify=False)
@@ -45,6 +48,8 @@ class OverheadCase:
     block_tokens: int = 16
     steady_tokens: int = 160
     """Of each answer while no prompts arrive: enough to run on for seconds behind SETTLING_S."""
+    copies: dict[str, str] = field(default_factory=lambda: SPREAD)
+    """Settings of the stack with copies."""
 
 
 def timed(kv_token_bytes: int, in_flight: int, answer_tokens: int, pool: str) -> OverheadCase:
@@ -70,9 +75,15 @@ def computing(engine: str, block_tokens: int) -> OverheadCase:
     )
 
 
+def in_pools(case: OverheadCase) -> OverheadCase:
+    """The same with copies in the pools of pairs."""
+    return replace(case, name=f"{case.name}, copies in pools", copies=PAIRS)
+
+
 CASES = (
     timed(64 * 1024, 32, 96, "640MiB"),
     timed(800 * 1024, 6, 160, "1400MiB"),
+    in_pools(timed(800 * 1024, 6, 160, "1400MiB")),
     computing("transformers", 16),
 )
 
@@ -177,7 +188,7 @@ async def measure_case(
         for mode, port in METRICS_PORTS.items():
             config = StackConfig.of(
                 **case.settings,
-                replication=mode,
+                **(case.copies if mode == "on" else {"replication": "off"}),
                 max_batch=64,
                 prefill_count=len(PREFILL),
                 decode_count=len(DECODES),
@@ -194,7 +205,7 @@ async def measure_case(
             # Which one goes first changes, so that drift of the machine hits both.
             for mode in sorted(stacks, reverse=bool(repeat % 2)):
                 found[mode].append(await one_round(*stacks[mode], case, count, (1 + repeat) * 10_000))
-        return found, await steady_lags(*stacks["spread"], case)
+        return found, await steady_lags(*stacks["on"], case)
 
 
 async def measure_cases(cases: Sequence[OverheadCase], options: Options, report: Report) -> None:
@@ -220,12 +231,12 @@ async def measure_cases(cases: Sequence[OverheadCase], options: Options, report:
 
 def _report(report: Report, case: OverheadCase, found: dict[str, list[OverheadRound]], steady: list[float]) -> None:
     for mode, rounds in found.items():
-        labels = {"case": case.name, "replication": mode}
+        labels = {"case": case.name, "replication": case.copies["replication"] if mode == "on" else mode}
         report.row("output tokens/s", [each.tokens_per_s for each in rounds], "tokens/s", **labels)
         report.row("TTFT p50", [1e3 * statistics.median(each.ttft_s) for each in rounds], "ms", **labels)
         report.row("ITL p50", [1e3 * statistics.median(each.gaps_s) for each in rounds], "ms", **labels)
         report.row("ITL p99", [1e3 * percentile(each.gaps_s, 99) for each in rounds], "ms", **labels)
-    off, on = found["off"], found["spread"]
+    off, on = found["off"], found["on"]
     pairs = list(zip(on, off, strict=True))
     speed = [ours.tokens_per_s / theirs.tokens_per_s for ours, theirs in pairs]
     first = [statistics.median(theirs.ttft_s) / statistics.median(ours.ttft_s) for ours, theirs in pairs]

@@ -132,12 +132,12 @@ class ServedPhases:
         ending = [service for phase, service in self.services.items() if phase not in self.ordered]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
-                for service in ending:
-                    await service.wait_idle()
+                while any(not service.is_idle for service in ending):
+                    for service in ending:
+                        await service.wait_idle()
                     self.on_change()
-        if all(service.is_idle for service in ending):
-            self._settled = self.ordered
-            return
+                self._settled = self.ordered
+                return
         self._fault = f"requests of the phase that was to end were left after {deadline_s:g} s"
         self._serve(self._settled)
         get_logger().warning("phases_taken_back", phases=sorted(self.ordered), phase_order=self._order)

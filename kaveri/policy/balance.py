@@ -12,8 +12,9 @@ Within a pair (kaveri.policy.pairs) whose instances hold copies in their KV pool
 nothing: there plan_within_pair() levels the number of the requests, as AcceLLM does.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic
 
 from kaveri.domain.view import ClusterView, InstanceRecord, Phase, ViewedInstance, is_late
@@ -53,6 +54,7 @@ def plan_moves(
     unconfirmed_tokens: Callable[[ViewedInstance], int],
     takes: Callable[[ViewedInstance, RunningRequest[KeyT]], bool],
     former: InstanceRecord | None = None,
+    limits: Mapping[str, int] = MappingProxyType({}),
 ) -> Moves[KeyT] | None:
     """Return the requests that instance `own` should move to its counterpart; None if there is nothing to move. The
     longest batch is levelled with the shortest, the second longest with the second shortest, and so on.
@@ -62,16 +64,18 @@ def plan_moves(
     whose copy is elsewhere, as they would be without one for a while. unconfirmed_tokens: of requests moved to an
     instance that its heartbeat does not show yet. takes: returns True if the instance has room for the request, and for
     a copy of it unless it has one. former: the last plan's target, which stays while its batch is short enough.
+    limits: max requests to plan for an instance, by id (most_to_partner()).
     """
     counterpart, surplus_tokens = _counterpart(view, own, unconfirmed_tokens, former)
     if counterpart is None:
         return None
     target = counterpart.record
     left_tokens, keys = surplus_tokens // 2, list[KeyT]()
+    most = min(_MOST_PLANNED, limits.get(target.instance_id, _MOST_PLANNED))
     newest_first = reversed(tuple(requests))
     cost_rank = {target.instance_id: 0, None: 1}
     for request in sorted(newest_first, key=lambda one: cost_rank.get(one.holder_id, 2)):
-        if len(keys) == _MOST_PLANNED:
+        if len(keys) >= most:
             break
         if request.context_tokens <= left_tokens and takes(counterpart, request):
             keys.append(request.key)
@@ -81,10 +85,15 @@ def plan_moves(
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The requests that decode at an instance."""
+    """The requests at an instance."""
 
     request_count: int
     context_tokens: int
+
+
+def most_to_partner(own: Batch, partner: Batch) -> int:
+    """Return how many requests plan_moves() may move to the partner, so that plan_within_pair() moves none back."""
+    return (own.request_count - partner.request_count) // 2
 
 
 def plan_within_pair(own: Batch, partner: Batch, movable: Iterable[RunningRequest[KeyT]]) -> KeyT | None:

@@ -390,7 +390,8 @@ def check_order(
     under_way: Mapping[str, OrderedPhases],
 ) -> None:
     """Raise InvalidArgument if the instance cannot serve exactly these phases, or the cluster would then lack an
-    instance that computes prompts, one that draws tokens, or one that takes the KV of a prefill instance.
+    instance that computes prompts, one that draws tokens, or one that takes the KV of a prefill instance. Instances
+    whose heartbeats are late do not count.
 
     instance_id: of an instance in the view. under_way: the newest order sent to each instance.
     """
@@ -405,7 +406,7 @@ def check_order(
     served = {
         one.record.instance_id: _accepted(one, under_way)
         for one in view.instances.values()
-        if one.record.role is Role.ENGINE and one.record.model == model
+        if one.record.role is Role.ENGINE and one.record.model == model and (one is instance or not is_late(one))
     }
     before, after = served.values(), {**served, instance_id: frozenset(phases)}.values()
     for phase in Phase:

@@ -76,8 +76,12 @@ class ReplicatedDecode:
         return self._instance.is_idle and self._holder.is_idle
 
     async def wait_idle(self) -> None:
-        await self._instance.wait_idle()
-        await self._holder.wait_idle()
+        while True:
+            await self._instance.wait_idle()
+            await self._holder.wait_idle()
+            # A request may have been resumed from a copy meanwhile.
+            if self.is_idle:
+                return
 
     def fail_all(self, reason: str) -> None:
         self._instance.fail_all(reason)

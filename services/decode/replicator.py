@@ -47,7 +47,7 @@ from kaveri.errors import (
 from kaveri.lives import copy_owner, decoding
 from kaveri.lives.copy_owner import Alone, Copied, Holder, Leaving, Moving, Opening
 from kaveri.lives.decoding import Ended, Outcome, Running
-from kaveri.policy.balance import Batch, Moves, RunningRequest, plan_moves, plan_within_pair
+from kaveri.policy.balance import Batch, Moves, RunningRequest, most_to_partner, plan_moves, plan_within_pair
 from kaveri.policy.replication import (
     CopyRules,
     ReplicationMode,
@@ -239,19 +239,36 @@ class Replicator:
             if self._can_move(owned.request) and self._stays_long(owned.request, now_s)
         )
         view = self._store.view()
-        plan = self._plan = plan_moves(view, self._own, movable, self._unconfirmed_tokens, self._takes, former)
+        pair = self._pair(view)
+        limits = {} if pair is None else {pair[0].record.instance_id: most_to_partner(*pair[1:])}
+        plan = plan_moves(view, self._own, movable, self._unconfirmed_tokens, self._takes, former, limits)
         if plan is None:
-            self._plan = self._plan_within_pair(view, now_s)
-        elif plan.target != former:
+            self._plan = self._plan_within_pair(*pair, now_s) if pair is not None else None
+            return
+        self._plan = plan
+        if plan.target != former:
             get_logger().info("batch_levelled", target_id=plan.target.instance_id, requests=len(plan.keys))
 
-    def _plan_within_pair(self, view: ClusterView, now_s: float) -> Moves[EngineKey] | None:
-        """Plan which request to hand to the partner, if moves cost a step only."""
+    def _pair(self, view: ClusterView) -> tuple[ViewedInstance, Batch, Batch] | None:
+        """Return the partner, and the batches of this instance and of the partner; None unless a move there costs a
+        step only."""
         partner, here = view.instances.get(self._partner_id(view)), view.instances.get(self._own.instance_id)
         if not self._rules.keeps or here is None or partner is None:
             return None
         if not accepts(partner, Phase.DECODE) or is_late(partner):
             return None
+        # Both from heartbeats of about one age, which may not show the latest moves yet.
+        sent, sent_tokens = self._moved.at(partner).count, self._unconfirmed_tokens(partner)
+        return (
+            partner,
+            Batch(_request_count(here) - sent, here.load.context_tokens - sent_tokens),
+            Batch(_request_count(partner) + sent, partner.load.context_tokens + sent_tokens),
+        )
+
+    def _plan_within_pair(
+        self, partner: ViewedInstance, own_batch: Batch, partner_batch: Batch, now_s: float
+    ) -> Moves[EngineKey] | None:
+        """Plan which request to hand to the partner."""
         able = (
             RunningRequest(owned.request.engine_request.key, owned.request.context_tokens, partner.record.instance_id)
             for owned in self._owned.values()
@@ -260,13 +277,7 @@ class Replicator:
             and self._can_move(owned.request)
             and self._stays_long(owned.request, now_s)
         )
-        # Both from heartbeats, so of about one age; neither shows yet what has just moved.
-        sent, sent_tokens = self._moved.at(partner).count, self._unconfirmed_tokens(partner)
-        key = plan_within_pair(
-            Batch(_request_count(here) - sent, here.load.context_tokens - sent_tokens),
-            Batch(_request_count(partner) + sent, partner.load.context_tokens + sent_tokens),
-            (one for one in able if self._takes(partner, one)),
-        )
+        key = plan_within_pair(own_batch, partner_batch, (one for one in able if self._takes(partner, one)))
         return Moves(partner.record, (key,)) if key is not None else None
 
     def _partner_id(self, view: ClusterView) -> str:

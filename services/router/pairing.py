@@ -38,7 +38,7 @@ class Pairing:
                 self._retry_at_s = {name: at_s for name, at_s in self._retry_at_s.items() if at_s > now_s}
                 decided = partner_orders(view, self._orders.partners)
                 due = [one for one in decided if one.instance_id not in self._retry_at_s]
-                # All at once: an instance that does not answer delays no other.
+                # All at once: an instance that does not answer delays only the next decision.
                 await asyncio.gather(*(self._give(view.instances[one.instance_id], one) for one in due))
 
     async def _give(self, instance: ViewedInstance, ordered: PartnerOrder) -> None:

@@ -55,6 +55,20 @@ async def test_a_phase_that_is_not_served_from_the_start_takes_nothing_until_it_
     assert (phases.load().phases, service.drained) == ((Phase.PREFILL,), False)
 
 
+async def test_a_phase_that_gets_a_request_back_while_it_ends_is_waited_for_again() -> None:
+    prefill, decode = OneRequest(), OneRequest()
+    phases = ServedPhases({Phase.DECODE: decode, Phase.PREFILL: prefill}, [Phase.PREFILL, Phase.DECODE])
+    decode.idle.set()
+    switching = asyncio.create_task(phases.switch([], SECOND_ORDER))
+    await asyncio.sleep(0.01)
+    decode.idle.clear()
+    prefill.idle.set()
+    await asyncio.sleep(0.01)
+    assert phases.load().ending_phases == (Phase.DECODE,)
+    decode.idle.set()
+    assert await switching
+
+
 async def test_the_end_of_a_drain_starts_only_the_phases_that_are_ordered() -> None:
     prefill, decode = OneRequest(), OneRequest()
     phases = ServedPhases({Phase.PREFILL: prefill, Phase.DECODE: decode}, [Phase.DECODE])

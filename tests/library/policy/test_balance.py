@@ -3,11 +3,11 @@
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, InstanceState, InstanceStatus, Phase, Role
-from kaveri.policy.balance import Batch, Moves, RunningRequest, plan_moves, plan_within_pair
+from kaveri.policy.balance import Batch, Moves, RunningRequest, most_to_partner, plan_moves, plan_within_pair
 from tests.library.policy.views import LAYOUT
 
 POOL_BLOCKS = 1000
@@ -183,6 +183,34 @@ def test_a_few_moves_within_a_pair_level_the_number_of_requests_and_end_whicheve
     else:
         raise AssertionError("requests move to and fro")
     assert not can_all_move or abs(len(one) - len(other)) <= 1
+
+
+@given(REQUESTS, REQUESTS)
+@example([(12_000, True)], [(500, True)] * 10)
+def test_levelling_by_tokens_and_within_the_pair_do_not_undo_each_other(
+    one: list[tuple[int, bool]], other: list[tuple[int, bool]]
+) -> None:
+    batches = one, other
+    for _ in range(30):
+        for number, (own, partner) in enumerate((batches, batches[::-1])):
+            found = [Batch(len(batch), sum(length for length, _ in batch)) for batch in (own, partner)]
+            view = view_of(*(batch.context_tokens for batch in (found if number == 0 else found[::-1])))
+            target = record(1 - number)
+            movable = [
+                RunningRequest(place, length, target.instance_id) for place, (length, moves) in enumerate(own) if moves
+            ]
+            limit = {target.instance_id: most_to_partner(*found)}
+            moves = plan_moves(view, record(number), movable, lambda _: 0, lambda *_: True, None, limit)
+            key = plan_within_pair(*found, movable)
+            keys = moves.keys if moves is not None else () if key is None else (key,)
+            for place in sorted(keys, reverse=True):
+                partner.append(own.pop(place))
+            if keys:
+                break
+        else:
+            break
+    else:
+        raise AssertionError("requests move to and fro")
 
 
 def test_within_a_pair_only_requests_whose_copy_is_at_the_partner_move() -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from kaveri.domain.view import (
@@ -37,6 +39,17 @@ def test_the_last_instance_that_takes_requests_of_a_phase_does_not_leave_it() ->
     check_order(view_of(able("a", P), able("b", P), able("c", D)), "a", (D,), {})
     check_order(view_of(able("a", P, D), able("b", P, D)), "a", (), {})
     check_order(view_of(able("a"), able("b", D)), "a", (P,), {})
+
+
+def test_an_instance_whose_heartbeats_are_late_serves_no_phase() -> None:
+    gone = replace(able("b", P), heartbeat_age_s=3.0)
+    check_order(view_of(able("a", D), gone), "a", (P, D), {})
+    check_order(view_of(able("a", D), able("c", D), gone), "a", (P,), {})
+    only = replace(able("b", D), heartbeat_age_s=3.0)
+    assert "no other instance serves it" in refusal(view_of(able("a", D), only, able("c", P)), (P,))
+    assert "no other instance serves it" in refusal(
+        view_of(replace(able("a", D), heartbeat_age_s=3.0), able("c", P)), (P,)
+    )
 
 
 def test_an_order_that_is_under_way_counts_as_carried_out_until_the_load_shows_it() -> None:

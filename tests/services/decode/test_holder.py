@@ -354,6 +354,32 @@ def test_an_instance_that_ceases_to_decode_goes_on_holding_only_if_it_is_of_a_pa
     assert holder.method_calls == [call.undrain() if always_holds else call.drain()]
 
 
+class _Part:
+    """A part of a decode service that has work until `idle` is set."""
+
+    def __init__(self) -> None:
+        self.idle = asyncio.Event()
+        self.wait_idle = self.idle.wait
+
+    @property
+    def is_idle(self) -> bool:
+        return self.idle.is_set()
+
+
+async def test_an_instance_is_not_idle_while_a_request_runs_that_was_resumed_from_a_copy_in_its_drain() -> None:
+    instance, holder = _Part(), _Part()
+    decode = ReplicatedDecode(cast(Any, instance), cast(Any, holder), Mock(), always_holds=False)
+    instance.idle.set()
+    waiting = asyncio.create_task(decode.wait_idle())
+    await asyncio.sleep(0)
+    instance.idle.clear()
+    holder.idle.set()
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    instance.idle.set()
+    await waiting
+
+
 def test_a_copy_in_the_pool_that_finds_no_block_is_dropped_and_takes_none_from_requests(store: Store) -> None:
     holder, _ = keeping(store)
     holder.open(offer(1))
