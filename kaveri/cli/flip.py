@@ -36,8 +36,8 @@ def flip(
     drain: Annotated[
         DrainWay,
         option(
-            "What becomes of its requests of a phase that ends: they finish there; prompts that have not begun return "
-            "to other instances; running answers also migrate, to the holders of their KV copies."
+            "Requests of a phase that ends. finish: they end there; return: prompts that have not begun go to other "
+            "instances; migrate: as return, and running answers move to the holders of their KV copies."
         ),
     ] = DrainWay.MIGRATE,
     wait: Annotated[bool, option("Return when the phase that ends has no request left.", "--wait")] = False,

@@ -280,7 +280,7 @@ def _first_counts(rules: "FlipRules", instances: int) -> dict[ServiceKind, int]:
     from kaveri.policy.flipping import FlipPolicy, first_prefill_count
 
     if rules.policy is FlipPolicy.NONE:
-        raise ConfigError("--dynamic", "without targets nothing changes; set --slo-ttft-s and --slo-tpot-s")
+        raise ConfigError("--dynamic", "needs a flip policy; set --slo-ttft-s and --slo-tpot-s, or --flip-policy idle")
     if instances < (least := rules.min_prefill + rules.min_decode):
         raise ConfigError("--dynamic", f"is {instances}; --min-prefill and --min-decode together are {least}")
     prefills = first_prefill_count(instances, rules)

@@ -171,8 +171,8 @@ class InstanceLoad(WorkLoad):
     replica_counts: ReplicaCounts | None = None
     """None: no replicas, or not reported by its version."""
     partner_id: str | None = None
-    """Instance that holds the KV copies of its requests, by order of the leading router (kaveri.policy.pairs). Empty:
-    it has none yet. None: it is not to be in a pair."""
+    """Other instance of its pair, by order of the leading router (kaveri.policy.pairs): preferred as holder of its
+    requests' KV copies. Empty: it has none yet. None: it is not to be in a pair."""
 
 
 class ViewedInstance(Protocol):

@@ -1,4 +1,4 @@
-"""Sends orders from a router to other processes of the cluster: drains, and changes of phase that it numbers."""
+"""Sends orders from a router to other processes of the cluster: drains, phases and partners. Numbers the latter two."""
 
 from collections.abc import Callable
 from typing import Any

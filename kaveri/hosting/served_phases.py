@@ -18,8 +18,8 @@ class PhaseService(HostedService, Protocol):
     """Interface of an instance's work in one phase, prefill or decode. All methods are called on the event loop."""
 
     def drain(self, retry_after_s: float = DRAIN_RETRY_S, way: DrainWay = DrainWay.MIGRATE) -> None:
-        """Refuse new requests from now on, with this retry time. 0: the phase is served elsewhere. way: what becomes of
-        present ones. Idempotent."""
+        """Refuse new requests from now on, with this retry time. 0: the phase is served elsewhere. way: how
+        present ones end. Idempotent."""
 
     @property
     def is_idle(self) -> bool:
@@ -30,7 +30,7 @@ class PhaseService(HostedService, Protocol):
 
 
 class ServedPhases:
-    """Serves prefill, decode or both on one engine, and switches between them. For one event loop.
+    """Serves prefill, decode or both on one engine, and switches between them. Not thread-safe.
 
     A phase that is switched off refuses new requests, finishes its own or hands them over, and is then not served."""
 
@@ -73,7 +73,7 @@ class ServedPhases:
 
         order: ignored unless above all earlier ones. deadline_s: seconds for the requests of phases that are switched
         off, after which the order is taken back: those of the last order that was carried out are served again. 0: no
-        limit. way: what becomes of these requests. Returns False if a newer order is known, or other phases were
+        limit. way: how these requests end. Returns False if a newer order is known, or other phases were
         ordered under its number. Raises InvalidArgument for a phase that the engine does not support."""
         unknown = [phase for phase in phases if phase not in self.services]
         if unknown:

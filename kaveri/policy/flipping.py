@@ -1,6 +1,6 @@
 """Decides which phases (prefill, decode) the instances of a cluster serve. Pure: no clock, no I/O.
 
-The router that leads calls observe() with each broadcast. Two policies decide:
+The router that leads calls observe() at an interval. Two policies decide:
 
     idle  an instance that has been almost idle for a minute changes its phase if the other phase has work (TetriInfer,
           arXiv 2401.11181, section 3.5)

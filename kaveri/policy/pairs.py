@@ -1,9 +1,9 @@
 """Pairs instances, which then hold each other's KV copies. Pure: no clock, no I/O.
 
 The router that leads pairs the instances of one model and KV layout (AcceLLM, arXiv 2411.05555, section 4.2.1): first
-those of one host, whose copies take the fastest link, and of them one that prefills with one that decodes. A pair lasts
-until one of the two leaves, drains, or ceases to hold copies. The other one then gets another partner, if one is left
-over.
+those of one host, whose copies take the fastest link. Among these it prefers to pair one that prefills with one that
+decodes. A pair ends when one of the two leaves, drains, restarts or ceases to hold copies. The other one then gets
+another partner, if one is left over.
 """
 
 from collections import defaultdict

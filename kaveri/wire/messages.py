@@ -250,7 +250,7 @@ def drain_way_to_proto(way: DrainWay) -> "instance_pb2.DrainWay.ValueType":
 
 
 def drain_way_from_proto(message: "instance_pb2.DrainWay.ValueType") -> DrainWay:
-    """Decode what becomes of requests of a phase that ends; one of a newer version as MIGRATE."""
+    """Decode how requests of a phase that ends are treated; an unknown value as MIGRATE."""
     ways = {drain_way_to_proto(way): way for way in DrainWay}
     return ways.get(message, DrainWay.MIGRATE)
 

@@ -133,7 +133,7 @@ class Replicator:
         self._changed = asyncio.Event()
         self._numbers = itertools.count(1)
         self._drain_way: DrainWay | None = None
-        """What becomes of requests while this instance takes none; None: it takes some."""
+        """How requests leave while this instance takes none; None: it takes some."""
         self._plan: Moves[EngineKey] | None = None
         """Requests to move although this instance does not drain; None: none."""
         self._let_go_count = 0

@@ -44,7 +44,7 @@ def test_a_wrong_flag_is_one_line(kaveri: Run, arguments: list[str], words: tupl
         (["--instance-id", "a"], "--instance-id: is no flag of kaveri up or of a service"),
         (["--colocated", "2", "--decode", "1"], "--colocated: these instances do both phases"),
         (["--dynamic", "2", "--decode", "1"], "--dynamic: these instances do either phase"),
-        (["--dynamic", "4"], "--dynamic: without targets nothing changes"),
+        (["--dynamic", "4"], "--dynamic: needs a flip policy"),
         (
             ["--dynamic", "4", "--flip-policy", "slo", "--slo-ttft-s", "1"],
             "--slo-tpot-s: is 0; the policy slo needs both",

@@ -82,7 +82,7 @@ class Fault:
     lasts_s: float = 0.0
     amount: float = 0.0
     drain: DrainWay = DrainWay.MIGRATE
-    """FLIP: what becomes of the requests of a phase that ends."""
+    """FLIP: how the requests of a phase that ends are treated."""
 
     def __str__(self) -> str:
         parts = [f"{self.kind} {self.target}".rstrip()]
