@@ -68,7 +68,8 @@ class Faults:
         world.trace.watch(fault.after, happened)
 
     async def end(self) -> None:
-        """Nothing is wrong with the world any more: links, store and clients' routers work, every instance lives."""
+        """Nothing is wrong with the world any more: links, store and clients' routers work, every instance lives, and
+        unless --flip-policy decides serves the phases of its command."""
         world = self._world
         world.supervised = True
         world.network.heal_all()
@@ -83,6 +84,11 @@ class Faults:
             if life.stopping.is_set() and not life.ended:
                 await self._wait_for_end(life)
             world.start_again(name)
+            life = world.lives[name]
+            # With its router dead, no order of an operator's brought it back.
+            phases = life.planned.phases
+            if world.plan.flip_targets is None and life.host is not None and life.host.load().phases != phases:
+                world.loop.spawn(life.process, _order(life.host, phases))
 
     async def _happen(self, fault: Fault) -> None:
         world = self._world
