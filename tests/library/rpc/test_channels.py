@@ -3,6 +3,7 @@ import asyncio
 import pytest
 from grpc import aio
 
+from kaveri.addresses import bind_socket
 from kaveri.rpc.channels import Channels
 from kaveri.v1 import feed_pb2
 from kaveri.v1.feed_pb2_grpc import FeedServiceServicer, FeedServiceStub
@@ -55,8 +56,10 @@ async def test_a_peer_that_left_loses_its_channel_and_its_calls_unless_they_keep
 
 async def test_a_restarted_peer_is_reached_at_once_however_often_its_former_life_was_not() -> None:
     channels = Channels()
-    async with serving(EchoService()) as server:
-        address = f"127.0.0.1:{server.port}"
+    # Bound and not listening: nobody answers, and no other process gets the port.
+    gone = bind_socket("127.0.0.1", 0)
+    port = gone.getsockname()[1]
+    address = f"127.0.0.1:{port}"
     channels.retain({address: 1})
     kept = channels.stub(FeedServiceStub, address)
     refusals = 0
@@ -66,7 +69,8 @@ async def test_a_restarted_peer_is_reached_at_once_however_often_its_former_life
             await kept.Abort(feed_pb2.AbortRequest(), timeout=WAIT_S)
         refusals += 1
         await asyncio.sleep(0.3)
-    async with serving(EchoService(), server.port):
+    gone.close()
+    async with serving(EchoService(), port):
         channels.retain({address: 2})
         renewed = channels.stub(FeedServiceStub, address)
         assert renewed is not kept
