@@ -26,7 +26,7 @@ class PresetSettings:
     sections: Mapping[str, Mapping[str, SettingValue]]
     """Settings by section of a settings file. Section [up] has the number of instances by role."""
     left_out: tuple[str, ...]
-    """Parts of the paper's system that the preset does not switch on."""
+    """Parts of the paper's system that the preset does not enable."""
 
     def of(self, section: str) -> Mapping[str, SettingValue]:
         return self.sections.get(section, {})

@@ -339,6 +339,6 @@ def _takers_of_pushes(view: ClusterView, model: str, demand: Demand) -> tuple[Vi
         for instance in view.ready(Phase.DECODE, model)
         if takes_pushes(instance) and (layout is None or layout.is_mappable(instance.record.layout))
     )
-    # Keyed by identity: all requests of a prefill instance share one object. The value holds it, so its id is not
-    # reused.
+    # The key has the layout's id, as hashing it would be slow: all requests of an instance share one object. The cached
+    # value references it, so that its id is not reused.
     return view.derive(("takers of pushes", model, id(layout)), lambda: (layout, tuple(takers)))[1]

@@ -36,7 +36,7 @@ from services.decode.requests import DecodeRequest
 _QUIET_S = 120.0
 """A copy's owner instance is presumed dead after this long without a mark; waiting requests do not grow."""
 _UNUSED_S = 5.0
-"""A copy without a block of its owner instance is dropped after this long: that may have missed the reservation."""
+"""A copy to which its owner has added nothing is dropped after this long: the owner may have missed the ticket."""
 _ARRIVAL_LOOKS = 50
 _ARRIVAL_LOOK_S = 0.002
 _LEAVING_S = 1.0
@@ -58,7 +58,7 @@ class HeldReplica:
     """Number of tokens for which blocks are reserved."""
     watermark: int = 0
     first_watermark: int = 0
-    """Watermark when the copy was opened: of KV that was kept here."""
+    """`watermark` when the copy was opened: above 0 if it extends a kept prompt."""
     starved_since_s: float | None = None
     """Start of the current wait for a block; None: not waiting."""
     left: asyncio.Event = field(default_factory=asyncio.Event)

@@ -133,7 +133,7 @@ class Replicator:
         self._changed = asyncio.Event()
         self._numbers = itertools.count(1)
         self._drain_way: DrainWay | None = None
-        """How requests leave while this instance takes none; None: it takes some."""
+        """Way of the drain; None: this instance does not drain."""
         self._plan: Moves[EngineKey] | None = None
         """Requests to move although this instance does not drain; None: none."""
         self._let_go_count = 0
@@ -250,8 +250,8 @@ class Replicator:
             get_logger().info("batch_levelled", target_id=plan.target.instance_id, requests=len(plan.keys))
 
     def _pair(self, view: ClusterView) -> tuple[ViewedInstance, Batch, Batch] | None:
-        """Return the partner, and the batches of this instance and of the partner; None unless a move there costs a
-        step only."""
+        """Return the partner, and the batches of this instance and of the partner; None if there is no partner that
+        decodes, or copies are in host memory, so that a move would copy all KV."""
         partner, here = view.instances.get(self._partner_id(view)), view.instances.get(self._own.instance_id)
         if not self._rules.keeps or here is None or partner is None:
             return None

@@ -25,12 +25,12 @@ class Pairing:
         self._retry_at_s: dict[str, float] = {}
 
     async def run(self, interval_s: float) -> None:
-        """Decide every `interval_s` seconds while this router leads, until cancelled."""
+        """Pair instances every `interval_s` seconds while this router leads, until cancelled."""
         while True:
             await asyncio.sleep(interval_s)
             token = self._monitor.fencing_token
             if token != self._fencing_token:
-                # Another router may have led meanwhile: from now on the loads say which partners instances have.
+                # Another router may have led meanwhile and given other orders: the loads show them.
                 self._fencing_token = token
                 self._orders.partners.clear()
             if token:
@@ -38,7 +38,7 @@ class Pairing:
                 self._retry_at_s = {name: at_s for name, at_s in self._retry_at_s.items() if at_s > now_s}
                 decided = partner_orders(view, self._orders.partners)
                 due = [one for one in decided if one.instance_id not in self._retry_at_s]
-                # All at once: an instance that does not answer delays only the next decision.
+                # Concurrently: an instance that does not answer delays only the next decision.
                 await asyncio.gather(*(self._give(view.instances[one.instance_id], one) for one in due))
 
     async def _give(self, instance: ViewedInstance, ordered: PartnerOrder) -> None:

@@ -355,7 +355,7 @@ def test_an_instance_that_ceases_to_decode_goes_on_holding_only_if_it_is_of_a_pa
 
 
 class _Part:
-    """A part of a decode service that has work until `idle` is set."""
+    """Stand-in for the instance or the holder of a decode service: busy until `idle` is set."""
 
     def __init__(self) -> None:
         self.idle = asyncio.Event()

@@ -68,8 +68,8 @@ class Faults:
         world.trace.watch(fault.after, happened)
 
     async def end(self) -> None:
-        """Nothing is wrong with the world any more: links, store and clients' routers work, every instance lives, and
-        unless --flip-policy decides serves the phases of its command."""
+        """Repair everything: heal links, thaw processes, bring the store back and restart instances that have ended.
+        Without a flip policy each instance then serves the phases of its command again."""
         world = self._world
         world.supervised = True
         world.network.heal_all()
@@ -85,7 +85,7 @@ class Faults:
                 await self._wait_for_end(life)
             world.start_again(name)
             life = world.lives[name]
-            # With its router dead, no order of an operator's brought it back.
+            # FLIP does not restore the phases if no router answers for long.
             phases = life.planned.phases
             if world.plan.flip_targets is None and life.host is not None and life.host.load().phases != phases:
                 world.loop.spawn(life.process, _order(life.host, phases))
@@ -339,7 +339,7 @@ async def _ask_for_flip(world: World, request: SetPhasesRequest) -> None:
                     # Also one that has left the cluster, as a frozen one does: it may come back.
                     world.trace.note("flip refused", f"{request.instance_id} {error.code()} {error.details()}")
                 else:
-                    # SWITCH numbers its orders itself, and with two flips a former leader's order may arrive late.
+                    # It may be old: SWITCH numbers its own orders, and with two FLIPs a former leader's may be late.
                     others = [one for one in world.plan.faults if one.kind in (FaultKind.SWITCH, FaultKind.FLIP)]
                     alone = len(others) < 2 and all(one.kind is FaultKind.FLIP for one in others)
                     assert answer.accepted or not alone, "a leader's newest order is not above the instance's"
