@@ -15,6 +15,10 @@ MAX_STOP_TEXTS = 16
 MAX_STOP_TEXT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
+MAX_BIASED_TOKENS = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_BYTES = 256
+MAX_ALLOWED_TOKENS = 2**14
 MAX_PROMPT_REPORT = 2**17
 """Max prompt log-probabilities of one request, (prompt_logprobs + 1) * tokens, of 100 to 200 bytes each."""
 MAX_N = 128
@@ -37,9 +41,17 @@ _WHOLE_NUMBERS = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 """Least and greatest value of optional parameters that are whole numbers; min_tokens depends on max_tokens."""
-_NUMBERS = {"temperature": (0.0, _FLOAT32_MAX), "top_p": (_FLOAT32_MIN, 1.0)}
+_NUMBERS = {
+    "temperature": (0.0, _FLOAT32_MAX),
+    "top_p": (_FLOAT32_MIN, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (_FLOAT32_MIN, _FLOAT32_MAX),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
 """Least and greatest value of the other numeric parameters."""
-_WITH_DEFAULTS = ("max_tokens", "temperature", "top_p", "top_k")
+_MAX_BIAS = 100.0
+_WITH_DEFAULTS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters for which a model may have defaults."""
 _SEED_STEP = 0x9E3779B97F4A7C15
 """2**64 / golden ratio: odd, so that seeds of one request differ, and large, so that they are far apart."""
@@ -79,6 +91,22 @@ class SamplingParams(StopConditions):
     """Sample only from the smallest token set with a total probability of top_p, in (0, 1]. None: the model's, or 1."""
     top_k: int | None = None
     """Sample only from the top_k most likely tokens. 0: all. None: the model's, or 0."""
+    min_p: float | None = None
+    """Sample only tokens with at least min_p times the probability of the likeliest one. None: the model's, or 0."""
+    repetition_penalty: float | None = None
+    """Divides positive logits, and multiplies others, of tokens in prompt or answer. None: the model's, or 1."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the answer, in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that the answer has the token, in [-2, 2]."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, number in [-100, 100] added to its logit) of at most MAX_BIASED_TOKENS tokens; or a mapping. Added
+    before the penalties."""
+    bad_words: tuple[str, ...] = ()
+    """Texts whose tokens are not sampled in a row, also after a space; at most MAX_BAD_WORDS. The answer's text may
+    still have one, spelled by other tokens."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Sample only these tokens, at most MAX_ALLOWED_TOKENS. Empty: all."""
     seed: int | None = None
     """Seed, combined with the token's index, in [0, 2**64). None: chosen by the router."""
     logprobs: int | None = None
@@ -95,9 +123,9 @@ class SamplingParams(StopConditions):
         texts = (self.stop,) if isinstance(self.stop, str) else self.stop
         stop = tuple(ordered_items("params.stop", texts, "a text or a sequence of texts"))
         token_ids = tuple(ordered_items("params.stop_token_ids", self.stop_token_ids, "a sequence of token ids"))
-        check_stop_counts(len(stop), len(token_ids))
+        check_counts(len(stop), len(token_ids), 0, 0, 0)
         for text in stop:
-            _check_stop_text(text)
+            _check_text("stop", text, MAX_STOP_TEXT_BYTES)
         stop_token_ids = tuple(_whole("stop_token_ids", token_id, 0, _UINT32_MAX) for token_id in token_ids)
         whole = {
             name: _whole(name, value, least, most)
@@ -113,8 +141,29 @@ class SamplingParams(StopConditions):
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(f"params.{name}", getattr(self, name), "True or False")
-        for name, checked in {"stop": stop, "stop_token_ids": stop_token_ids, **whole, **broken}.items():
+        lists: dict[str, tuple[Any, ...]] = {"stop": stop, "stop_token_ids": stop_token_ids}
+        # Most requests have none of them.
+        if self.logit_bias or self.bad_words or self.allowed_token_ids:
+            lists |= self._checked_rules()
+        for name, checked in {**lists, **whole, **broken}.items():
             object.__setattr__(self, name, checked)
+
+    def _checked_rules(self) -> dict[str, tuple[Any, ...]]:
+        """Return logit_bias, bad_words and allowed_token_ids as tuples. Raises InvalidArgument."""
+        given = self.logit_bias
+        pairs = [_pair(each) for each in (given.items() if isinstance(given, Mapping) else given)]
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else self.bad_words
+        bad_words = tuple(ordered_items("params.bad_words", words, "a text or a sequence of texts"))
+        allowed = tuple(ordered_items("params.allowed_token_ids", self.allowed_token_ids, "a sequence of token ids"))
+        check_counts(0, 0, len(pairs), len(bad_words), len(allowed))
+        for text in bad_words:
+            _check_text("bad_words", text, MAX_BAD_WORD_BYTES)
+        bias = {_whole("logit_bias", token_id, 0, _UINT32_MAX): _bias(value) for token_id, value in pairs}
+        return {
+            "logit_bias": tuple(sorted(bias.items())),
+            "bad_words": bad_words,
+            "allowed_token_ids": tuple(_whole("allowed_token_ids", each, 0, _UINT32_MAX) for each in allowed),
+        }
 
     def resolved(self, defaults: "SamplingParams | None" = None) -> "ResolvedParams":
         """Return the parameters for an engine: None becomes the value of `defaults`, or else the built-in one. Raises
@@ -122,9 +171,16 @@ class SamplingParams(StopConditions):
         given = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
         return ResolvedParams(**({} if defaults is None else defaults.chosen) | given)
 
+    def check_known_ids(self, vocab_size: int, token_ids: Sequence[int] = ()) -> None:
+        """Raise InvalidArgument if an id of token_ids or of a parameter is outside the vocabulary."""
+        check_token_ids("token_ids", token_ids, vocab_size)
+        check_token_ids("params.stop_token_ids", self.stop_token_ids, vocab_size)
+        check_token_ids("params.allowed_token_ids", self.allowed_token_ids, vocab_size)
+        check_token_ids("params.logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size)
+
     @property
     def chosen(self) -> dict[str, Any]:
-        """The values of max_tokens, temperature, top_p and top_k that are not None, by name."""
+        """The values that a model may have defaults for and that are not None, by name."""
         return {name: value for name in _WITH_DEFAULTS if (value := getattr(self, name)) is not None}
 
 
@@ -135,12 +191,28 @@ class ResolvedParams(SamplingParams):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Tokens of bad_words: the last of each is not sampled after the others."""
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "top_k"):
+        for name in _WITH_DEFAULTS[1:]:
             if getattr(self, name) is None:
                 raise InvalidArgument(f"params.{name}", None, "a number")
         SamplingParams.__post_init__(self)
+
+    @property
+    def has_rules(self) -> bool:
+        """True if a token's logit depends on more than the model: on penalties, biases, or tokens ruled out by them."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.bad_token_ids
+            or self.allowed_token_ids
+        )
 
 
 def derived_seed(seed: int | None, number: int) -> int | None:
@@ -159,13 +231,18 @@ def check_prompt_report(params: SamplingParams, prompt_tokens: int) -> None:
         raise InvalidArgument("params.prompt_logprobs", value, limit)
 
 
-def check_stop_counts(text_count: int, token_id_count: int) -> None:
-    """Raise InvalidArgument if there are more stop texts or stop token ids than a request may have."""
-    if text_count > MAX_STOP_TEXTS:
-        raise InvalidArgument("params.stop", f"{text_count} texts", f"at most {MAX_STOP_TEXTS} texts")
-    if token_id_count > MAX_STOP_TOKEN_IDS:
-        count = f"{token_id_count} ids"
-        raise InvalidArgument("params.stop_token_ids", count, f"at most {MAX_STOP_TOKEN_IDS} ids")
+def check_counts(stop: int, stop_token_ids: int, logit_bias: int, bad_words: int, allowed_token_ids: int) -> None:
+    """Raise InvalidArgument if a list has more items than a request's may have. All are numbers of items."""
+    for name, count, most in (
+        ("stop", stop, MAX_STOP_TEXTS),
+        ("stop_token_ids", stop_token_ids, MAX_STOP_TOKEN_IDS),
+        ("logit_bias", logit_bias, MAX_BIASED_TOKENS),
+        ("bad_words", bad_words, MAX_BAD_WORDS),
+        ("allowed_token_ids", allowed_token_ids, MAX_ALLOWED_TOKENS),
+    ):
+        if count > most:
+            unit = "texts" if name in ("stop", "bad_words") else "ids"
+            raise InvalidArgument(f"params.{name}", f"{count} {unit}", f"at most {most} {unit}")
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -214,16 +291,26 @@ def _number(name: str, value: object, least: float, most: float) -> float:
     return number
 
 
-def _check_stop_text(text: object) -> None:
-    limit = f"texts of 1 to {MAX_STOP_TEXT_BYTES} bytes"
+def _pair(value: object) -> tuple[object, object]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise InvalidArgument("params.logit_bias", value, "a token id and the number added to its logit")
+    return value[0], value[1]
+
+
+def _bias(value: object) -> float:
+    return _number("logit_bias", value, -_MAX_BIAS, _MAX_BIAS)
+
+
+def _check_text(name: str, text: object, most_bytes: int) -> None:
+    limit = f"texts of 1 to {most_bytes} bytes"
     if not isinstance(text, str):
-        raise InvalidArgument("params.stop", text, limit)
+        raise InvalidArgument(f"params.{name}", text, limit)
     try:
         size_bytes = len(text.encode())
     except UnicodeEncodeError as error:
-        raise InvalidArgument("params.stop", text, f"Unicode text: {error.reason}") from error
-    if not 0 < size_bytes <= MAX_STOP_TEXT_BYTES:
-        raise InvalidArgument("params.stop", text, limit)
+        raise InvalidArgument(f"params.{name}", text, f"Unicode text: {error.reason}") from error
+    if not 0 < size_bytes <= most_bytes:
+        raise InvalidArgument(f"params.{name}", text, limit)
 
 
 @dataclass(frozen=True, slots=True)

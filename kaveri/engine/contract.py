@@ -33,7 +33,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kaveri.domain.sampling import FinishReason, Logprobs, ResolvedParams, check_token_ids
+from kaveri.domain.sampling import FinishReason, Logprobs, ResolvedParams
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.store import ReplicaKey, ReplicaStore
@@ -111,16 +111,11 @@ class EngineInfo:
         longest = self.max_model_len - 1
         if not 1 <= len(token_ids) <= longest:
             raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", f"1 to {longest} tokens")
-        self.require_known_ids(token_ids, request.params)
+        request.params.check_known_ids(self.vocab_size, token_ids)
         if not 0 <= request.generated_count < len(token_ids):
             raise InvalidArgument("generated_count", request.generated_count, f"in [0, {len(token_ids)})")
         if max_tokens is not None and request.generated_count >= max_tokens:
             raise InvalidArgument("params.max_tokens", max_tokens, f"above the {request.generated_count} drawn already")
-
-    def require_known_ids(self, token_ids: Sequence[int], params: ResolvedParams) -> None:
-        """Raise InvalidArgument if an id in token_ids or params.stop_token_ids is outside the vocabulary."""
-        check_token_ids("token_ids", token_ids, self.vocab_size)
-        check_token_ids("params.stop_token_ids", params.stop_token_ids, self.vocab_size)
 
     def require_held_tokens(self, request: EngineRequest, held_tokens: int) -> None:
         """Raise InvalidArgument unless 1 <= held_tokens < len(request.token_ids). held_tokens: with KV in a replica."""

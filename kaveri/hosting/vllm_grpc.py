@@ -46,10 +46,14 @@ _HONOURED_PARAMS = frozenset(
         "n",
         "logprobs",
         "seed",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
     }
 )
 _HARMLESS_PARAMS: Mapping[str, Accepts] = {
-    "repetition_penalty": lambda value: value == 1,
     # Options of text only. Answers are token ids, including those of a stop text.
     "spaces_between_special_tokens": lambda _value: True,
     "include_stop_str_in_output": lambda _value: True,
@@ -129,6 +133,12 @@ def _read_params(params: Any) -> tuple[ResolvedParams, int]:
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs if params.HasField("logprobs") else None,
         skip_special_tokens=params.skip_special_tokens,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        # 0 means unset in proto3.
+        repetition_penalty=params.repetition_penalty or 1.0,
+        logit_bias=tuple(params.logit_bias.items()),
     )
     return sampling, params.n or 1
 

@@ -17,14 +17,14 @@ from kaveri.telemetry.logs import get_logger
 FILE_NAME = "generation_config.json"
 AUTO, NONE = "auto", "none"
 """Values of --generation-config that are not a path: the model's own file, no file."""
-_USED = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_new_tokens": "max_tokens"}
+_USED = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")} | {
+    "max_new_tokens": "max_tokens"
+}
 """Supported keys, to their names in SamplingParams. As vLLM's ModelConfig.get_diff_sampling_param."""
 _UNUSED: dict[str, tuple[Any, ...]] = {
-    "min_p": (0.0,),
     "typical_p": (1.0,),
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
-    "repetition_penalty": (1.0,),
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "no_repeat_ngram_size": (0,),
@@ -59,7 +59,7 @@ class SamplingDefaults:
     """Sampling parameters of a model for requests that leave them unset."""
 
     params: SamplingParams = field(default_factory=SamplingParams)
-    """temperature, top_p, top_k and max_tokens where the model sets them; all others are unset."""
+    """Parameters that the model sets, of those in _USED; all others are unset."""
     most_tokens: int | None = None
     """Max tokens of every answer, whatever the request states. None: no such limit."""
 

@@ -148,6 +148,21 @@ class ModelTokenizer:
         """Return the text of one token, and its bytes if they differ from the text; both empty for an unknown id."""
         return self._token_texts.piece(token_id)
 
+    def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of each word, and of the word after a space if it begins with another token there and has
+        as many, as vLLM does. Raises InvalidArgument for a word without tokens."""
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            bare, spaced = (
+                self.backend.encode(space + word.lstrip(), add_special_tokens=False).ids for space in ("", " ")
+            )
+            if not bare or max(bare) >= self.vocab_size:
+                raise InvalidArgument("params.bad_words", word, "texts of the model's own tokens")
+            found.append(tuple(bare))
+            if spaced[0] != bare[0] and len(spaced) == len(bare) and max(spaced) < self.vocab_size:
+                found.append(tuple(spaced))
+        return tuple(found)
+
     async def encode_chat(self, messages: Sequence[Turn], max_tokens: int, deadline_s: float) -> list[int]:
         """Encode a conversation, rendered with the chat template up to the start of the assistant's turn. Control
         tokens in messages or roles become plain text. Raises as encode() and ChatTemplate.render() (missing text:

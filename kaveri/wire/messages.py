@@ -10,7 +10,13 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from kaveri.domain.length import TokenRange
-from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams, check_stop_counts
+from kaveri.domain.sampling import (
+    FinishReason,
+    Logprobs,
+    ResolvedParams,
+    SamplingParams,
+    check_counts,
+)
 from kaveri.domain.view import (
     WIRE,
     DrainWay,
@@ -46,7 +52,8 @@ _PHASE_TO_PROTO = {phase: cluster_pb2.Phase.Value(f"PHASE_{phase.name}") for pha
 _PHASE_FROM_PROTO = {value: key for key, value in _PHASE_TO_PROTO.items()}
 _STATE_TO_PROTO = {state: cluster_pb2.InstanceState.Value(f"INSTANCE_STATE_{state.name}") for state in InstanceState}
 _STATE_FROM_PROTO = {value: key for key, value in _STATE_TO_PROTO.items()}
-_OPTIONAL_PARAMS: Final = ("max_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "prompt_logprobs")
+_DRAWING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_OPTIONAL_PARAMS: Final = ("max_tokens", *_DRAWING, "seed", "logprobs", "prompt_logprobs")
 
 
 def shared_fields(message: type[Message], value: type[Any]) -> Sequence[str]:
@@ -82,6 +89,12 @@ def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
         ignore_eos=params.ignore_eos,
         min_tokens=params.min_tokens,
         show_special_tokens=not params.skip_special_tokens,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        bad_words=params.bad_words,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_token_ids=[sampling_pb2.TokenSequence(ids=ids) for ids in getattr(params, "bad_token_ids", ())],
     )
 
 
@@ -89,20 +102,30 @@ def params_from_proto(message: sampling_pb2.SamplingParams, kind: type[ParamsT])
     """Decode sampling parameters. kind: SamplingParams for a client's, where unset ones become None; ResolvedParams for
     a router's, where all are set. Raises InvalidArgument."""
     # Check before copying: a message has room for millions of them.
-    check_stop_counts(len(message.stop), len(message.stop_token_ids))
+    names = ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids")
+    check_counts(*(len(getattr(message, name)) for name in names))
+    of_routers: dict[str, Any] = {}
+    if issubclass(kind, ResolvedParams):
+        of_routers["bad_token_ids"] = tuple(tuple(each.ids) for each in message.bad_token_ids)
     return kind(
+        **of_routers,
         **{name: getattr(message, name) for name in _OPTIONAL_PARAMS if message.HasField(name)},
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         min_tokens=message.min_tokens,
         skip_special_tokens=not message.show_special_tokens,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(message.logit_bias.items()),
+        bad_words=tuple(message.bad_words),
+        allowed_token_ids=tuple(message.allowed_token_ids),
     )
 
 
 def drawing_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
-    """Encode temperature, top_p and top_k only."""
-    return sampling_pb2.SamplingParams(temperature=params.temperature, top_p=params.top_p, top_k=params.top_k)
+    """Encode only the parameters for which a model may have defaults, without max_tokens."""
+    return sampling_pb2.SamplingParams(**{name: getattr(params, name) for name in _DRAWING})
 
 
 def shown_params(params: SamplingParams) -> dict[str, Any]:

@@ -3,7 +3,16 @@ usual parameters that are accepted without effect; docs/doors.md lists all. Pure
 
 from typing import Any
 
-from kaveri.domain.sampling import MAX_LOGPROBS, MAX_N, MAX_STOP_TEXT_BYTES, MAX_STOP_TEXTS, MAX_STOP_TOKEN_IDS
+from kaveri.domain.sampling import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIASED_TOKENS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_TEXT_BYTES,
+    MAX_STOP_TEXTS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 Schema = dict[str, Any]
 
@@ -39,9 +48,6 @@ _IGNORED: dict[str, Schema] = {
     "safety_identifier": _TEXT,
     "prompt_cache_key": _TEXT,
     "store": {"const": False},
-    "frequency_penalty": {"const": 0},
-    "presence_penalty": {"const": 0},
-    "logit_bias": {"type": "object", "additionalProperties": {"const": 0}},
 }
 IGNORED_OF_CHAT: dict[str, Schema] = {
     **_IGNORED,
@@ -52,6 +58,7 @@ IGNORED_OF_CHAT: dict[str, Schema] = {
     "tool_choice": {"enum": ["none", "auto"]},
     "tools": {"type": "array", "description": 'Empty, unless tool_choice is "none".'},
 }
+_PENALTY: Schema = {"type": "number", "minimum": -2, "maximum": 2}
 _MESSAGE = _object(
     {
         "role": _TEXT,
@@ -74,6 +81,18 @@ _GENERATING: dict[str, Schema] = {
     "temperature": {"type": "number", "minimum": 0},
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     "top_k": {"type": "integer", "minimum": -1},
+    "min_p": {"type": "number", "minimum": 0, "maximum": 1},
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": {"type": "number", "exclusiveMinimum": 0},
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        "maxProperties": MAX_BIASED_TOKENS,
+    },
+    "bad_words": {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_BAD_WORDS},
+    "allowed_token_ids": {"type": "array", "items": _COUNT, "maxItems": MAX_ALLOWED_TOKENS},
     "seed": _whole(-(2**63), 2**64 - 1),
     "stop": {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOP_TEXTS}]},
     "stop_token_ids": {"type": "array", "items": _COUNT, "maxItems": MAX_STOP_TOKEN_IDS},
@@ -116,7 +135,7 @@ _ANSWER = _object(
 )
 _DEFAULTS: Schema = {
     "type": "object",
-    "description": "What requests get for temperature, top_p, top_k and max_tokens that they leave out.",
+    "description": "What requests get for parameters that they leave out, such as temperature and max_tokens.",
 }
 _MODEL = _object(
     {"id": _TEXT, "object": {"const": "model"}, "default_sampling_params": _DEFAULTS}, ("id", "object"), is_open=True

@@ -25,6 +25,7 @@ _COMPLETION_TOKENS = 16
 """Default max_tokens of completions, as in OpenAI's API. Chat answers are limited by the context length only."""
 _MOST_OF_PROMPTS = 2 * MAX_PROMPT_REPORT
 _TOKEN_ID_BYTES = 4
+_TOKEN_ID_DIGITS = 10
 _LOGPROB_BYTES = 500
 """Gateway memory per log-probability until its answer is written: 190 to 290 bytes measured, plus its JSON."""
 
@@ -36,12 +37,10 @@ def _all(names: str, accepts: Accepts) -> dict[str, Accepts]:
 _HARMLESS: Mapping[str, Accepts] = {
     **_all("add_special_tokens spaces_between_special_tokens", any_of(bool)),
     **_all("prompt_cache_key prompt_cache_retention safety_identifier user", any_of(str)),
-    **_all("allowed_token_ids bad_words", empty),
-    **_all("frequency_penalty min_p presence_penalty priority", number(0)),
-    **_all("length_penalty repetition_penalty", number(1)),
+    "priority": number(0),
+    "length_penalty": number(1),
     **_all("include_stop_str_in_output no_stop_trim return_hidden_states return_tokens_as_token_ids", one_of(False)),
     **_all("store use_beam_search", one_of(False)),
-    "logit_bias": lambda value: type(value) is dict and all(map(number(0), value.values())),
     "metadata": any_of(dict),
     "response_format": lambda value: value == {"type": "text"},
     "service_tier": one_of("auto", "default"),
@@ -255,6 +254,7 @@ def _read_rest(
         stop_token_ids=() if stop_token_ids is None else stop_token_ids,
         ignore_eos=fields.flag("ignore_eos"),
         skip_special_tokens=True if skip_special_tokens is None else skip_special_tokens,
+        **_rules(fields),
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo and prompt_logprobs is None else prompt_logprobs,
     )
@@ -272,6 +272,21 @@ def _read_rest(
     )
     fields.refuse_rest(harmless)
     return asked
+
+
+def _rules(fields: Fields) -> dict[str, Any]:
+    """Take the parameters that change logits, by name; those left out are missing. Raises InvalidArgument."""
+    names = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "bad_words", "allowed_token_ids")
+    taken = {name: value for name in names if (value := fields.take(name)) is not None}
+    if (bias := fields.take("logit_bias")) is not None:
+        taken["logit_bias"] = [(_token_id(key), value) for key, value in check_object(bias, "logit_bias").items()]
+    return taken
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdecimal() and len(key) <= _TOKEN_ID_DIGITS):
+        raise InvalidArgument("logit_bias", f"{key:.40}", "an object whose names are token ids")
+    return int(key)
 
 
 def _prompt_logprobs(fields: Fields, stream: bool, echoed: int | None) -> int | None:

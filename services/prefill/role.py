@@ -546,7 +546,7 @@ def _check_fit(info: EngineInfo, token_ids: tuple[int, ...], generated_count: in
     if info.layout.block_count(len(token_ids)) > info.total_blocks:
         limit = f"at most {info.total_blocks * info.layout.block_tokens} tokens (the KV pool here)"
         raise InvalidArgument("token_ids", f"{len(token_ids)} tokens", limit)
-    info.require_known_ids(token_ids, params)
+    params.check_known_ids(info.vocab_size, token_ids)
     if generated_count >= len(token_ids):
         raise InvalidArgument("generated_count", generated_count, "less than the number of token_ids")
     if params.max_tokens is None or params.seed is None:

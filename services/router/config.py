@@ -32,7 +32,7 @@ class FrontSettings(PublicSettings, ServiceConfig):
         ContentFormat.AUTO,
     )
     generation_config: str = setting(
-        "what requests get for a temperature, top_p, top_k or max_tokens that they leave unset: auto (the model's "
+        "what requests get for a temperature, min_p, max_tokens and so on that they leave unset: auto (the model's "
         "generation_config.json, as vLLM uses it), none, or the path of another such file or its folder, whose "
         "max_new_tokens also limits every answer",
         "auto",

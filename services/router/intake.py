@@ -84,7 +84,7 @@ class Intake:
         """Tokenize a request and fill in its defaults. params: from check(). Times are time.monotonic()'s.
 
         Raises InvalidArgument, naming field, value and limit; Unavailable if no instances serve the model."""
-        check_token_ids("params.stop_token_ids", params.stop_token_ids, self.tokenizer.vocab_size)
+        params.check_known_ids(self.tokenizer.vocab_size)
         prompt = _prompt_of(request)
         view = await self._placer.wait_for_instances(deadline_s)
         limit = max_model_len(view, self._model)
@@ -131,6 +131,7 @@ class Intake:
         resolved = params.resolved(self.defaults.params)
         return dataclasses.replace(
             resolved,
+            bad_token_ids=self.tokenizer.spellings(params.bad_words) if params.bad_words else (),
             max_tokens=min(most_tokens, resolved.max_tokens or room),
             seed=secrets.randbits(64) if params.seed is None else params.seed,
         )

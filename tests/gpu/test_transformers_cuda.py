@@ -25,6 +25,7 @@ from kaveri.testing.engine_endings import EndingConformance
 from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
+from kaveri.testing.engine_rules import RulesConformance
 from tests.support.plain_transformers import PlainTransformers
 from tests.support.tiny_models import make_tiny_model
 from tests.support.transformers_harness import BLOCK_TOKENS, TransformersHarness
@@ -43,7 +44,12 @@ def reference(model_folder: Path) -> PlainTransformers:
 
 
 class TestStepwiseOnCuda(
-    EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
+    EngineConformance,
+    EndingConformance,
+    RulesConformance,
+    ResumptionConformance,
+    ReplicationConformance,
+    ReleaseConformance,
 ):
     @pytest.fixture(
         params=[(BLOCK_TOKENS, BLOCK_TOKENS), (16, BLOCK_TOKENS), (BLOCK_TOKENS, 16)],

@@ -17,6 +17,7 @@ from kaveri.testing.engine_endings import EndingConformance
 from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
+from kaveri.testing.engine_rules import RulesConformance
 from tests.simulation.cluster.engine import SimulatedEngine
 from tests.simulation.cluster.kv_memory import KvMemory
 from tests.simulation.cluster.kv_receiver import SimulatedReceiver
@@ -123,7 +124,12 @@ class _SimulatedHarness:
 
 
 class TestSimulatedEngine(
-    EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
+    EngineConformance,
+    EndingConformance,
+    RulesConformance,
+    ResumptionConformance,
+    ReplicationConformance,
+    ReleaseConformance,
 ):
     @pytest.fixture(params=[4, 16], ids=["blocks of 4", "blocks of 16"])
     def harness(self, request: pytest.FixtureRequest) -> Iterator[_SimulatedHarness]:

@@ -20,10 +20,16 @@ from kaveri.testing.engine_recorder import EngineRecorder
 from kaveri.testing.engine_release import ReleaseConformance
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_resumption import ResumptionConformance
+from kaveri.testing.engine_rules import RulesConformance
 
 
 class EngineSuite(
-    EngineConformance, EndingConformance, ResumptionConformance, ReplicationConformance, ReleaseConformance
+    EngineConformance,
+    EndingConformance,
+    RulesConformance,
+    ResumptionConformance,
+    ReplicationConformance,
+    ReleaseConformance,
 ):
     """All conformance tests for an engine that decodes and replicates KV."""
 

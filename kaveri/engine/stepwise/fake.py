@@ -19,8 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kaveri.domain.sampling import Logprobs
-from kaveri.engine.stepwise.runner import Drawn, DrawnToken, LayerListener, ScoredSlice, SequenceSlice
+from kaveri.engine.stepwise.runner import (
+    ALL_RULED_OUT,
+    Drawn,
+    DrawnToken,
+    LayerListener,
+    NoToken,
+    ScoredSlice,
+    SequenceSlice,
+)
 from kaveri.engine.stopping import barred_token_ids
+from kaveri.engine.token_rules import LogitChanges
 from kaveri.errors import ConfigError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
@@ -33,6 +42,10 @@ _GOLDEN = 0x9E37_79B9_7F4A_7C15
 _WORD_BYTES = 8
 _DRAWN_TOKEN_IDS = 1000
 _NONE: frozenset[int] = frozenset()
+_LIKELIEST = 5.0
+"""Logit of the token that is drawn unless a request's rules change it; those of others are below 4."""
+_UNLIKELY = 1000.0
+"""Subtracted from the logits of tokens that no answer has unless the rules leave nothing else."""
 KV_LAYERS = 32
 """Layers of a model made by of_kv()."""
 KV_UNIT_BYTES = 2 * KV_LAYERS * 2 * _WORD_BYTES
@@ -115,6 +128,18 @@ class FakeModel:
         token_id = (mixed & 0xFFFF_FFFF) % (self.drawn_size - 1)
         return self.drawable(token_id + (token_id >= self.eos_token_id), barred)
 
+    def draw_by_rules(self, chain: int, draw_index: int, barred: AbstractSet[int], changes: LogitChanges) -> int | None:
+        """Return the likeliest token of made-up logits after `changes`: before them, it is draw()'s token. None if the
+        changes leave none."""
+        numbers = (np.arange(self.vocab_size, dtype=np.uint64) + np.uint64(chain ^ draw_index)) * np.uint64(_GOLDEN)
+        logits = (numbers >> np.uint64(40)).astype(np.float32) * np.float32(4 * 2.0**-24)
+        logits[self.drawn_size :] -= _UNLIKELY
+        logits[self.draw(chain, draw_index, barred)] = _LIKELIEST
+        changes.apply(logits)
+        logits[list(barred)] = -np.inf
+        likeliest = int(logits.argmax())
+        return likeliest if np.isfinite(logits[likeliest]) else None
+
     def drawable(self, token_id: int, barred: AbstractSet[int]) -> int:
         """Return token_id, or the next id that is not barred."""
         while token_id in barred:
@@ -146,7 +171,8 @@ class StaleKv(Exception):
 
 
 class FakeRunner:
-    """ModelRunner that computes FakeModel. Reads only the sampling parameters that end an answer; makes up logprobs."""
+    """ModelRunner that computes FakeModel. Reads the rules, and the sampling parameters that end an answer, no others;
+    makes up logprobs."""
 
     name = "fake"
     device = "cpu"
@@ -206,17 +232,23 @@ class FakeRunner:
         prefill_tokens = sum(length for length in lengths if length > 1)
         records = np.stack((chains, places), axis=1)
         self._write(blocks, positions % self.layout.block_tokens, records, prefill_tokens, on_layer)
-        drawn = self._draw(lasts, np.array([part.draw_index for part in batch], np.uint64))
+        drawn: list[int | None] = []
+        drawn += self._draw(lasts, np.array([part.draw_index for part in batch], np.uint64))
         for number, part in enumerate(batch):
-            if part.draw_index < part.params.min_tokens:
+            if part.rules is not None and part.draw:
+                barred, changes = self._barred(part, part.draw_index), part.rules.changes(part.draw_index)
+                drawn[number] = self.model.draw_by_rules(int(lasts[number]), part.draw_index, barred, changes)
+            elif part.draw_index < part.params.min_tokens:
                 barred = self._barred(part, part.draw_index)
                 drawn[number] = self.model.draw(int(lasts[number]), part.draw_index, barred)
-        return [
-            self.model.scored(
-                part, DrawnToken(token_id, self.model.logprobs(token_id, part.params.logprobs)) if part.draw else None
-            )
-            for token_id, part in zip(drawn, batch, strict=True)
-        ]
+        return [self._result(part, token_id) for token_id, part in zip(drawn, batch, strict=True)]
+
+    def _result(self, part: SequenceSlice, token_id: int | None) -> Drawn:
+        if not part.draw:
+            return self.model.scored(part, None)
+        if token_id is None:
+            return NoToken(ALL_RULED_OUT, is_final=True)
+        return self.model.scored(part, DrawnToken(token_id, self.model.logprobs(token_id, part.params.logprobs)))
 
     def _barred(self, part: SequenceSlice, index: int) -> AbstractSet[int]:
         return barred_token_ids(part.params, self.eos_token_ids, index)
@@ -255,7 +287,7 @@ class FakeRunner:
             )
         chain = int(chains[-1])
         # A decode step's own token was drawn after this very chain; consistent KV of another request differs here.
-        if len(part.token_ids) == 1 and part.draw_index > 0 and part.draw:
+        if len(part.token_ids) == 1 and part.draw_index > 0 and part.draw and part.rules is None:
             expected = self.model.draw(chain, part.draw_index - 1, self._barred(part, part.draw_index - 1))
             if part.token_ids[0] != expected:
                 raise StaleKv(f"token {part.token_ids[0]} at {part.start} follows KV that leads to token {expected}")

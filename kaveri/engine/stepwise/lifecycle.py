@@ -29,6 +29,7 @@ from kaveri.engine.stepwise.residency import Residency
 from kaveri.engine.stepwise.runner import Drawn, NoToken, ScoredSlice
 from kaveri.engine.stepwise.sequence import PlannedSlice, Sequence, SequencePhase, form_step
 from kaveri.engine.stopping import finish_reason
+from kaveri.engine.token_rules import TokenRules
 from kaveri.errors import NoCapacity, RequestAlreadyExists
 from kaveri.kv.replicas.replica import Replica
 from kaveri.kv.replicas.replicas import Replicas
@@ -411,6 +412,10 @@ class Lifecycle:
             suspect_until=request.suspect_until,
             prompt_tokens=len(request.token_ids),
         )
+        if request.params.has_rules:
+            sequence.rules = TokenRules(
+                request.params, sequence.token_ids, request.prompt_tokens, self._info.vocab_size
+            )
         block_count = self._info.layout.block_count(token_count)
         if self.replicas is not None and self.replicas.evictable_blocks:
             self._require_free(role, block_count - held_blocks)

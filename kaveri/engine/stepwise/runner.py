@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kaveri.domain.sampling import Logprobs, ResolvedParams
+from kaveri.engine.token_rules import TokenRules
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 
@@ -26,6 +27,8 @@ class SequenceSlice:
     draw_index: int
     """Index within the answer of the token to draw; with params.seed, the key of the random number."""
     params: ResolvedParams
+    rules: TokenRules | None = None
+    """Changes of the logits, at draw_index, that the parameters ask for; None: none."""
     scored_ids: Sequence[int] = ()
     """Prompt tokens whose log-probabilities are requested: those at positions [start + 1, ...), one per position of the
     slice except the prompt's last. Empty: none requested."""
@@ -50,6 +53,8 @@ class NoToken:
 
 NOT_FINITE = "the model's logits are NaN or infinite"
 """Reason of a NoToken if the largest logit is not finite."""
+ALL_RULED_OUT = "the request's parameters rule out every token here"
+"""Reason of a NoToken if only the rules leave no token. Final: another instance would find the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,8 @@ class ModelRunner(Protocol):
         """Compute one step: write the KV of every slice into its blocks, then draw where requested.
 
         Slices of one token (decode) and of many (prefill chunks) may be mixed. A sequence's tokens must not depend on
-        the rest of the batch, up to floating-point rounding. Ids in stopping.barred_token_ids() are not drawn.
+        the rest of the batch, up to floating-point rounding. Ids in stopping.barred_token_ids() are not drawn, and
+        nothing that the slice's rules rule out.
         """
 
     def completed(self, block_ids: Sequence[int]) -> None:

@@ -10,11 +10,12 @@ shift every boundary between two tokens with the weights of all tokens before it
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kaveri.domain.sampling import Logprobs
-from kaveri.engine.stepwise.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
+from kaveri.engine.stepwise.runner import ALL_RULED_OUT, NOT_FINITE, DrawnToken, NoToken, SequenceSlice
 from kaveri.engine.stopping import barred_token_ids
 from kaveri.telemetry.logs import get_logger
 
@@ -67,9 +68,9 @@ def draw_tokens(
 ) -> list[DrawnToken | NoToken]:
     """Draw one token per row; NoToken if the row holds NaN, +inf or nothing but -inf (which masks a token).
 
-    logits: [rows, vocabulary], any float dtype. slices: one per row, of which params and draw_index are read. A row's
-    token depends on its own logits, params and draw_index alone. eos_token_ids: the model's; not drawn before
-    min_tokens.
+    logits: [rows, vocabulary], any float dtype. slices: one per row, of which params, draw_index and rules are read. A
+    row's token depends on its own logits, params, draw_index and rules alone. eos_token_ids: the model's; not drawn
+    before min_tokens.
 
     If drawing raises, rows are drawn one by one, and those that raise get NoToken. Raises if all of several rows raise:
     that is no fault of a row.
@@ -95,6 +96,8 @@ def _draw_together(
     logits: Tensor, slices: Sequence[SequenceSlice], eos_token_ids: AbstractSet[int]
 ) -> list[DrawnToken | NoToken]:
     raw = logits
+    if any(piece.rules is not None for piece in slices):
+        logits = _with_rules(logits, slices)
     if any(piece.draw_index < piece.params.min_tokens for piece in slices):
         logits = _without_barred(logits, slices, eos_token_ids)
     # Not argmax, which takes four times as long in bfloat16 on a CPU. The maximum of a row with NaN is NaN.
@@ -116,9 +119,38 @@ def _draw_together(
     if any(piece.params.logprobs is not None for piece in slices):
         logprobs = _logprobs(raw, slices, token_ids)
     return [
-        DrawnToken(token_id, logprobs.get(row)) if usable[row] else NoToken(NOT_FINITE)
+        DrawnToken(token_id, logprobs.get(row)) if usable[row] else _no_token(raw[row], slices[row])
         for row, token_id in enumerate(token_ids)
     ]
+
+
+def _no_token(raw: Tensor, piece: SequenceSlice) -> NoToken:
+    if piece.rules is not None and raw.max().isfinite():
+        return NoToken(ALL_RULED_OUT, is_final=True)
+    return NoToken(NOT_FINITE)
+
+
+def _with_rules(logits: Tensor, slices: Sequence[SequenceSlice]) -> Tensor:
+    """Return a float32 copy of the logits, changed as the slices' rules say (LogitChanges.apply)."""
+    logits = logits.to(torch.float32, copy=True)
+    found = [(row, piece.rules.changes(piece.draw_index)) for row, piece in enumerate(slices) if piece.rules]
+    count = [len(changes.token_ids) for _, changes in found]
+    if any(count):
+        rows = np.repeat([row for row, _ in found], count)
+        places = rows, np.concatenate([changes.token_ids for _, changes in found])
+        names = ("bias", "repetition", "frequency", "presence")
+        values = [np.concatenate([getattr(changes, name) for _, changes in found]) for name in names]
+        at = tuple(torch.from_numpy(each).to(logits.device) for each in places)
+        bias, repetition, frequency, presence = (torch.from_numpy(each).to(logits.device) for each in values)
+        changed = logits[at] + bias
+        changed = torch.where(changed > 0, changed / repetition, changed * repetition)
+        logits[at] = changed - frequency - presence
+    for row, changes in found:
+        if changes.barred_ids:
+            logits[row, torch.tensor(changes.barred_ids, device=logits.device)] = -torch.inf
+        if changes.allowed is not None:
+            logits[row].masked_fill_(torch.from_numpy(~changes.allowed).to(logits.device), -torch.inf)
+    return logits
 
 
 def _without_barred(logits: Tensor, slices: Sequence[SequenceSlice], eos_token_ids: AbstractSet[int]) -> Tensor:
@@ -136,7 +168,7 @@ def _without_barred(logits: Tensor, slices: Sequence[SequenceSlice], eos_token_i
 
 def _sample(logits: Tensor, slices: Sequence[SequenceSlice], *, filters: bool) -> list[int]:
     """Sample a token for each row from the whole vocabulary or, with `filters`, from the smallest set of the top_k
-    likeliest tokens whose weight reaches top_p."""
+    likeliest tokens whose weight reaches top_p; without those below min_p."""
     device, vocab_size = logits.device, logits.shape[-1]
     # Probabilities after temperature, up to a factor; the likeliest token's is 1. The maximum goes first, so that a
     # tiny temperature makes -inf of the others and not inf - inf.
@@ -147,7 +179,7 @@ def _sample(logits: Tensor, slices: Sequence[SequenceSlice], *, filters: bool) -
     states = [stream_state(piece.params.seed or 0, piece.draw_index) for piece in slices]
     waits = waiting_times(states, vocab_size, device)
     if not filters:
-        return (weights / waits).argmax(-1).tolist()
+        return (_without_unlikely(weights, slices) / waits).argmax(-1).tolist()
     weights, order = weights.sort(stable=True, dim=-1, descending=True)
     rank = torch.arange(vocab_size, device=device)
     top_k = torch.tensor([[piece.params.top_k or vocab_size] for piece in slices], device=device)
@@ -156,8 +188,18 @@ def _sample(logits: Tensor, slices: Sequence[SequenceSlice], *, filters: bool) -
     # A token stays while those before it have not reached top_p (Holtzman et al. 2020, section 3.1). The first stays.
     top_p = torch.tensor([[piece.params.top_p] for piece in slices], dtype=torch.float64, device=device)
     weights.masked_fill_((before >= top_p * weights.sum(-1, keepdim=True)) & (rank > 0), 0)
+    weights = _without_unlikely(weights, slices)
     first = (weights / waits.gather(-1, order)).argmax(-1, keepdim=True)
     return order.gather(-1, first).squeeze(1).tolist()
+
+
+def _without_unlikely(weights: Tensor, slices: Sequence[SequenceSlice]) -> Tensor:
+    """Return weights, changed in place, with 0 for those below min_p, where the likeliest token's is 1 (Nguyen et al.,
+    "Turning Up the Heat: Min-p Sampling", ICLR 2025, section 3). After top_p, as in transformers."""
+    min_p = [[piece.params.min_p] for piece in slices]
+    if any(least > 0 for (least,) in min_p):
+        weights.masked_fill_(weights < torch.tensor(min_p, dtype=torch.float64, device=weights.device), 0)
+    return weights
 
 
 def score_tokens(logits: Tensor, token_ids: Sequence[int], count: int) -> tuple[Logprobs, ...]:

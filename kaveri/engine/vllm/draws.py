@@ -7,9 +7,9 @@ are vLLM's, computed from the unmasked logits.
     EngineArgs(logits_processors=[KeyedDraws], ...), SamplingParams from kaveri.engine.vllm.sampling
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,19 +17,30 @@ from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.logits_processor import LogitsProcessor as BatchLogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotLogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcRequestState
 
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
 from kaveri.engine.stopping import barred_token_ids
+from kaveri.engine.token_rules import History, TokenRules
 from kaveri.engine.transformers.sampler import draw_tokens
 from kaveri.engine.vllm.connector_scheduler import engine_id_of
 from kaveri.engine.vllm.request import RAISED_DRAWS
 from kaveri.errors import EngineError
 
 _EXTRA_ARG = "kaveri"
-_SAMPLED = ("temperature", "top_k", "top_p", "seed")
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "seed")
 _ENDING = ("min_tokens", "stop_token_ids", "ignore_eos")
 """Parameters sent only for requests with min_tokens."""
+_RULES = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "bad_token_ids",
+    "allowed_token_ids",
+)
+"""Parameters sent only for requests with rules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +48,7 @@ class Draw:
     """Sampling inputs of one request besides the logits. Sent in vLLM's SamplingParams.extra_args."""
 
     params: ResolvedParams
-    """Temperature, top_k, top_p and seed; with min_tokens also stop_token_ids and ignore_eos."""
+    """Temperature, top_k, top_p, min_p and seed; with min_tokens also what ends an answer, with rules also these."""
     answer_start: int
     """Number of tokens before the answer: a token's index is its position minus this."""
     first_index: int
@@ -46,16 +57,26 @@ class Draw:
     """The model's end-of-answer tokens; used with min_tokens."""
     engine_id: str = ""
     """Id under which a failed sampling is recorded. Empty if sampling runs in another process, where it raises."""
+    rules: TokenRules | None = None
+    """Changes of the logits that params ask for. Made in vLLM's process; None: none, or not there."""
 
     @property
     def changes_logits(self) -> bool:
-        """True if any token is not simply the argmax: it is sampled, or min_tokens excludes some."""
-        return self.params.temperature > 0 or self.params.min_tokens > self.first_index
+        """True if any token is not simply the argmax: it is sampled, or parameters exclude or change some."""
+        params = self.params
+        return params.temperature > 0 or params.min_tokens > self.first_index or params.has_rules
+
+    @property
+    def is_drawn(self) -> bool:
+        """True if draw_tokens() samples the tokens; False for an argmax of which at most min_tokens excludes some."""
+        return self.params.temperature > 0 or self.rules is not None
 
     def to_extra_args(self) -> dict[str, Any]:
         """Convert to plain values for SamplingParams.extra_args."""
         params = self.params
-        names = (*_SAMPLED, *_ENDING) if params.min_tokens > self.first_index else _SAMPLED
+        names = [*_SAMPLED]
+        names += _ENDING if params.min_tokens > self.first_index else ()
+        names += _RULES if params.has_rules else ()
         values = {name: getattr(params, name) for name in names}
         values |= {"seed": params.seed or 0, "answer_start": self.answer_start, "first_index": self.first_index}
         return {_EXTRA_ARG: values | {"eos_token_ids": sorted(self.eos_token_ids)}}
@@ -66,7 +87,7 @@ class Draw:
         values = (extra_args or {}).get(_EXTRA_ARG)
         if values is None:
             return None
-        params = ResolvedParams(**{name: values[name] for name in (*_SAMPLED, *_ENDING) if name in values})
+        params = ResolvedParams(**{name: values[name] for name in (*_SAMPLED, *_ENDING, *_RULES) if name in values})
         eos_token_ids = frozenset(values["eos_token_ids"])
         engine_id = engine_id_of(extra_args or {}) if is_engines else ""
         return cls(params, values["answer_start"], values["first_index"], eos_token_ids, engine_id)
@@ -80,9 +101,12 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
     prompt.
     """
 
-    def __init__(self, vllm_config: Any, *_: object) -> None:
+    def __init__(self, vllm_config: Any, *rest: object) -> None:
         parallel = getattr(vllm_config, "parallel_config", None)
         self._is_engines = parallel is not None and parallel.world_size == 1
+        self._vocab_size = vllm_config.model_config.get_vocab_size() if parallel is not None else 0
+        # Of the newer runner.
+        self._tokens = next((each for each in rest if isinstance(each, LogitsProcRequestState)), None)
         # By row or slot: the request; for the older runner its sampled tokens (vLLM's own, growing list) and the number
         # of tokens before them.
         self._draws: dict[int, tuple[Draw, list[int], int]] = {}
@@ -113,7 +137,8 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
         for row in batch_update.removed:
             self._draws.pop(row, None)
         for row, params, prompt_token_ids, output_token_ids in batch_update.added:
-            self._add(row, params, output_token_ids, len(prompt_token_ids or ()))
+            prompt = prompt_token_ids or []
+            self._add(row, params, output_token_ids, len(prompt), _TwoLists(prompt, output_token_ids))
         for source, target, direction in batch_update.moved:
             moved, replaced = self._draws.pop(source, None), self._draws.pop(target, None)
             if moved is not None:
@@ -125,12 +150,14 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """Add a request at slot req_idx. Returns True if its logits will be changed."""
-        self._add(req_idx, sampling_params, [], 0)
+        self._add(req_idx, sampling_params, [], 0, _SlotTokens(self._tokens, req_idx))
         return req_idx in self._draws
 
-    def _add(self, place: int, params: Any, drawn: list[int], prompt_tokens: int) -> None:
+    def _add(self, place: int, params: Any, drawn: list[int], prompt_tokens: int, history: History) -> None:
         self._draws.pop(place, None)
         draw = Draw.from_extra_args(params.extra_args, is_engines=self._is_engines)
+        if draw is not None and draw.params.has_rules:
+            draw = replace(draw, rules=TokenRules(draw.params, history, draw.answer_start, self._vocab_size))
         if draw is not None and draw.changes_logits:
             self._draws[place] = draw, drawn, prompt_tokens
 
@@ -147,6 +174,32 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
                 yield row, draw, length - draw.answer_start
 
 
+@dataclass(frozen=True, slots=True)
+class _TwoLists:
+    """History of a request in the older runner: vLLM's prompt, which has the answer of earlier placements, and its own,
+    growing list."""
+
+    prompt: Sequence[int]
+    drawn: Sequence[int]
+
+    def __getitem__(self, part: slice) -> Sequence[int]:
+        count = len(self.prompt)
+        start, stop, _ = part.indices(count + len(self.drawn))
+        return [*self.prompt[start:stop], *self.drawn[max(0, start - count) : max(0, stop - count)]]
+
+
+@dataclass(frozen=True, slots=True)
+class _SlotTokens:
+    """History of a request in the newer runner, which keeps token ids on the device. Reading waits for the device."""
+
+    tokens: LogitsProcRequestState | None
+    slot: int
+
+    def __getitem__(self, part: slice) -> Sequence[int]:
+        assert self.tokens is not None, "the newer runner hands its tokens over"
+        return cast("list[int]", self.tokens.all_token_ids.gpu[self.slot, part].tolist())
+
+
 def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
     """Sample a token for each row in `placed` and mask the row: 0 for the token, -inf everywhere else.
 
@@ -161,10 +214,10 @@ def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
             _bar(logits, row, draw, index)
         except Exception as error:
             _note_raised(draw, f"its draw raised {error!r}", error)
-    sampled = [each for each in due if each[1].params.temperature > 0]
+    sampled = [each for each in due if each[1].is_drawn]
     if sampled:
         rows = torch.tensor([row for row, _, _ in sampled], device=logits.device)
-        slices = [SequenceSlice((), 0, (), True, index, draw.params) for _, draw, index in sampled]
+        slices = [SequenceSlice((), 0, (), True, index, draw.params, draw.rules) for _, draw, index in sampled]
         drawn = draw_tokens(logits[rows], slices)
         logits.index_fill_(0, rows, -torch.inf)
         for (row, draw, _), token in zip(sampled, drawn, strict=True):

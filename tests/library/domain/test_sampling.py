@@ -39,6 +39,24 @@ from kaveri.wire.messages import params_from_proto, params_to_proto, shown_param
         ("stop_token_ids", (-1,)),
         ("logprobs", -1),
         ("logprobs", 21),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", True),
+        ("logit_bias", {5: 101}),
+        ("logit_bias", {-1: 0.5}),
+        ("logit_bias", {5: True}),
+        ("logit_bias", ((5,),)),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        ("bad_words", ("",)),
+        ("bad_words", ("x",) * 65),
+        ("bad_words", ("x" * 257,)),
+        ("allowed_token_ids", (-1,)),
+        ("allowed_token_ids", tuple(range(2**14 + 1))),
+        ("allowed_token_ids", {5}),
     ],
 )
 def test_a_value_over_its_limit_is_refused_by_name(field: str, value: Any) -> None:
@@ -61,6 +79,12 @@ def test_a_value_over_its_limit_is_refused_by_name(field: str, value: Any) -> No
         ("stop_token_ids", tuple(range(64))),
         ("logprobs", 0),
         ("logprobs", 20),
+        ("min_p", 1.0),
+        ("presence_penalty", -2.0),
+        ("frequency_penalty", 2.0),
+        ("logit_bias", tuple((token_id, -100.0) for token_id in range(1024))),
+        ("bad_words", ("x" * 256,) * 64),
+        ("allowed_token_ids", tuple(range(2**14))),
     ],
 )
 def test_a_value_at_its_limit_is_taken(field: str, value: Any) -> None:
@@ -78,6 +102,8 @@ def test_one_stop_text_and_lists_become_tuples() -> None:
     assert SamplingParams(stop=one).stop == ("\n\n",)
     several: Any = ["a", "b"]
     assert SamplingParams(stop=several).stop == ("a", "b")
+    bias: Any = {7: 1, 5: -0.5}
+    assert SamplingParams(logit_bias=bias).logit_bias == ((5, -0.5), (7, 1.0))
     ids: Any = [1, 2]
     assert hash(SamplingParams(stop_token_ids=ids)) == hash(SamplingParams(stop_token_ids=(1, 2)))
 
@@ -88,7 +114,23 @@ def test_an_unset_message_means_nothing_chosen_for_routers_and_neutral_values_fo
     assert params_from_proto(empty, ResolvedParams) == ResolvedParams(temperature=1.0, top_p=1.0, top_k=0)
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k"])
+def test_rules_of_a_request_come_through_the_wire() -> None:
+    given = ResolvedParams(
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias=((3, 0.5), (7, -100.0)),
+        bad_words=("a", "b c"),
+        allowed_token_ids=(1, 2, 3),
+        bad_token_ids=((4,), (5, 6)),
+    )
+    assert params_from_proto(params_to_proto(given), ResolvedParams) == given
+    # Only routers spell words.
+    assert params_from_proto(params_to_proto(given), SamplingParams).bad_words == ("a", "b c")
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"])
 def test_resolved_parameters_lack_nothing_that_a_draw_needs(name: str) -> None:
     unset: Any = {name: None}
     with pytest.raises(InvalidArgument) as caught:
@@ -101,7 +143,7 @@ def test_what_is_not_chosen_is_the_defaults_and_all_else_stays() -> None:
     assert SamplingParams(seed=7, stop=("a",), logprobs=2).resolved(defaults) == ResolvedParams(
         max_tokens=9, temperature=0.5, top_p=1.0, top_k=20, seed=7, stop=("a",), logprobs=2
     )
-    given = SamplingParams(max_tokens=4, temperature=0.0, top_p=1.0, top_k=0)
+    given = SamplingParams(max_tokens=4, temperature=0.0, top_p=1.0, top_k=0, min_p=0.5, repetition_penalty=2.0)
     assert given.resolved(defaults).chosen == given.chosen
     assert SamplingParams().resolved() == ResolvedParams()
 

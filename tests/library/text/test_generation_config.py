@@ -127,14 +127,14 @@ def test_a_model_without_the_file_has_no_sampling_defaults(folder: Path) -> None
 
 
 def test_values_that_cannot_be_used_are_named_in_a_warning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    read_defaults(folder, temperature=0.6, repetition_penalty=1.1, min_p=0, no_repeat_ngram_size=3, foo=1)
+    read_defaults(folder, temperature=0.6, presence_penalty=1.1, typical_p=1.0, no_repeat_ngram_size=3, foo=1)
     used, unused = lines_of(capsys, "generation_config")
     assert "generation_config_unused" in unused
     assert "warning" in unused
     assert "generation_config_used" in used
-    for said in ("generation_config.json", "'repetition_penalty': 1.1", "'no_repeat_ngram_size': 3"):
+    for said in ("generation_config.json", "'presence_penalty': 1.1", "'no_repeat_ngram_size': 3"):
         assert said in unused
-    for not_said in ("temperature", "min_p", "foo"):
+    for not_said in ("temperature", "typical_p", "foo"):
         assert not_said not in unused
 
 
@@ -195,5 +195,5 @@ def test_a_value_that_no_request_may_have_is_refused_with_flag_file_key_and_valu
 
 
 def test_values_of_every_type_are_compared_without_an_error() -> None:
-    values = {"min_p": "hot", "bad_words_ids": [[3]], "suppress_tokens": [], "sequence_bias": {}, "foo": 3}
-    assert unused_values(FoundGenerationConfig("file", values)) == {"min_p": "hot", "bad_words_ids": [[3]]}
+    values = {"typical_p": "hot", "bad_words_ids": [[3]], "suppress_tokens": [], "sequence_bias": {}, "foo": 3}
+    assert unused_values(FoundGenerationConfig("file", values)) == {"typical_p": "hot", "bad_words_ids": [[3]]}

@@ -22,7 +22,16 @@ _LONG_CHAT = [{"role": "user", "content": "word " * 200}]
 
 
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("completions", {"logit_bias": {"5": 1}}, "logit_bias"),
+    ("completions", {"logit_bias": {"5": 101}}, "logit_bias"),
+    ("completions", {"logit_bias": {"five": 1}}, "logit_bias"),
+    ("completions", {"logit_bias": {"9999999": 1}}, "logit_bias"),
+    ("completions", {"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias"),
+    ("completions", {"logit_bias": [5]}, "logit_bias"),
+    ("completions", {"min_p": 1.5}, "min_p"),
+    ("completions", {"repetition_penalty": 0}, "repetition_penalty"),
+    ("completions", {"frequency_penalty": "high"}, "frequency_penalty"),
+    ("completions", {"bad_words": [""]}, "bad_words"),
+    ("completions", {"allowed_token_ids": [10**7]}, "allowed_token_ids"),
     ("completions", {"logit_bias": {"5": 0, "6": False}}, "logit_bias"),
     ("completions", {"metadata": "x"}, "metadata"),
     ("completions", {"reasoning_effort": "none"}, "reasoning_effort"),
@@ -31,7 +40,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("chat/completions", {"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
     ("chat/completions", {"tools": "x", "tool_choice": "none"}, "tools"),
     ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
-    ("completions", {"presence_penalty": 0.5}, "presence_penalty"),
+    ("completions", {"presence_penalty": 2.5}, "presence_penalty"),
     ("completions", {"best_of": 3}, "best_of"),
     ("completions", {"suffix": "end"}, "suffix"),
     ("completions", {"min_tokens": 17}, "min_tokens"),

@@ -27,18 +27,18 @@ HONOURED_PARAMS: dict[str, tuple[Any, Callable[[prefill_pb2.SubmitRequest], bool
     "ignore_eos": (True, _sent("ignore_eos", True)),
     "logprobs": (3, _sent("logprobs", 3)),
     "seed": (77, _sent("seed", 77)),
+    "min_p": (0.25, _sent("min_p", 0.25)),
+    "presence_penalty": (0.5, _sent("presence_penalty", 0.5)),
+    "frequency_penalty": (-0.5, _sent("frequency_penalty", -0.5)),
+    "repetition_penalty": (1.5, _sent("repetition_penalty", 1.5)),
+    "logit_bias": ({5: 1.0}, _sent("logit_bias", {5: 1.0})),
 }
 HONOURED_ELSEWHERE = {"n", "stop", "skip_special_tokens"}
 """Covered by tests of their own."""
 WITHOUT_TEXT = {"spaces_between_special_tokens": True, "include_stop_str_in_output": True}
 """Affect text only, which these answers lack."""
 REFUSED_PARAMS: dict[str, list[Any]] = {
-    "min_p": [0.1, float("nan")],
-    "frequency_penalty": [0.5, -0.5],
-    "presence_penalty": [0.5],
-    "repetition_penalty": [1.5, float("nan")],
     "prompt_logprobs": [0, -1],
-    "logit_bias": [{5: 1.0}],
     "truncate_prompt_tokens": [0, -1],
     "grammar_from_first_token": [True],
     "json_schema": ["{}", ""],
@@ -92,6 +92,8 @@ async def test_what_is_not_built_is_refused_by_name(cluster: ScriptedCluster, do
     for name, values in REFUSED_PARAMS.items():
         for value in values:
             assert (await door.refusal(asks(**{name: value}))).field == f"sampling_params.{name}"
+    for name, value in (("min_p", float("nan")), ("repetition_penalty", -1.0), ("logit_bias", {5: 101.0})):
+        assert (await door.refusal(asks(**{name: value}))).field == f"sampling_params.{name}"
     for name, value in REFUSED_FIELDS.items():
         request = asks()
         request.MergeFrom(vllm_engine_pb2.GenerateRequest(**{name: value}))

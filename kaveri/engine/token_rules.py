@@ -1,0 +1,149 @@
+"""Which tokens a request may draw next, and how its parameters change their logits. Needs no torch.
+
+A function of the parameters, the prompt and the answer so far, so that the answer is the same on every engine and after
+every resume. The state kept here is a cache: it follows the answer token by token, and is made anew if the answer is
+shorter than what it has seen.
+
+Logits change in vLLM's order: logit_bias, repetition_penalty, frequency_penalty, presence_penalty; then some tokens are
+ruled out. Temperature, top_k, top_p and min_p come after.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kaveri.domain.sampling import ResolvedParams
+
+_FIRST_ROOM = 64
+
+Floats = npt.NDArray[np.float32]
+
+
+class History(Protocol):
+    """Tokens of a prompt and its answer, at least those drawn so far. A list of them will do."""
+
+    def __getitem__(self, part: slice, /) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogitChanges:
+    """Changes of one row of logits, for one draw. Arrays may be views that the next draw changes."""
+
+    token_ids: npt.NDArray[np.int64]
+    """Tokens whose logits change, each once: shape [changed]; so of the next four."""
+    bias: Floats
+    repetition: Floats
+    """Divides positive logits, and multiplies the others."""
+    frequency: Floats
+    """Subtracted; then `presence`."""
+    presence: Floats
+    barred_ids: Sequence[int]
+    """Tokens ruled out."""
+    allowed: npt.NDArray[np.bool_] | None
+    """True for tokens that may be drawn: shape [vocabulary]; None: all but barred_ids."""
+
+    def apply(self, logits: Floats) -> None:
+        """Change one row of logits, in place: shape [vocabulary]. The sampler does the same to several rows at once."""
+        changed = logits[self.token_ids] + self.bias
+        changed = np.where(changed > 0, changed / self.repetition, changed * self.repetition)
+        logits[self.token_ids] = changed - self.frequency - self.presence
+        logits[list(self.barred_ids)] = -np.inf
+        if self.allowed is not None:
+            logits[~self.allowed] = -np.inf
+
+
+class TokenRules:
+    """The rules of one request on one instance.
+
+    params: has_rules. history: prompt and answer, read as the answer grows. answer_start: tokens of the prompt.
+    vocab_size: length of a row of logits.
+    """
+
+    def __init__(self, params: ResolvedParams, history: History, answer_start: int, vocab_size: int) -> None:
+        self._params = params
+        self._history = history
+        self._answer_start = answer_start
+        self._allowed: npt.NDArray[np.bool_] | None = None
+        if params.allowed_token_ids:
+            self._allowed = np.zeros(vocab_size, np.bool_)
+            self._allowed[list(params.allowed_token_ids)] = True
+        self._changed = _ChangedTokens(params)
+        self._seen = -1
+
+    def changes(self, index: int) -> LogitChanges:
+        """Return the changes for the draw at `index` of the answer; the tokens before it are in the history."""
+        if self._seen < 0 or index < self._seen:
+            self._begin()
+        self._changed.count(self._history[self._answer_start + self._seen : self._answer_start + index])
+        self._seen = index
+        return self._changed.changes(self._barred(index), self._allowed)
+
+    def _begin(self) -> None:
+        self._changed = _ChangedTokens(self._params)
+        if self._params.repetition_penalty != 1:
+            self._changed.add_prompt(self._history[: self._answer_start])
+        self._seen = 0
+
+    def _barred(self, index: int) -> list[int]:
+        """Return the last token of each of bad_token_ids whose other tokens the answer ends with."""
+        barred = []
+        for *before, last in self._params.bad_token_ids:
+            stop = self._answer_start + index
+            if len(before) <= index and list(self._history[stop - len(before) : stop]) == before:
+                barred.append(last)
+        return barred
+
+
+class _ChangedTokens:
+    """Tokens whose logits change, in arrays that grow: each draw touches these tokens alone."""
+
+    def __init__(self, params: ResolvedParams) -> None:
+        self._params = params
+        self._places: dict[int, int] = {}
+        self._token_ids = np.zeros(_FIRST_ROOM, np.int64)
+        # Rows: bias, repetition, frequency, presence.
+        self._values = np.zeros((4, _FIRST_ROOM), np.float32)
+        self._counts = np.zeros(_FIRST_ROOM, np.int64)
+        self._counts_answer = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        for token_id, bias in params.logit_bias:
+            self._values[0, self._place(token_id)] = bias
+
+    def add_prompt(self, token_ids: Sequence[int]) -> None:
+        """Enter the prompt's tokens, which the repetition penalty concerns."""
+        for token_id in np.unique(np.asarray(token_ids, np.int64)).tolist():
+            self._values[1, self._place(token_id)] = self._params.repetition_penalty
+
+    def count(self, token_ids: Sequence[int]) -> None:
+        """Count tokens of the answer."""
+        if not self._counts_answer:
+            return
+        params = self._params
+        for token_id in token_ids:
+            place = self._place(token_id)
+            self._counts[place] += 1
+            self._values[1, place] = params.repetition_penalty
+            # As vLLM: a product of float32, subtracted before the presence penalty.
+            self._values[2, place] = np.float32(params.frequency_penalty) * np.float32(self._counts[place])
+            self._values[3, place] = params.presence_penalty
+
+    def changes(self, barred_ids: Sequence[int], allowed: npt.NDArray[np.bool_] | None) -> LogitChanges:
+        count = len(self._places)
+        bias, repetition, frequency, presence = self._values[:, :count]
+        return LogitChanges(self._token_ids[:count], bias, repetition, frequency, presence, barred_ids, allowed)
+
+    def _place(self, token_id: int) -> int:
+        place = self._places.get(token_id)
+        if place is not None:
+            return place
+        place = len(self._places)
+        if place == len(self._token_ids):
+            self._token_ids = np.concatenate((self._token_ids, np.zeros_like(self._token_ids)))
+            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+            self._values = np.concatenate((self._values, np.zeros_like(self._values)), axis=1)
+        self._places[token_id] = place
+        self._token_ids[place] = token_id
+        self._values[1, place] = 1.0
+        return place
