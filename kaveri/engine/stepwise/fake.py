@@ -128,7 +128,20 @@ class FakeModel:
         token_id = (mixed & 0xFFFF_FFFF) % (self.drawn_size - 1)
         return self.drawable(token_id + (token_id >= self.eos_token_id), barred)
 
-    def draw_by_rules(self, chain: int, draw_index: int, barred: AbstractSet[int], changes: LogitChanges) -> int | None:
+    def drawn(self, part: SequenceSlice, chain: int) -> DrawnToken | NoToken:
+        """Return a slice's token, with its requested log-probabilities."""
+        barred = barred_token_ids(part.params, frozenset({self.eos_token_id}), part.draw_index)
+        if part.rules is None:
+            token_id: int | None = self.draw(chain, part.draw_index, barred)
+        else:
+            token_id = self._draw_by_rules(chain, part.draw_index, barred, part.rules.changes(part.draw_index))
+        if token_id is None:
+            return NoToken(ALL_RULED_OUT, is_final=True)
+        return DrawnToken(token_id, self.logprobs(token_id, part.params.logprobs))
+
+    def _draw_by_rules(
+        self, chain: int, draw_index: int, barred: AbstractSet[int], changes: LogitChanges
+    ) -> int | None:
         """Return the likeliest token of made-up logits after `changes`: before them, it is draw()'s token. None if the
         changes leave none."""
         numbers = (np.arange(self.vocab_size, dtype=np.uint64) + np.uint64(chain ^ draw_index)) * np.uint64(_GOLDEN)
@@ -232,26 +245,16 @@ class FakeRunner:
         prefill_tokens = sum(length for length in lengths if length > 1)
         records = np.stack((chains, places), axis=1)
         self._write(blocks, positions % self.layout.block_tokens, records, prefill_tokens, on_layer)
-        drawn: list[int | None] = []
-        drawn += self._draw(lasts, np.array([part.draw_index for part in batch], np.uint64))
-        for number, part in enumerate(batch):
-            if part.rules is not None and part.draw:
-                barred, changes = self._barred(part, part.draw_index), part.rules.changes(part.draw_index)
-                drawn[number] = self.model.draw_by_rules(int(lasts[number]), part.draw_index, barred, changes)
-            elif part.draw_index < part.params.min_tokens:
-                barred = self._barred(part, part.draw_index)
-                drawn[number] = self.model.draw(int(lasts[number]), part.draw_index, barred)
-        return [self._result(part, token_id) for token_id, part in zip(drawn, batch, strict=True)]
-
-    def _result(self, part: SequenceSlice, token_id: int | None) -> Drawn:
-        if not part.draw:
-            return self.model.scored(part, None)
-        if token_id is None:
-            return NoToken(ALL_RULED_OUT, is_final=True)
-        return self.model.scored(part, DrawnToken(token_id, self.model.logprobs(token_id, part.params.logprobs)))
-
-    def _barred(self, part: SequenceSlice, index: int) -> AbstractSet[int]:
-        return barred_token_ids(part.params, self.eos_token_ids, index)
+        token_ids = self._draw(lasts, np.array([part.draw_index for part in batch], np.uint64))
+        results: list[Drawn] = []
+        for part, token_id, chain in zip(batch, token_ids, lasts, strict=True):
+            drawn: DrawnToken | NoToken | None = None
+            if part.draw and (part.rules is not None or part.draw_index < part.params.min_tokens):
+                drawn = self.model.drawn(part, int(chain))
+            elif part.draw:
+                drawn = DrawnToken(token_id, self.model.logprobs(token_id, part.params.logprobs))
+            results.append(drawn if isinstance(drawn, NoToken) else self.model.scored(part, drawn))
+        return results
 
     def _blocks(self, batch: Sequence[SequenceSlice], positions: Sequence[int]) -> Indices:
         block_tokens = self.layout.block_tokens
@@ -288,7 +291,8 @@ class FakeRunner:
         chain = int(chains[-1])
         # A decode step's own token was drawn after this very chain; consistent KV of another request differs here.
         if len(part.token_ids) == 1 and part.draw_index > 0 and part.draw and part.rules is None:
-            expected = self.model.draw(chain, part.draw_index - 1, self._barred(part, part.draw_index - 1))
+            barred = barred_token_ids(part.params, self.eos_token_ids, part.draw_index - 1)
+            expected = self.model.draw(chain, part.draw_index - 1, barred)
             if part.token_ids[0] != expected:
                 raise StaleKv(f"token {part.token_ids[0]} at {part.start} follows KV that leads to token {expected}")
         return chain

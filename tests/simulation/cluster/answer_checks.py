@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 
 from kaveri.domain.sampling import FinishReason, ResolvedParams, SamplingParams
 from kaveri.engine.stepwise.fake import FakeModel
-from kaveri.engine.stopping import barred_token_ids
+from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
+from kaveri.engine.token_rules import TokenRules
 from tests.simulation.cluster.draws import DrawRecord, DrawRun, seed_salt
 from tests.simulation.cluster.outcomes import RequestOutcome
 from tests.simulation.cluster.plan import ROUTER_DEFAULTS, FaultKind
@@ -258,12 +259,14 @@ def expected_answer(
 
     params: with a seed where there is a temperature.
     """
-    chain, token_ids = model.chain(prompt), []
+    chain, token_ids = model.chain(prompt), list(prompt)
+    rules = TokenRules(params, token_ids, len(prompt), model.vocab_size) if params.has_rules else None
     for index in range(token_count):
-        barred = barred_token_ids(params, frozenset({model.eos_token_id}), index)
-        token_ids.append(model.draw(chain ^ seed_salt(params), index, barred))
+        drawn = model.drawn(SequenceSlice((), 0, (), True, index, params, rules), chain ^ seed_salt(params))
+        assert isinstance(drawn, DrawnToken)
+        token_ids.append(drawn.token_id)
         chain = model.chain(token_ids[-1:], chain)
-    return tuple(token_ids)
+    return tuple(token_ids[len(prompt) :])
 
 
 def _index_violations(outcome: RequestOutcome) -> Iterator[str]:

@@ -357,7 +357,19 @@ def _request(
         read_pause_s=min(rng.choice((0.02, 0.2)), 10.0 / most_tokens) if rng.random() < 0.06 else 0.0,
         sends_again=tuple(rng.choice(routers) for _ in range(rng.randint(1, 3))) if rng.random() < 0.35 else (),
     )
-    return replace(request, draws_id=not request.sends_again and own.random() < 0.6)
+    request = replace(request, draws_id=not request.sends_again and own.random() < 0.6)
+    return replace(request, params=replace(params, **_rules(own))) if own.random() < 0.2 else request
+
+
+def _rules(rng: random.Random) -> dict[str, Any]:
+    token_ids = rng.sample(range(VOCAB_SIZE), 24)
+    return rng.choice(
+        (
+            {"repetition_penalty": 1.7, "allowed_token_ids": token_ids},
+            {"presence_penalty": 1.5, "frequency_penalty": 0.5, "allowed_token_ids": token_ids},
+            {"logit_bias": dict.fromkeys(token_ids, 5.0), "frequency_penalty": 1.0},
+        )
+    )
 
 
 def _as_long(params: SamplingParams, most_tokens: int) -> SamplingParams:

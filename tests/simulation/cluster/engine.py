@@ -382,6 +382,8 @@ class SimulatedEngine:
         run = DrawRun(self.info.epoch, key)
         salt = seed_salt(part.params) ^ (life_salt(run) if self._divergent else 0)
         drawn = self._memory.drawn(part, chain, salt)
+        if isinstance(drawn, NoToken):
+            return drawn
         self.draws.add(run, part.draw_index, chain, drawn.token_id)
         return self._memory.scored(part, drawn)
 

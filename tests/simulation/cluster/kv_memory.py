@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from kaveri.engine.stepwise.fake import FakeModel, StaleKv
-from kaveri.engine.stepwise.runner import Drawn, DrawnToken, SequenceSlice
-from kaveri.engine.stopping import barred_token_ids
+from kaveri.engine.stepwise.runner import Drawn, DrawnToken, NoToken, SequenceSlice
 from tests.simulation.cluster.kv_wire import DAMAGED, KvBlock
 
 
@@ -82,11 +81,9 @@ class KvMemory:
             chain, position, taken = after, position + len(piece), taken + len(piece)
         return chain
 
-    def drawn(self, part: SequenceSlice, chain: int, salt: int) -> DrawnToken:
+    def drawn(self, part: SequenceSlice, chain: int, salt: int) -> DrawnToken | NoToken:
         """The token behind a chain. salt: what it depends on beside the tokens."""
-        barred = barred_token_ids(part.params, frozenset({self._model.eos_token_id}), part.draw_index)
-        token_id = self._model.draw(chain ^ salt, part.draw_index, barred)
-        return DrawnToken(token_id, self._model.logprobs(token_id, part.params.logprobs))
+        return self._model.drawn(part, chain ^ salt)
 
     def scored(self, part: SequenceSlice, drawn: DrawnToken | None) -> Drawn:
         """What a slice gives: the token, and what it asks for about its prompt."""
