@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from kaveri.client.async_client import AsyncClient, AsyncStream
     from kaveri.client.request import Message
     from kaveri.client.sync_client import Client, Stream
+    from kaveri.domain.grammar import Grammar
     from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams
     from kaveri.errors import (
+        AnswerCut,
         ConfigError,
         DeadlineExceeded,
         EngineError,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from kaveri.security.tls_files import TlsFiles
 
 __all__ = [
+    "AnswerCut",
     "AsyncClient",
     "AsyncStream",
     "Chunk",
@@ -51,6 +54,7 @@ __all__ = [
     "DeadlineExceeded",
     "EngineError",
     "FinishReason",
+    "Grammar",
     "InternalError",
     "InvalidArgument",
     "KaveriError",
@@ -77,6 +81,7 @@ _MODULES = {
     **dict.fromkeys(__all__, "kaveri.errors"),
     **dict.fromkeys(_ANSWERS, "kaveri.client.answer"),
     **dict.fromkeys(("Client", "Stream"), "kaveri.client.sync_client"),
+    "Grammar": "kaveri.domain.grammar",
     **dict.fromkeys(("FinishReason", "Logprobs", "SamplingParams"), "kaveri.domain.sampling"),
     "AsyncClient": "kaveri.client.async_client",
     "AsyncStream": "kaveri.client.async_client",

@@ -1,8 +1,11 @@
 """Values returned by the SDK: chunks of an answer, whole answers, timings, models."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self, TypeVar
 
+from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams
+from kaveri.errors import AnswerCut, InvalidArgument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +16,26 @@ class Usage:
     """Tokens of the prompt after tokenizing and the chat template."""
     completion_tokens: int
     """Tokens generated and delivered."""
+
+
+class JsonModel(Protocol):
+    """A class whose instances JSON describes, such as a pydantic model."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]: ...
+    @classmethod
+    def model_validate_json(cls, json_data: str, /) -> Self: ...
+
+
+JsonModelT = TypeVar("JsonModelT", bound=JsonModel)
+
+
+def with_schema(params: SamplingParams | None, schema: type[JsonModel]) -> SamplingParams:
+    """Return `params` with the grammar of a class. Raises InvalidArgument if they have one."""
+    params = SamplingParams() if params is None else params
+    if params.grammar is not None:
+        raise InvalidArgument("schema", schema, "left out where params has a grammar")
+    return replace(params, grammar=Grammar.json_schema(schema.model_json_schema()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +154,13 @@ class Completion:
     timing: Timing
     prompt_tokens: tuple[PromptToken, ...] = ()
     """Tokens of the prompt if prompt_logprobs are requested, else empty."""
+
+    def parsed(self, schema: type[JsonModelT]) -> JsonModelT:
+        """Return an object of `schema` read from the text. Raises AnswerCut if the answer ended too early, and what
+        schema raises."""
+        if self.finish_reason is not FinishReason.STOP:
+            raise AnswerCut(self.request_id, self.text, self.finish_reason)
+        return schema.model_validate_json(self.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

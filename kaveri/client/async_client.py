@@ -10,9 +10,19 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import fields
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
-from kaveri.client.answer import Chunk, Completion, ModelInfo, PromptToken, ServerTiming, Timing, Usage
+from kaveri.client.answer import (
+    Chunk,
+    Completion,
+    JsonModelT,
+    ModelInfo,
+    PromptToken,
+    ServerTiming,
+    Timing,
+    Usage,
+    with_schema,
+)
 from kaveri.client.api_key import find_api_key
 from kaveri.client.defaults import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 from kaveri.client.direct import DirectStreams
@@ -236,6 +246,7 @@ class AsyncClient:
         self._given = check_targets(target)
         self._routers.targets.replace(self._given)
 
+    @overload
     async def generate(
         self,
         prompt: str | None = None,
@@ -243,11 +254,42 @@ class AsyncClient:
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[MessageLike] | None = None,
         params: SamplingParams | None = None,
+        schema: None = None,
         model: str | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
-    ) -> Completion:
-        """Send a request and return the whole answer. Arguments as for Client.stream()."""
+    ) -> Completion: ...
+
+    @overload
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Sequence[MessageLike] | None = None,
+        params: SamplingParams | None = None,
+        schema: type[JsonModelT],
+        model: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> JsonModelT: ...
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Sequence[MessageLike] | None = None,
+        params: SamplingParams | None = None,
+        schema: type[JsonModelT] | None = None,
+        model: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Completion | JsonModelT:
+        """Send a request and return the whole answer, or an object of `schema` that was read from it. Arguments as for
+        Client.generate()."""
+        if schema is not None:
+            params = with_schema(params, schema)
         stream = self.stream(
             prompt,
             prompt_token_ids=prompt_token_ids,
@@ -258,7 +300,8 @@ class AsyncClient:
             timeout_s=timeout_s,
         )
         async with stream:
-            return await stream.collect()
+            completion = await stream.collect()
+        return completion if schema is None else completion.parsed(schema)
 
     def stream(
         self,

@@ -4,9 +4,9 @@ import os
 import weakref
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
-from kaveri.client.answer import Chunk, Completion, ModelInfo
+from kaveri.client.answer import Chunk, Completion, JsonModelT, ModelInfo, with_schema
 from kaveri.client.async_client import AsyncClient, AsyncStream
 from kaveri.client.defaults import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 from kaveri.client.loop_thread import LoopThread
@@ -73,6 +73,7 @@ class Client:
         """Addresses of the known routers: the given ones, then those named by the cluster."""
         return self._async_client.targets
 
+    @overload
     def generate(
         self,
         prompt: str | None = None,
@@ -80,23 +81,57 @@ class Client:
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[MessageLike] | None = None,
         params: SamplingParams | None = None,
+        schema: None = None,
         model: str | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
-    ) -> Completion:
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Sequence[MessageLike] | None = None,
+        params: SamplingParams | None = None,
+        schema: type[JsonModelT],
+        model: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> JsonModelT: ...
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | None = None,
+        messages: Sequence[MessageLike] | None = None,
+        params: SamplingParams | None = None,
+        schema: type[JsonModelT] | None = None,
+        model: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Completion | JsonModelT:
         """Send a request and return the whole answer. Arguments and errors as for stream(). An answer that another
-        client has cancelled is returned in part, with FinishReason.CANCELLED."""
-        return self._wait(
+        client has cancelled is returned in part, with FinishReason.CANCELLED.
+
+        schema: a class such as a pydantic model. The answer is JSON of its schema, and an object of it is returned.
+        Raises AnswerCut if the answer ended too early, by max_tokens for example; and what schema raises for JSON that
+        it does not take, as by a validator of its own.
+        """
+        completion = self._wait(
             self._async_client.generate(
                 prompt,
                 prompt_token_ids=prompt_token_ids,
                 messages=messages,
-                params=params,
+                params=params if schema is None else with_schema(params, schema),
                 model=model,
                 request_id=request_id,
                 timeout_s=timeout_s,
             )
         )
+        return completion if schema is None else completion.parsed(schema)
 
     def stream(
         self,

@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from kaveri.domain.grammar import Grammar
 from kaveri.errors import InvalidArgument
 
 MAX_STOP_TEXTS = 16
@@ -107,6 +108,8 @@ class SamplingParams(StopConditions):
     still have one, spelled by other tokens."""
     allowed_token_ids: tuple[int, ...] = ()
     """Sample only these tokens, at most MAX_ALLOWED_TOKENS. Empty: all."""
+    grammar: Grammar | None = None
+    """What the answer's text must look like; not with ignore_eos. None: any text."""
     seed: int | None = None
     """Seed, combined with the token's index, in [0, 2**64). None: chosen by the router."""
     logprobs: int | None = None
@@ -141,12 +144,20 @@ class SamplingParams(StopConditions):
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(f"params.{name}", getattr(self, name), "True or False")
+        if self.grammar is not None:
+            self._check_grammar()
         lists: dict[str, tuple[Any, ...]] = {"stop": stop, "stop_token_ids": stop_token_ids}
         # Most requests have none of them.
         if self.logit_bias or self.bad_words or self.allowed_token_ids:
             lists |= self._checked_rules()
         for name, checked in {**lists, **whole, **broken}.items():
             object.__setattr__(self, name, checked)
+
+    def _check_grammar(self) -> None:
+        if not isinstance(self.grammar, Grammar):
+            raise InvalidArgument("params.grammar", self.grammar, "a Grammar")
+        if self.ignore_eos:
+            raise InvalidArgument("params.ignore_eos", True, "False with a grammar, which says where the answer ends")
 
     def _checked_rules(self) -> dict[str, tuple[Any, ...]]:
         """Return logit_bias, bad_words and allowed_token_ids as tuples. Raises InvalidArgument."""
@@ -212,6 +223,7 @@ class ResolvedParams(SamplingParams):
             or self.logit_bias
             or self.bad_token_ids
             or self.allowed_token_ids
+            or self.grammar is not None
         )
 
 

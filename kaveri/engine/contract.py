@@ -33,6 +33,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import FinishReason, Logprobs, ResolvedParams
 from kaveri.errors import InvalidArgument
 from kaveri.kv.layout.layout import KvLayout
@@ -334,6 +335,10 @@ class Engine(Protocol):
 
     def abort(self, key: EngineKey) -> None:
         """End a request in any phase. Idempotent; ignores unknown keys. Events in flight may still follow."""
+
+    def prepare(self, grammar: Grammar) -> "Future[None]":
+        """Compile a grammar, off the steps, before a request with it is submitted. Otherwise a step compiles it. The
+        result raises InvalidArgument if the grammar cannot be compiled."""
 
     def check_integrity(self) -> None:
         """Assert that every KV block is free, held by a live request, or kept while a transfer may touch it."""

@@ -65,7 +65,14 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
         transports=transports,
         receiving=settings.receiving,
         replicas=settings.replicas,
+        model=_with_tokenizer(settings, runner),
     )
+
+
+def _with_tokenizer(settings: EngineSettings, runner: ModelRunner) -> str | None:
+    """Return the model whose tokenizer grammars are about; None for a made-up model of another vocabulary."""
+    made_up = settings.engine in ("fake", "timed")
+    return None if made_up and _served_vocab_size(settings.model) != runner.vocab_size else settings.model
 
 
 def _built(settings: EngineSettings) -> ModelRunner | BuiltEngine:

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from kaveri import leash
+from kaveri.domain.grammar import Grammar
 from kaveri.engine.contract import (
     EngineEvent,
     EngineInfo,
@@ -179,6 +180,9 @@ class OwnProcessEngine:
         held_tokens: int | None = None,
     ) -> "Future[Ticket]":
         return self._ask("reserve", request, expires_in_s, source, held_tokens)
+
+    def prepare(self, grammar: Grammar) -> "Future[None]":
+        return self._ask("prepare", grammar)
 
     def adopt(self, key: EngineKey) -> None:
         self._tell("adopt", key)

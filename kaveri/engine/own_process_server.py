@@ -55,8 +55,9 @@ class EngineServer:
             for number, method, arguments in receive(self._connection):
                 if method == "start":
                     self._engine.start(self._send_events)
-                elif method == "reserve":
-                    self._engine.reserve(*arguments).add_done_callback(partial(self._answer_reserve, number))
+                elif method in ("reserve", "prepare"):
+                    answer: Future[Any] = getattr(self._engine, method)(*arguments)
+                    answer.add_done_callback(partial(self._answer_later, number))
                 else:
                     self._call(number, method, arguments)
                     if method == "close":
@@ -78,7 +79,7 @@ class EngineServer:
         elif method == "prefill" and error is not None and not isinstance(error, RequestAlreadyExists | EngineError):
             self._send(None, [RequestFailed(arguments[0].key, str(error))])
 
-    def _answer_reserve(self, number: int, done: "Future[Any]") -> None:
+    def _answer_later(self, number: int, done: "Future[Any]") -> None:
         error = done.exception()
         self._send(number, None if error is not None else done.result(), error)
 

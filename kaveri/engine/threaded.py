@@ -2,9 +2,11 @@
 
 import threading
 from collections.abc import Collection
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
+from kaveri.domain.grammar import Grammar
 from kaveri.engine.blame import StepMember
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineListener, EngineRequest, EngineStats
 from kaveri.engine.copier import CopyAccount, CopyOwner
@@ -15,6 +17,7 @@ from kaveri.errors import InvalidArgument
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import Ticket
 from kaveri.telemetry.logs import get_logger
+from kaveri.text.grammars import Grammars
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -55,7 +58,9 @@ class ThreadedEngine(Generic[OwnerT]):
         account: EngineAccount[OwnerT],
         transfers: Transfers[OwnerT],
         copier: CopierThread[OwnerT],
+        grammars: Grammars,
     ) -> None:
+        self._grammars = grammars
         self.info = replace(info, kv_endpoints=transfers.endpoints)
         self._shared = shared
         self._account = account
@@ -82,6 +87,9 @@ class ThreadedEngine(Generic[OwnerT]):
         with self._shared.lock:
             self._account.clear()
             self._transfers.forget()
+
+    def prepare(self, grammar: Grammar) -> "Future[None]":
+        return self._grammars.prepare(grammar)
 
     def stats(self) -> EngineStats:
         with self._shared.lock:

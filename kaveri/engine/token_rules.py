@@ -9,15 +9,22 @@ ruled out. Temperature, top_k, top_p and min_p come after.
 """
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kaveri.domain.sampling import ResolvedParams
+from kaveri.errors import EngineError
 
-_FIRST_ROOM = 64
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from kaveri.text.grammars import Grammars
+
+_FIRST_ROOM = 16
 
 Floats = npt.NDArray[np.float32]
 
@@ -59,10 +66,18 @@ class TokenRules:
     """The rules of one request on one instance.
 
     params: has_rules. history: prompt and answer, read as the answer grows. answer_start: tokens of the prompt.
-    vocab_size: length of a row of logits.
+    vocab_size: length of a row of logits. grammars: of the engine's model, for params with a grammar.
     """
 
-    def __init__(self, params: ResolvedParams, history: History, answer_start: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        params: ResolvedParams,
+        history: History,
+        answer_start: int,
+        vocab_size: int,
+        eos_token_ids: AbstractSet[int],
+        grammars: "Grammars | None",
+    ) -> None:
         self._params = params
         self._history = history
         self._answer_start = answer_start
@@ -70,22 +85,46 @@ class TokenRules:
         if params.allowed_token_ids:
             self._allowed = np.zeros(vocab_size, np.bool_)
             self._allowed[list(params.allowed_token_ids)] = True
+        self._vocab_size = vocab_size
+        # Where the answer ends. A request with a grammar does not ignore the model's own.
+        self._ending_ids = sorted({*params.stop_token_ids, *eos_token_ids})
+        self._grammars = grammars
         self._changed = _ChangedTokens(params)
+        self._grammar: _FollowedGrammar | None = None
         self._seen = -1
 
     def changes(self, index: int) -> LogitChanges:
-        """Return the changes for the draw at `index` of the answer; the tokens before it are in the history."""
+        """Return the changes for the draw at `index` of the answer; the tokens before it are in the history. Raises
+        EngineError if the grammar became too complex."""
         if self._seen < 0 or index < self._seen:
             self._begin()
-        self._changed.count(self._history[self._answer_start + self._seen : self._answer_start + index])
+        drawn = self._history[self._answer_start + self._seen : self._answer_start + index]
+        self._changed.count(drawn)
+        if self._grammar is not None:
+            self._grammar.follow(drawn)
         self._seen = index
-        return self._changed.changes(self._barred(index), self._allowed)
+        return self._changed.changes(self._barred(index), self._allowed_now(index))
 
     def _begin(self) -> None:
-        self._changed = _ChangedTokens(self._params)
-        if self._params.repetition_penalty != 1:
+        params = self._params
+        self._changed = _ChangedTokens(params)
+        if params.repetition_penalty != 1:
             self._changed.add_prompt(self._history[: self._answer_start])
+        if params.grammar is not None:
+            assert self._grammars is not None, "the engine has grammars"
+            self._grammar = _FollowedGrammar(self._grammars.matcher(params.grammar), params.grammar.begins_after)
         self._seen = 0
+
+    def _allowed_now(self, index: int) -> npt.NDArray[np.bool_] | None:
+        """Return the tokens that allowed_token_ids and the grammar allow; None: all."""
+        if self._grammar is None or not self._grammar.has_begun:
+            return self._allowed
+        allowed, may_end = self._grammar.allowed(self._vocab_size)
+        allowed[self._ending_ids] = False
+        # A whole answer ends, even before min_tokens: nothing else can come.
+        if may_end and (index >= self._params.min_tokens or not allowed.any()):
+            allowed[self._ending_ids] = True
+        return allowed if self._allowed is None else allowed & self._allowed
 
     def _barred(self, index: int) -> list[int]:
         """Return the last token of each of bad_token_ids whose other tokens the answer ends with."""
@@ -95,6 +134,40 @@ class TokenRules:
             if len(before) <= index and list(self._history[stop - len(before) : stop]) == before:
                 barred.append(last)
         return barred
+
+
+class _FollowedGrammar:
+    """A grammar's matcher, which follows an answer."""
+
+    def __init__(self, matcher: "LLMatcher", begins_after: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._begins_after = list(begins_after)
+        self._last: list[int] = []
+        self.has_begun = not begins_after
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Follow further tokens of the answer. Raises EngineError if the grammar does not take them."""
+        for number, token_id in enumerate(token_ids):
+            if self.has_begun:
+                self._matcher.consume_tokens(list(token_ids[number:]))
+                break
+            self._last = [*self._last, token_id][-len(self._begins_after) :]
+            self.has_begun = self._last == self._begins_after
+        self._check()
+
+    def allowed(self, vocab_size: int) -> tuple[npt.NDArray[np.bool_], bool]:
+        """Return the tokens that may come next, shape [vocab_size], and True if the answer may end here."""
+        may_end = self._matcher.is_accepting()
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        mask = np.zeros(vocab_size, np.bool_)
+        known = np.unpackbits(bits, count=min(vocab_size, 8 * len(bits)), bitorder="little")
+        mask[: len(known)] = known
+        return mask, may_end
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise EngineError(f"its grammar: {' '.join(self._matcher.get_error().split())}")
 
 
 class _ChangedTokens:
@@ -109,12 +182,14 @@ class _ChangedTokens:
         self._counts = np.zeros(_FIRST_ROOM, np.int64)
         self._counts_answer = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         for token_id, bias in params.logit_bias:
-            self._values[0, self._place(token_id)] = bias
+            place = self._place(token_id)
+            self._values[0, place] = bias
 
     def add_prompt(self, token_ids: Sequence[int]) -> None:
         """Enter the prompt's tokens, which the repetition penalty concerns."""
         for token_id in np.unique(np.asarray(token_ids, np.int64)).tolist():
-            self._values[1, self._place(token_id)] = self._params.repetition_penalty
+            place = self._place(token_id)
+            self._values[1, place] = self._params.repetition_penalty
 
     def count(self, token_ids: Sequence[int]) -> None:
         """Count tokens of the answer."""
@@ -135,6 +210,7 @@ class _ChangedTokens:
         return LogitChanges(self._token_ids[:count], bias, repetition, frequency, presence, barred_ids, allowed)
 
     def _place(self, token_id: int) -> int:
+        """Return a token's place in the arrays, which are others afterwards if they had no room."""
         place = self._places.get(token_id)
         if place is not None:
             return place

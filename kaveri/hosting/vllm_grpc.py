@@ -14,6 +14,7 @@ from grpc import aio
 from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
+from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import MAX_N, FinishReason, ResolvedParams, SamplingParams, derived_seed
 from kaveri.errors import InvalidArgument, KaveriError, Unsupported
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
@@ -32,6 +33,14 @@ _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", Fin
 
 Accepts = Callable[[Any], bool]
 """Predicate for values of a field that have no effect."""
+_GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = {
+    "json_schema": Grammar.json_schema,
+    "regex": Grammar.regex,
+    "grammar": Grammar.lark,
+    "choice": lambda value: Grammar.choices(list(value.choices)),
+    "json_object": lambda _value: Grammar.json_object(),
+}
+"""Fields of the oneof that says what the answer must look like. Not: structural_tag."""
 _HONOURED_PARAMS = frozenset(
     {
         "temperature",
@@ -51,6 +60,7 @@ _HONOURED_PARAMS = frozenset(
         "frequency_penalty",
         "repetition_penalty",
         "logit_bias",
+        *_GRAMMARS,
     }
 )
 _HARMLESS_PARAMS: Mapping[str, Accepts] = {
@@ -139,8 +149,17 @@ def _read_params(params: Any) -> tuple[ResolvedParams, int]:
         # 0 means unset in proto3.
         repetition_penalty=params.repetition_penalty or 1.0,
         logit_bias=tuple(params.logit_bias.items()),
+        grammar=_grammar(params),
     )
     return sampling, params.n or 1
+
+
+def _grammar(params: Any) -> Grammar | None:
+    """Return the grammar that the answer must match. An empty one is none, as with vLLM."""
+    for name, make in _GRAMMARS.items():
+        if params.HasField(name) and (value := getattr(params, name)):
+            return make(value)
+    return None
 
 
 def _refuse_rest(message: Message, path: str, honoured: frozenset[str], harmless: Mapping[str, Accepts]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
+from kaveri.domain.grammar import Grammar, GrammarKind
 from kaveri.domain.length import TokenRange
 from kaveri.domain.sampling import (
     FinishReason,
@@ -94,6 +95,7 @@ def params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
         logit_bias=dict(params.logit_bias),
         bad_words=params.bad_words,
         allowed_token_ids=params.allowed_token_ids,
+        grammar=None if params.grammar is None else grammar_to_proto(params.grammar),
         bad_token_ids=[sampling_pb2.TokenSequence(ids=ids) for ids in getattr(params, "bad_token_ids", ())],
     )
 
@@ -120,7 +122,20 @@ def params_from_proto(message: sampling_pb2.SamplingParams, kind: type[ParamsT])
         logit_bias=tuple(message.logit_bias.items()),
         bad_words=tuple(message.bad_words),
         allowed_token_ids=tuple(message.allowed_token_ids),
+        grammar=grammar_from_proto(message.grammar) if message.HasField("grammar") else None,
     )
+
+
+def grammar_to_proto(grammar: Grammar) -> sampling_pb2.Grammar:
+    return sampling_pb2.Grammar(**{grammar.kind: grammar.source}, begins_after=grammar.begins_after)
+
+
+def grammar_from_proto(message: sampling_pb2.Grammar) -> Grammar:
+    """Decode a grammar. Raises InvalidArgument."""
+    kind = message.WhichOneof("grammar")
+    if kind is None:
+        raise InvalidArgument("params.grammar", None, "json_schema, regex, lark or choices")
+    return Grammar(GrammarKind(kind), getattr(message, kind), tuple(message.begins_after))
 
 
 def drawing_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:

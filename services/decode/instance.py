@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
+from kaveri.domain.grammar import Grammar
 from kaveri.domain.length import RangeEnd, TokenRange
 from kaveri.domain.owner import Ownership
 from kaveri.domain.replica import ReplicaLocation, Resumption
@@ -99,6 +100,10 @@ class DecodeInstance:
 
     async def run(self) -> None:
         """Do nothing: decoding needs no background task."""
+
+    async def prepare(self, grammar: Grammar) -> None:
+        """Compile a grammar before KV of a request with it is awaited. Raises InvalidArgument if that fails."""
+        await asyncio.wrap_future(self._engine.prepare(grammar))
 
     async def reserve(
         self,

@@ -63,12 +63,15 @@ class DecodeServer(DecodeServiceServicer):
                 raise InvalidArgument("token_ids", [], "at least one token long")
             if not request.timeout_s > 0:
                 raise InvalidArgument("timeout_s", request.timeout_s, "more than 0")
+            params = params_from_proto(request.params, ResolvedParams)
+            if params.grammar is not None:
+                await self._instance.prepare(params.grammar)
             ticket = await self._instance.reserve(
                 request_id=request.request_id,
                 ownership=ownership,
                 token_ids=tuple(request.token_ids),
                 generated_count=request.generated_count,
-                params=params_from_proto(request.params, ResolvedParams),
+                params=params,
                 timeout_s=request.timeout_s,
                 layout=layout_from_proto(request.layout),
                 predicted_length=(
@@ -102,6 +105,8 @@ class DecodeServer(DecodeServiceServicer):
     ) -> decode_pb2.ResumeResponse:
         try:
             resumption = resumption_from_proto(request)
+            if resumption.params.grammar is not None:
+                await self._instance.prepare(resumption.params.grammar)
             resumed = await self._require_holder().resume(resumption)
         except KaveriError as error:
             await abort(context, error)

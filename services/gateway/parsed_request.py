@@ -17,6 +17,7 @@ from kaveri.domain.sampling import (
 )
 from kaveri.errors import InvalidArgument
 from services.gateway.fields import Accepts, Fields, any_of, check_items, check_object, empty, number, one_of
+from services.gateway.grammars import take_grammar
 
 Prompt = str | tuple[int, ...] | tuple[Message, ...]
 """A text, token ids, or the messages of a conversation."""
@@ -42,10 +43,9 @@ _HARMLESS: Mapping[str, Accepts] = {
     **_all("include_stop_str_in_output no_stop_trim return_hidden_states return_tokens_as_token_ids", one_of(False)),
     **_all("store use_beam_search", one_of(False)),
     "metadata": any_of(dict),
-    "response_format": lambda value: value == {"type": "text"},
     "service_tier": one_of("auto", "default"),
-    **_all("cache_salt guided_choice guided_grammar guided_json guided_regex kv_transfer_params", one_of()),
-    **_all("logits_processors request_id structured_outputs truncate_prompt_tokens vllm_xargs", one_of()),
+    **_all("cache_salt guided_decoding_backend guided_whitespace_pattern kv_transfer_params", one_of()),
+    **_all("logits_processors request_id truncate_prompt_tokens vllm_xargs", one_of()),
 }
 """Unsupported parameters of OpenAI, vLLM and SGLang, with predicates for the values that have no effect."""
 _HARMLESS_OF_COMPLETIONS: Mapping[str, Accepts] = {
@@ -101,6 +101,8 @@ class ParsedRequest:
     prompt_logprobs: bool = False
     """True if the response has a field "prompt_logprobs", as in vLLM."""
     return_token_ids: bool = False
+    grammar_param: str = ""
+    """Name of the parameter that has the grammar."""
 
     @property
     def echoes_logprobs(self) -> bool:
@@ -145,6 +147,8 @@ class ParsedRequest:
         return _LOGPROB_BYTES * size
 
     def named(self, error: InvalidArgument) -> InvalidArgument:
+        if error.field == "params.grammar" and self.grammar_param:
+            return InvalidArgument(self.grammar_param, error.value, error.limit)
         if error.field != "params.prompt_logprobs":
             return error
         limit = error.limit.replace("prompt_logprobs", self._report_param)
@@ -240,6 +244,7 @@ def _read_rest(
     stop, stop_token_ids, min_tokens = (fields.take(name) for name in ("stop", "stop_token_ids", "min_tokens"))
     skip_special_tokens = fields.take("skip_special_tokens")
     seed = fields.whole("seed", -(2**63), 2**64 - 1)
+    grammar, grammar_param = take_grammar(fields)
     if prompt_alone and min_tokens:
         raise InvalidArgument("min_tokens", min_tokens, "left out, or 0, where max_tokens is 0")
     params = SamplingParams(
@@ -254,6 +259,7 @@ def _read_rest(
         stop_token_ids=() if stop_token_ids is None else stop_token_ids,
         ignore_eos=fields.flag("ignore_eos"),
         skip_special_tokens=True if skip_special_tokens is None else skip_special_tokens,
+        grammar=grammar,
         **_rules(fields),
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo and prompt_logprobs is None else prompt_logprobs,
@@ -269,6 +275,7 @@ def _read_rest(
         prompt_alone=prompt_alone,
         prompt_logprobs=prompt_logprobs is not None,
         return_token_ids=fields.flag("return_token_ids"),
+        grammar_param=grammar_param,
     )
     fields.refuse_rest(harmless)
     return asked

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kaveri.domain.attachment import Attached, Attachment, check_received
+from kaveri.domain.grammar import Grammar
 from kaveri.domain.length import known_length
 from kaveri.domain.owner import Ownership, Term
 from kaveri.domain.sampling import ResolvedParams
@@ -134,6 +135,10 @@ class PrefillRole:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._forecaster.run())
             await self._hand_over.run()
+
+    async def prepare(self, grammar: Grammar) -> None:
+        """Compile a grammar before a request with it is queued. Raises InvalidArgument if that fails."""
+        await asyncio.wrap_future(self._engine.prepare(grammar))
 
     def accept(
         self,

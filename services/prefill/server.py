@@ -32,12 +32,15 @@ class PrefillServer(PrefillServiceServicer):
         try:
             if not request.timeout_s > 0:
                 raise InvalidArgument("timeout_s", request.timeout_s, "more than 0")
+            params = params_from_proto(request.params, ResolvedParams)
+            if params.grammar is not None:
+                await self._role.prepare(params.grammar)
             self._role.accept(
                 request_id=request.request_id,
                 ownership=check_ownership(request),
                 token_ids=tuple(request.token_ids),
                 generated_count=request.generated_count,
-                params=params_from_proto(request.params, ResolvedParams),
+                params=params,
                 timeout_s=request.timeout_s,
                 silent_decode_ids=frozenset(request.silent_decode_ids),
                 traceparent=request.traceparent,

@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import ResolvedParams, SamplingParams, check_prompt_report, check_token_ids
 from kaveri.errors import InvalidArgument, ModelNotFound
 from kaveri.policy.placement import largest_prompt, max_model_len
@@ -31,6 +32,9 @@ class Conversation:
     messages: Sequence[Turn]
 
 
+CheckGrammar = Callable[[Grammar, float], Awaitable[None]]
+"""Raises InvalidArgument for a grammar that engines cannot compile; its second argument is the deadline."""
+
 Prompt = str | Sequence[int] | Conversation
 """Text, token ids or a conversation; not empty. Token ids of a message are not copied before their count is checked."""
 
@@ -39,8 +43,14 @@ class Intake:
     """Validates, tokenizes and completes incoming requests."""
 
     def __init__(
-        self, model: str, tokenizer: ModelTokenizer, placer: RequestPlacer, defaults: SamplingDefaults
+        self,
+        model: str,
+        tokenizer: ModelTokenizer,
+        placer: RequestPlacer,
+        defaults: SamplingDefaults,
+        check_grammar: CheckGrammar,
     ) -> None:
+        self._check_grammar = check_grammar
         self._model = model
         self.tokenizer = tokenizer
         self.defaults = defaults
@@ -95,6 +105,8 @@ class Intake:
                 "prompt", f"{len(token_ids)} tokens", f"at most {largest} tokens: no decode instance holds more"
             )
         check_prompt_report(params, len(token_ids))
+        if params.grammar is not None:
+            await self._check_grammar(params.grammar, deadline_s)
         room = limit - len(token_ids)
         for field, tokens in (("max_tokens", params.max_tokens or 0), ("min_tokens", params.min_tokens)):
             if tokens > room:

@@ -29,6 +29,7 @@ from kaveri.security.settings import PUBLIC_PREFIX
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.metrics import set_discovery
 from kaveri.text.generation_config import SamplingDefaults, read_sampling_defaults
+from kaveri.text.grammar_check import GrammarChecker
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.router import metrics
@@ -36,7 +37,7 @@ from services.router.claims import RequestClaims
 from services.router.cluster_server import ClusterServicer
 from services.router.config import RouterConfig
 from services.router.flipper import Flipper
-from services.router.intake import Intake
+from services.router.intake import CheckGrammar, Intake
 from services.router.metrics import metrics_targets
 from services.router.monitor import Monitor
 from services.router.pairing import Pairing
@@ -138,8 +139,10 @@ class Router:
         store: ClusterStore,
         tokenizer: ModelTokenizer,
         defaults: SamplingDefaults | None = None,
+        check_grammar: CheckGrammar | None = None,
     ) -> None:
-        """defaults: sampling parameters that requests leave unset. Raises ConfigError for an unreadable keys file."""
+        """defaults: sampling parameters that requests leave unset. check_grammar: None: in a
+        process of its own. Raises ConfigError for an unreadable keys file."""
         self.incarnation = incarnation = new_incarnation()
         self.router_id = f"{config.instance_id}.{incarnation:016x}"
         # Partly secret: whoever knows it can take over this router's streams.
@@ -162,7 +165,9 @@ class Router:
         rules, dry_run = config.flip_rules, config.flip_dry_run
         self.flipper = Flipper(rules, dry_run, config.model_name, store, self.orders, self.monitor)
         self.pairing = Pairing(store, self.orders, self.monitor)
-        self.intake = Intake(config.model_name, tokenizer, self.placer, defaults or SamplingDefaults())
+        self._grammars = GrammarChecker(tokenizer.backend, tokenizer.vocab_size)
+        check_grammar = check_grammar or self._grammars.check
+        self.intake = Intake(config.model_name, tokenizer, self.placer, defaults or SamplingDefaults(), check_grammar)
         self.callers = make_callers(config.keys_file, config.redis_url, config.cluster_name)
         """API keys of the public port and of operators; None: there are none."""
         self._serving = asyncio.Event()
@@ -194,6 +199,7 @@ class Router:
                 await self._watch()
         finally:
             await self.claims.end()
+            await self._grammars.close()
             await self.placer.close()
             await self.feeds.close()
             await self.channels.close()

@@ -35,6 +35,7 @@ from kaveri.kv.transfer.sender import KvSender
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Transport
 from kaveri.kv.transports import make_transports
+from kaveri.text.grammars import Grammars
 
 
 class StepwiseEngine(ThreadedEngine[Sequence]):
@@ -45,7 +46,7 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
     of a step, recomputed ones included. max_batch: most decode requests of a step; further ones wait, in order. listen:
     addresses for incoming KV, best first; if empty, reserve() fails. transports: of KV, in order of preference; None
     for the socket transports. Raises ConfigError if a request of the runner's max_model_len does not fit into the empty
-    pool, or if it cannot listen.
+    pool, or if it cannot listen. model: its tokenizer is that of grammars; None: tokens are bytes there.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
         transports: Ordered[Transport] | None = None,
         receiving: ReceiverOptions = ReceiverOptions(),  # noqa: B008 - it is frozen
         replicas: ReplicaOptions = ReplicaOptions(),  # noqa: B008 - it is frozen
+        model: str | None = None,
     ) -> None:
         layout = runner.layout
         if chunk_tokens < 1:
@@ -84,7 +86,8 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
             can_replicate=True,
             can_keep=True,
         )
-        self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, shared.put, on_work=shared.wake)
+        grammars = Grammars(model, runner.vocab_size, runner.eos_token_ids)
+        self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, shared.put, on_work=shared.wake, grammars=grammars)
         transfers = Transfers(info, shared, self._lifecycle)
         transports = make_transports() if transports is None else transports
         make_receiver = partial(
@@ -103,7 +106,7 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
         self._pool, self._transports, self._receiving = pool, transports, receiving
         copies = PoolCopyPlane(pool, slots_of(layout, replicas), transports)
         copier = CopierThread(layout, copies, shared, self._lifecycle, replicas)
-        super().__init__(info, shared, self._lifecycle, transfers, copier)
+        super().__init__(info, shared, self._lifecycle, transfers, copier, grammars)
         # The step under way.
         self._computing: list[PlannedSlice] = []
 

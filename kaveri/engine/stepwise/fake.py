@@ -30,7 +30,7 @@ from kaveri.engine.stepwise.runner import (
 )
 from kaveri.engine.stopping import barred_token_ids
 from kaveri.engine.token_rules import LogitChanges
-from kaveri.errors import ConfigError
+from kaveri.errors import ConfigError, EngineError
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import KvPool
 
@@ -131,10 +131,17 @@ class FakeModel:
     def drawn(self, part: SequenceSlice, chain: int) -> DrawnToken | NoToken:
         """Return a slice's token, with its requested log-probabilities."""
         barred = barred_token_ids(part.params, frozenset({self.eos_token_id}), part.draw_index)
+        token_id: int | None
         if part.rules is None:
-            token_id: int | None = self.draw(chain, part.draw_index, barred)
+            token_id = self.draw(chain, part.draw_index, barred)
         else:
-            token_id = self._draw_by_rules(chain, part.draw_index, barred, part.rules.changes(part.draw_index))
+            # A grammar says itself where an answer ends.
+            barred = _NONE if part.params.grammar is not None else barred
+            try:
+                changes = part.rules.changes(part.draw_index)
+            except EngineError as error:
+                return NoToken(str(error), is_final=True)
+            token_id = self._draw_by_rules(chain, part.draw_index, barred, changes)
         if token_id is None:
             return NoToken(ALL_RULED_OUT, is_final=True)
         return DrawnToken(token_id, self.logprobs(token_id, part.params.logprobs))

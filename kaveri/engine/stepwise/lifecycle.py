@@ -35,6 +35,7 @@ from kaveri.kv.replicas.replica import Replica
 from kaveri.kv.replicas.replicas import Replicas
 from kaveri.kv.replicas.store import ReplicaKey
 from kaveri.kv.tiers.pool import BlockAllocator
+from kaveri.text.grammars import Grammars
 
 _RETRY_AFTER_S = 0.1
 _MIN_FREE_SHARE = 1 / 16
@@ -60,8 +61,10 @@ class Lifecycle:
         max_batch: int,
         put: Callable[[EngineEvent], None],
         on_work: Callable[[], None],
+        grammars: Grammars,
     ) -> None:
         self._info = info
+        self._grammars = grammars
         self._chunk_tokens = chunk_tokens
         self._put = put
         self._on_work = on_work
@@ -414,7 +417,12 @@ class Lifecycle:
         )
         if request.params.has_rules:
             sequence.rules = TokenRules(
-                request.params, sequence.token_ids, request.prompt_tokens, self._info.vocab_size
+                request.params,
+                sequence.token_ids,
+                request.prompt_tokens,
+                self._info.vocab_size,
+                self._info.eos_token_ids,
+                self._grammars,
             )
         block_count = self._info.layout.block_count(token_count)
         if self.replicas is not None and self.replicas.evictable_blocks:

@@ -155,9 +155,11 @@ def _with_rules(logits: Tensor, slices: Sequence[SequenceSlice]) -> Tensor:
 
 def _without_barred(logits: Tensor, slices: Sequence[SequenceSlice], eos_token_ids: AbstractSet[int]) -> Tensor:
     """Return logits (a copy if changed) with -inf for tokens that would end an answer before its min_tokens."""
+    # A grammar says itself where an answer ends: see TokenRules.
     pairs = [
         (row, token_id)
         for row, piece in enumerate(slices)
+        if piece.params.grammar is None
         for token_id in barred_token_ids(piece.params, eos_token_ids, piece.draw_index)
     ]
     if not pairs:

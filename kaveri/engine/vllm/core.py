@@ -35,7 +35,10 @@ class VllmCore:
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: frozenset[int],
+        model: str,
     ) -> None:
+        """model: the folder that vLLM has loaded."""
+        self.model = model
         self.ranks = tuple(ranks)
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size

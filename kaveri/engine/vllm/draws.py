@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotLogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcRequestState
 
+from kaveri.domain.grammar import Grammar, GrammarKind
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
 from kaveri.engine.stopping import barred_token_ids
@@ -27,6 +28,7 @@ from kaveri.engine.transformers.sampler import draw_tokens
 from kaveri.engine.vllm.connector_scheduler import engine_id_of
 from kaveri.engine.vllm.request import RAISED_DRAWS
 from kaveri.errors import EngineError
+from kaveri.text.grammars import grammars_of
 
 _EXTRA_ARG = "kaveri"
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -39,6 +41,7 @@ _RULES = (
     "logit_bias",
     "bad_token_ids",
     "allowed_token_ids",
+    "stop_token_ids",
 )
 """Parameters sent only for requests with rules."""
 
@@ -79,6 +82,8 @@ class Draw:
         names += _RULES if params.has_rules else ()
         values = {name: getattr(params, name) for name in names}
         values |= {"seed": params.seed or 0, "answer_start": self.answer_start, "first_index": self.first_index}
+        if (grammar := params.grammar) is not None:
+            values["grammar"] = grammar.kind.value, grammar.source, grammar.begins_after
         return {_EXTRA_ARG: values | {"eos_token_ids": sorted(self.eos_token_ids)}}
 
     @classmethod
@@ -88,6 +93,9 @@ class Draw:
         if values is None:
             return None
         params = ResolvedParams(**{name: values[name] for name in (*_SAMPLED, *_ENDING, *_RULES) if name in values})
+        if "grammar" in values:
+            kind, source, begins_after = values["grammar"]
+            params = replace(params, grammar=Grammar(GrammarKind(kind), source, tuple(begins_after)))
         eos_token_ids = frozenset(values["eos_token_ids"])
         engine_id = engine_id_of(extra_args or {}) if is_engines else ""
         return cls(params, values["answer_start"], values["first_index"], eos_token_ids, engine_id)
@@ -104,7 +112,7 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
     def __init__(self, vllm_config: Any, *rest: object) -> None:
         parallel = getattr(vllm_config, "parallel_config", None)
         self._is_engines = parallel is not None and parallel.world_size == 1
-        self._vocab_size = vllm_config.model_config.get_vocab_size() if parallel is not None else 0
+        self._model = vllm_config.model_config if parallel is not None else None
         # Of the newer runner.
         self._tokens = next((each for each in rest if isinstance(each, LogitsProcRequestState)), None)
         # By row or slot: the request; for the older runner its sampled tokens (vLLM's own, growing list) and the number
@@ -157,9 +165,16 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
         self._draws.pop(place, None)
         draw = Draw.from_extra_args(params.extra_args, is_engines=self._is_engines)
         if draw is not None and draw.params.has_rules:
-            draw = replace(draw, rules=TokenRules(draw.params, history, draw.answer_start, self._vocab_size))
+            draw = replace(draw, rules=self._rules(draw, history))
         if draw is not None and draw.changes_logits:
             self._draws[place] = draw, drawn, prompt_tokens
+
+    def _rules(self, draw: Draw, history: History) -> TokenRules:
+        assert self._model is not None, "vLLM says which model it serves"
+        vocab_size = self._model.get_vocab_size()
+        # A rank in another process compiles the grammars in its steps.
+        grammars = grammars_of(self._model.model, vocab_size, draw.eos_token_ids)
+        return TokenRules(draw.params, history, draw.answer_start, vocab_size, draw.eos_token_ids, grammars)
 
     def _placed_by_row(self) -> Iterable[tuple[int, Draw, int]]:
         for row, (draw, drawn, prompt_tokens) in self._draws.items():
@@ -232,7 +247,8 @@ def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
 
 def _bar(logits: Tensor, row: int, draw: Draw, index: int) -> None:
     barred = barred_token_ids(draw.params, draw.eos_token_ids, index)
-    if barred:
+    # A grammar says itself where an answer ends: see TokenRules.
+    if barred and draw.params.grammar is None:
         logits[row, torch.tensor(sorted(barred), device=logits.device)] = -torch.inf
 
 

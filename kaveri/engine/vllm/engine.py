@@ -33,6 +33,7 @@ from kaveri.kv.transfer.receiver import ReceiverOptions
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Transport
 from kaveri.telemetry.logs import log_settings
+from kaveri.text.grammars import grammars_of
 
 _STALLED_S = 0.05
 """Longest sleep of the engine thread, in seconds, if vLLM can run nothing; any relevant change wakes it earlier."""
@@ -59,6 +60,7 @@ class VllmEngine(ThreadedEngine[VllmRequest]):
         receiving: ReceiverOptions = ReceiverOptions(),  # noqa: B008 - it is frozen
         replicas: ReplicaOptions = ReplicaOptions(),  # noqa: B008 - it is frozen
     ) -> None:
+        grammars = grammars_of(core.model, core.vocab_size, core.eos_token_ids)
         layout, total_blocks = core.ranks[0].layout, core.free_blocks
         if max_batch < 1:
             raise ConfigError("max_batch", f"is {max_batch}; it must be at least 1")
@@ -86,7 +88,7 @@ class VllmEngine(ThreadedEngine[VllmRequest]):
         plane = DataPlane(core.ranks, setup, transfers.hear, shared.stop)
         transfers.attach(plane)
         copier = CopierThread(layout, plane, shared, self._requests, replicas)
-        super().__init__(info, shared, self._requests, transfers, copier)
+        super().__init__(info, shared, self._requests, transfers, copier, grammars)
         self._steps = Steps(shared, self._requests, core, plane, transfers, self.info, max_batch, copier.wake)
         # Integrity checks to run on the engine thread.
         self._checks: list[Future[None]] = []

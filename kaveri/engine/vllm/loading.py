@@ -117,6 +117,7 @@ def load_core(settings: EngineSettings) -> "VllmCore":
         max_model_len=config.max_model_len,
         vocab_size=config.get_vocab_size(),
         eos_token_ids=end_token_ids(generation, config.hf_config, config.get_vocab_size()),
+        model=str(folder),
     )
     pool_tokens = core.free_blocks * ranks[0].layout.block_tokens
     if settings.max_model_len == 0 and core.max_model_len > pool_tokens:

@@ -14,6 +14,7 @@ from kaveri.engine.transformers import sampler
 from kaveri.engine.transformers.sampler import draw_tokens
 
 VOCAB_SIZE = 40
+EOS = frozenset({0})
 # Few, so that tokens repeat.
 token_ids = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=30)
 penalties = st.floats(-2, 2, width=32)
@@ -24,7 +25,7 @@ def random_logits(seed: int, rows: int = 1) -> Tensor:
 
 
 def ruled(params: ResolvedParams, prompt: list[int], answer: list[int]) -> SequenceSlice:
-    rules = TokenRules(params, prompt + answer, len(prompt), VOCAB_SIZE)
+    rules = TokenRules(params, prompt + answer, len(prompt), VOCAB_SIZE, EOS, None)
     return SequenceSlice((), 0, (), True, len(answer), params, rules)
 
 
@@ -92,13 +93,13 @@ def test_state_that_follows_the_answer_is_the_state_made_anew(
         allowed_token_ids=tuple(range(VOCAB_SIZE - 3)),
     )
     history = prompt + answer
-    following = TokenRules(params, history, len(prompt), VOCAB_SIZE)
+    following = TokenRules(params, history, len(prompt), VOCAB_SIZE, EOS, None)
     # The second half again: a preempted request goes back.
     for index in (*range(len(answer) + 1), *range(len(answer) // 2, len(answer) + 1)):
         logits = random_logits(seed + index)[0].numpy()
         anew = logits.copy()
         following.changes(index).apply(logits)
-        TokenRules(params, history, len(prompt), VOCAB_SIZE).changes(index).apply(anew)
+        TokenRules(params, history, len(prompt), VOCAB_SIZE, EOS, None).changes(index).apply(anew)
         np.testing.assert_array_equal(logits, anew)
     # The sampler does to several rows at once what apply() does to one.
     piece = SequenceSlice((), 0, (), True, len(answer), params, following)

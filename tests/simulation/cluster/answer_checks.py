@@ -17,6 +17,7 @@ from kaveri.domain.sampling import FinishReason, ResolvedParams, SamplingParams
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
 from kaveri.engine.token_rules import TokenRules
+from kaveri.text.grammars import Grammars
 from tests.simulation.cluster.draws import DrawRecord, DrawRun, seed_salt
 from tests.simulation.cluster.outcomes import RequestOutcome
 from tests.simulation.cluster.plan import ROUTER_DEFAULTS, FaultKind
@@ -260,7 +261,11 @@ def expected_answer(
     params: with a seed where there is a temperature.
     """
     chain, token_ids = model.chain(prompt), list(prompt)
-    rules = TokenRules(params, token_ids, len(prompt), model.vocab_size) if params.has_rules else None
+    rules = None
+    if params.has_rules:
+        eos_token_ids = frozenset({model.eos_token_id})
+        grammars = Grammars(None, model.vocab_size, eos_token_ids)
+        rules = TokenRules(params, token_ids, len(prompt), model.vocab_size, eos_token_ids, grammars)
     for index in range(token_count):
         drawn = model.drawn(SequenceSlice((), 0, (), True, index, params, rules), chain ^ seed_salt(params))
         assert isinstance(drawn, DrawnToken)

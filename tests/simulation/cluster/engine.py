@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
+from kaveri.domain.grammar import Grammar
 from kaveri.engine.blame import StepMember
 from kaveri.engine.contract import (
     EngineEvent,
@@ -36,6 +37,7 @@ from kaveri.kv.replicas.store import ReplicaKey
 from kaveri.kv.transfer.flow import KvFlow
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.telemetry.logs import get_logger
+from kaveri.text.grammars import Grammars
 from tests.simulation.cluster.draws import DrawRecord, DrawRun, life_salt, seed_salt
 from tests.simulation.cluster.kv_memory import KvMemory
 from tests.simulation.cluster.kv_receiver import SimulatedReceiver
@@ -117,7 +119,10 @@ class SimulatedEngine:
             runs_ahead=True,
         )
         self._shared = _EndingShared(self._end)
-        self._lifecycle = Lifecycle(info, chunk_tokens, max_batch, self._shared.put, on_work=self._wake)
+        self._grammars = Grammars(None, model.vocab_size, info.eos_token_ids)
+        self._lifecycle = Lifecycle(
+            info, chunk_tokens, max_batch, self._shared.put, on_work=self._wake, grammars=self._grammars
+        )
         now_s = asyncio.get_running_loop().time
         self._transfers = Transfers(info, self._shared, self._lifecycle, now_s=now_s, token_bytes=rng.randbytes)
         make_receiver = partial(SimulatedReceiver, self._memory, layout, wire, info.epoch, report=self.draws.report)
@@ -227,6 +232,13 @@ class SimulatedEngine:
         self._shared.require_alive()
         self._lifecycle.adopt(key)
         self._shared.publish()
+
+    def prepare(self, grammar: Grammar) -> "Future[None]":
+        prepared: Future[None] = Future()
+        # On no thread, whose time would not be the simulation's.
+        self._grammars.matcher(grammar)
+        prepared.set_result(None)
+        return prepared
 
     def admit(self, key: EngineKey) -> None:
         self._shared.require_alive()

@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kaveri.cluster.store import ViewSource
+from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import Phase, Role
 from kaveri.engine.stepwise.fake import FakeModel
@@ -237,7 +238,7 @@ class World:
 
         async with SimulatedStore(self.store) as store:
             defaults = SamplingDefaults(ROUTER_DEFAULTS.get(life.name, SamplingParams()))
-            life.router = Router(config, store, self.tokenizer, defaults)
+            life.router = Router(config, store, self.tokenizer, defaults, _take_grammar)
             life.serving = router_host(life.router)
             await life.serving.serve(life.stopping)
 
@@ -298,3 +299,7 @@ class World:
         wire, rng = NetworkWire(self.network), random.Random(self.rng.getrandbits(64))
         memory, allocator = KvMemory(self.model, self.plan.replica_blocks), BlockAllocator(self.plan.replica_blocks)
         return SimulatedReplicas(self.model, engine.info.layout, memory, allocator, wire, rng, self.draws)
+
+
+async def _take_grammar(grammar: Grammar, deadline_s: float) -> None:
+    """Takes every grammar, where routers ask a process of their own."""

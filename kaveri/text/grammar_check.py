@@ -1,0 +1,148 @@
+"""Checks grammars of strangers in a process of its own, which is killed when a grammar takes too much.
+
+Limits on steps do not cover all: llguidance allocates the whole of {"minItems": 1000000000} at once, and a failed
+allocation ends its process. Engines compile only what has been checked.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import sys
+import time
+from collections import OrderedDict
+
+from tokenizers import Tokenizer
+
+from kaveri import leash
+from kaveri.domain.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from kaveri.errors import DeadlineExceeded, InvalidArgument, Unavailable
+
+COMPILE_S = 1.0
+"""Longest time that one grammar may take."""
+_LOAD_S = 60.0
+_MEMORY_BYTES = 512 * 2**20
+"""Most memory that compiling may add."""
+_REMEMBERED = 1024
+_LINE_BYTES = 4 * MAX_GRAMMAR_BYTES
+
+
+class GrammarChecker:
+    """Checks grammars one at a time, and remembers the results. The process starts with the first one."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._results: OrderedDict[bytes, str] = OrderedDict()
+
+    async def check(self, grammar: Grammar, deadline_s: float) -> None:
+        """Raise InvalidArgument if the grammar is wrong, takes too much time or memory, or no text matches it;
+        DeadlineExceeded at time.monotonic() == deadline_s; Unavailable if the process does not start."""
+        digest = hashlib.sha256(f"{grammar.kind} {grammar.source}".encode()).digest()
+        if digest not in self._results:
+            try:
+                async with asyncio.timeout(deadline_s - time.monotonic()), self._lock:
+                    self._results[digest] = await self._checked(grammar)
+            except TimeoutError as error:
+                raise DeadlineExceeded from error
+        self._results.move_to_end(digest)
+        while len(self._results) > _REMEMBERED:
+            self._results.popitem(last=False)
+        if limit := self._results[digest]:
+            value = f"a {grammar.kind.value} of {len(grammar.source)} characters"
+            raise InvalidArgument("params.grammar", value, limit)
+
+    async def close(self) -> None:
+        """End the process."""
+        async with self._lock:
+            await self._end()
+
+    async def _checked(self, grammar: Grammar) -> str:
+        """Return what the grammar must be instead; empty if it is fine."""
+        process = self._process or await self._start()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps([grammar.kind, grammar.source]).encode() + b"\n")
+            answer = await self._line(process, COMPILE_S)
+        except BaseException:
+            await self._end()
+            raise
+        if answer is None:
+            await self._end()
+            return f"a grammar that compiles within {COMPILE_S:g} s and {_MEMORY_BYTES // 2**20} MiB"
+        return str(json.loads(answer))
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid())]
+        self._process = process = await asyncio.create_subprocess_exec(
+            *leashed,
+            *(sys.executable, "-P", "-m", "kaveri.text.grammar_check"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            # Rust's last words, when memory ends.
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=_LINE_BYTES,
+        )
+        assert process.stdin is not None
+        try:
+            process.stdin.write(await asyncio.to_thread(self._setup))
+            ready = await self._line(process, _LOAD_S)
+        except BaseException:
+            await self._end()
+            raise
+        if ready is None:
+            await self._end()
+            raise Unavailable("the process that checks grammars does not start")
+        return process
+
+    def _setup(self) -> bytes:
+        return json.dumps([self._tokenizer.to_str(), self._vocab_size]).encode() + b"\n"
+
+    async def _line(self, process: asyncio.subprocess.Process, timeout_s: float) -> bytes | None:
+        """Return the process's next line; None if none comes in time, or the process has ended."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(TimeoutError, OSError):
+            async with asyncio.timeout(timeout_s):
+                await process.stdin.drain()
+                return await process.stdout.readline() or None
+        return None
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        # One that has ended by itself is not killed: asyncio would lose its exit status, and say so.
+        assert process.stdout is not None
+        if not process.stdout.at_eof():
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        await process.wait()
+
+
+def main() -> None:
+    """Run the process: read a tokenizer, then grammars, a JSON line each; write a JSON line for each."""
+    from kaveri.text.grammars import compile_grammar, grammar_tokenizer
+
+    tokenizer_json, vocab_size = json.loads(sys.stdin.readline())
+    tokenizer = grammar_tokenizer(tokenizer_json, vocab_size, frozenset())
+    with open("/proc/self/statm") as statm:
+        taken = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + _MEMORY_BYTES, taken + _MEMORY_BYTES))
+    print('"ready"', flush=True)
+    for line in sys.stdin:
+        kind, source = json.loads(line)
+        limit = ""
+        try:
+            compile_grammar(tokenizer, Grammar(GrammarKind(kind), source))
+        except InvalidArgument as error:
+            limit = error.limit
+        print(json.dumps(limit), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Compiles grammars for a model's tokens, with llguidance, and keeps them. Does not import torch.
+
+The same grammar masks the same tokens on every instance: engines share one version of llguidance, these options, and
+the tokenizer. llguidance releases the GIL while it compiles and while it computes a mask.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Set as AbstractSet
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from kaveri.domain.grammar import Grammar, GrammarKind
+from kaveri.errors import InvalidArgument
+from kaveri.models import resolve_model
+
+_KEPT = 64
+"""Compiled grammars that a process keeps: of the largest ones 10 to 100 MB each."""
+_ERROR_CHARACTERS = 200
+_JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""JSON on one line. Models that may write any whitespace at times write nothing else until max_tokens."""
+_BYTE_TOKENS = 262
+"""Tokens of llguidance's tokenizer of bytes."""
+
+
+def parser_limits() -> LLParserLimits:
+    """Return the limits on a grammar's size and on the work of one mask. They count steps, and so are the same on every
+    machine."""
+    return LLParserLimits(
+        initial_lexer_fuel=300_000,
+        step_lexer_fuel=100_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=100_000,
+        # Errors would show the prompt's schema in logs.
+        verbose_errors=False,
+    )
+
+
+def read_tokenizer(model: str) -> str:
+    """Return a model's tokenizer as the JSON of a tokenizer.json. Blocks for up to seconds."""
+    from transformers import AutoTokenizer
+
+    backend = AutoTokenizer.from_pretrained(resolve_model(model)).backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    return str(backend.to_str())
+
+
+def grammar_tokenizer(tokenizer_json: str | None, vocab_size: int, eos_token_ids: AbstractSet[int]) -> LLTokenizer:
+    """Return the tokens that masks are about. tokenizer_json: None for a model whose tokens 0 to 255 are bytes."""
+    if tokenizer_json is None:
+        return LLTokenizer("byte", n_vocab=max(vocab_size, _BYTE_TOKENS))
+    try:
+        return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(eos_token_ids) or None)
+    except ValueError:
+        # The tokenizer has tokens beyond the model's vocabulary, which masks then leave out.
+        return LLTokenizer(tokenizer_json, eos_token=sorted(eos_token_ids) or None)
+
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """Return a matcher at the beginning of the answer. Raises InvalidArgument if the grammar is wrong, too large, or no
+    text can match it."""
+    try:
+        compiled = _notation_of_llguidance(grammar)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _refused(grammar, str(error)) from error
+    matcher = LLMatcher(tokenizer, compiled, log_level=0, limits=parser_limits())
+    if not matcher.is_error():
+        mask = matcher.compute_bitmask()
+        if not matcher.is_error() and not any(mask):
+            raise _refused(grammar, "no text matches it")
+    if matcher.is_error():
+        raise _refused(grammar, matcher.get_error())
+    return matcher
+
+
+def _notation_of_llguidance(grammar: Grammar) -> str:
+    source = grammar.source
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            schema = json.loads(source)
+            if not isinstance(schema, dict | bool):
+                raise ValueError("a JSON Schema is an object, or true or false")
+            # Its own key, by which a schema would choose options of the compiler.
+            if isinstance(schema, dict) and "x-guidance" in schema:
+                raise ValueError("Unimplemented keys: x-guidance")
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(source)
+        case GrammarKind.CHOICES:
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in json.loads(source)))
+        case GrammarKind.LARK:
+            return grammar_from("grammar", source)
+
+
+def _refused(grammar: Grammar, reason: str) -> InvalidArgument:
+    reason = " ".join(reason.replace("<non-verbose/>", "").split())[:_ERROR_CHARACTERS]
+    value = f"a {grammar.kind.value} of {len(grammar.source)} characters"
+    return InvalidArgument("params.grammar", value, f"a grammar that llguidance takes: {reason}")
+
+
+@cache
+def grammars_of(model: str, vocab_size: int, eos_token_ids: frozenset[int]) -> "Grammars":
+    """Return the compiled grammars of this process for a model, so that an engine compiles what its draws look up."""
+    return Grammars(model, vocab_size, eos_token_ids)
+
+
+class Grammars:
+    """Compiled grammars of an engine's model, by content. Thread-safe."""
+
+    def __init__(self, model: str | None, vocab_size: int, eos_token_ids: AbstractSet[int]) -> None:
+        """model: a path, a hub id or a bundled name, whose tokenizer is read when a grammar is first asked for; None:
+        of bytes, see grammar_tokenizer()."""
+        self._model = model
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._tokenizer: LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[tuple[GrammarKind, str], LLMatcher] = OrderedDict()
+        self._thread: ThreadPoolExecutor | None = None
+
+    def prepare(self, grammar: Grammar) -> "Future[None]":
+        """Compile a grammar on a thread of its own. The result raises InvalidArgument as compile_grammar()."""
+        if self._kept(grammar) is not None:
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        return self._thread.submit(self._prepare, grammar)
+
+    def matcher(self, grammar: Grammar) -> LLMatcher:
+        """Return a new matcher at the beginning of the answer. Compiles the grammar if it was not prepared, or is not
+        kept any more."""
+        return (self._kept(grammar) or self._compile(grammar)).deep_copy()
+
+    def _prepare(self, grammar: Grammar) -> None:
+        # It may have been prepared since.
+        if self._kept(grammar) is None:
+            self._compile(grammar)
+
+    def _kept(self, grammar: Grammar) -> LLMatcher | None:
+        key = grammar.kind, grammar.source
+        with self._lock:
+            kept = self._compiled.get(key)
+            if kept is not None:
+                self._compiled.move_to_end(key)
+            return kept
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        if self._tokenizer is None:
+            tokenizer_json = None if self._model is None else read_tokenizer(self._model)
+            self._tokenizer = grammar_tokenizer(tokenizer_json, self._vocab_size, self._eos_token_ids)
+        compiled = compile_grammar(self._tokenizer, grammar)
+        with self._lock:
+            self._compiled[grammar.kind, grammar.source] = compiled
+            while len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return compiled
