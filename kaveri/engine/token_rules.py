@@ -88,6 +88,7 @@ class TokenRules:
         self._vocab_size = vocab_size
         # Where the answer ends. A request with a grammar does not ignore the model's own.
         self._ending_ids = sorted({*params.stop_token_ids, *eos_token_ids})
+        self._never_ids: list[int] = []
         self._grammars = grammars
         self._changed = _ChangedTokens(params)
         self._grammar: _FollowedGrammar | None = None
@@ -112,7 +113,9 @@ class TokenRules:
             self._changed.add_prompt(self._history[: self._answer_start])
         if params.grammar is not None:
             assert self._grammars is not None, "the engine has grammars"
-            self._grammar = _FollowedGrammar(self._grammars.matcher(params.grammar), params.grammar.begins_after)
+            matcher = self._grammars.matcher(params.grammar)
+            self._grammar = _FollowedGrammar(matcher, params.grammar.begins_after)
+            self._never_ids = [each for each in self._grammars.end_ids if each < self._vocab_size]
         self._seen = 0
 
     def _allowed_now(self, index: int) -> npt.NDArray[np.bool_] | None:
@@ -120,6 +123,7 @@ class TokenRules:
         if self._grammar is None or not self._grammar.has_begun:
             return self._allowed
         allowed, may_end = self._grammar.allowed(self._vocab_size)
+        allowed[self._never_ids] = False
         allowed[self._ending_ids] = False
         # A whole answer ends, even before min_tokens: nothing else can come.
         if may_end and (index >= self._params.min_tokens or not allowed.any()):

@@ -39,7 +39,9 @@ def reserve_resumed(pair: Pair, request: EngineRequest, held_tokens: int, expire
 
 def push_held(pair: Pair, request: EngineRequest, ticket: Ticket) -> None:
     """Make the prefill engine compute and push the KV of the ticket's tokens, which are the request's first ones."""
-    params = replace(request.params, max_tokens=MAX_MODEL_LEN, ignore_eos=True, stop_token_ids=(), logprobs=None)
+    params = replace(
+        request.params, max_tokens=MAX_MODEL_LEN, ignore_eos=True, stop_token_ids=(), logprobs=None, grammar=None
+    )
     held = EngineRequest(request.key, request.token_ids[: ticket.token_count], 0, params)
     when_there_is_room(lambda: pair.prefill.prefill(held))
     pair.prefill.push_to(request.key, ticket)

@@ -1,19 +1,25 @@
-"""Conformance tests of penalties, biases and tokens ruled out, for every engine. Subclass RulesConformance together
-with EngineConformance. The parameters change the answer, and it is the same wherever and however often it goes on. Not
-verified: the arithmetic, which the engines share (kaveri.engine.token_rules)."""
+"""Conformance tests of penalties, biases, tokens ruled out and grammars, for every engine. Subclass RulesConformance
+together with EngineConformance. To the model's tokenizer, tokens 0 to 255 must be bytes, and others their ids between
+"<" and ">". The parameters change the answer, and it is the same wherever and however often it goes on. Not verified:
+the arithmetic, which the engines share (kaveri.engine.token_rules)."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from kaveri.domain.grammar import Grammar
+from kaveri.domain.sampling import FinishReason
 from kaveri.engine.contract import EngineKey, EngineRequest, RequestFailed
 from kaveri.testing.engine_conformance import EngineHarness, Pair, make_request, running_pair
-from kaveri.testing.engine_recorder import wait_until_free
+from kaveri.testing.engine_recorder import SOON_S, wait_until_free
 from kaveri.testing.engine_resumption import drawn_so_far, resume
 
 _TOKENS = 40
+_BYTES = 256
+_PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": -0.3, "frequency_penalty": 0.4}
 _FEW = 12
 _RULES: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.8},
@@ -21,10 +27,14 @@ _RULES: dict[str, dict[str, Any]] = {
     "all penalties, sampled": {
         "temperature": 1.0,
         "min_p": 0.02,
-        "repetition_penalty": 1.2,
-        "presence_penalty": -0.3,
-        "frequency_penalty": 0.4,
+        **_PENALTIES,
     },
+}
+_SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 9999}, "kind": {"enum": ["ab", "cd"]}},
+    "required": ["size", "kind"],
+    "additionalProperties": False,
 }
 
 
@@ -38,7 +48,65 @@ def _answer(pair: Pair, request: EngineRequest) -> list[int]:
     return pair.answer(request)
 
 
+def _text(pair: Pair, token_ids: list[int]) -> str:
+    *others, last = token_ids
+    assert last in pair.decode.info.eos_token_ids
+    parts = [bytes([each]) if each < _BYTES else f"<{each}>".encode() for each in others]
+    return b"".join(parts).decode()
+
+
 class RulesConformance:
+    @pytest.mark.parametrize("rules", [{}, {"temperature": 1.0}, {"temperature": 1.0, "min_p": 0.01, **_PENALTIES}])
+    def test_answer_with_a_schema_is_json_of_it_wherever_it_goes_on(
+        self, harness: EngineHarness, rules: dict[str, Any]
+    ) -> None:
+        with running_pair(harness) as pair:
+            grammar = Grammar.json_schema(_SCHEMA)
+            for engine in (pair.prefill, pair.decode):
+                engine.prepare(grammar).result(SOON_S)
+            free = make_request(pair.prefill, "free", 37, _TOKENS)
+            asked = _asked_again(free, "asked", ignore_eos=False, grammar=grammar, **rules)
+            answer = _answer(pair, asked)
+            found = json.loads(_text(pair, answer))
+            assert list(found) == ["size", "kind"]
+            assert 0 <= found["size"] <= 9999
+            assert found["kind"] in ("ab", "cd")
+            for drawn in (1, 2, len(answer) // 2, len(answer) - 1):
+                placed = drawn_so_far(asked, answer, drawn, f"placed behind {drawn}")
+                assert _answer(pair, placed) == answer[drawn:]
+                resumed = drawn_so_far(asked, answer, drawn, f"resumed behind {drawn}")
+                resume(pair, resumed, pair.decode.info.layout.block_tokens)
+                pair.decoded.wait_for_finish(resumed.key)
+                assert pair.decoded.token_ids[resumed.key] == answer[drawn:]
+            wait_until_free(pair.prefill, pair.decode)
+
+    def test_grammar_says_where_the_answer_ends(self, harness: EngineHarness) -> None:
+        with running_pair(harness) as pair:
+            free = make_request(pair.prefill, "free", 19, _TOKENS)
+            yes, several = Grammar.choices(["yes"]), Grammar.regex("a{3,}")
+            # A whole answer ends, even before min_tokens; one that may go on does not.
+            whole = _answer(pair, _asked_again(free, "whole", ignore_eos=False, grammar=yes, min_tokens=20))
+            assert _text(pair, whole) == "yes"
+            bias = dict.fromkeys(pair.decode.info.eos_token_ids, 100.0)
+            longer = _asked_again(free, "longer", ignore_eos=False, grammar=several, min_tokens=9, logit_bias=bias)
+            assert len(_answer(pair, longer)) == 10
+            shorter = _asked_again(free, "shorter", ignore_eos=False, grammar=several, logit_bias=bias)
+            assert _text(pair, _answer(pair, shorter)) == "aaa"
+            # A stop token ends it where the grammar may end, and nowhere else.
+            stopped = _asked_again(free, "stopped", ignore_eos=False, grammar=several, stop_token_ids=(300,))
+            stopped = replace(stopped, params=replace(stopped.params, logit_bias=((300, 100.0),)))
+            assert _answer(pair, stopped) == [*b"aaa", 300]
+            cut = _asked_again(free, "cut", ignore_eos=False, grammar=Grammar.regex("a{30,}"), max_tokens=7)
+            assert bytes(_answer(pair, cut)) == b"a" * 7
+            assert pair.decoded.finished[cut.key] is FinishReason.LENGTH
+            # Only what follows the tokens that end the reasoning is masked.
+            begin = _answer(pair, free)[2:4]
+            after = _asked_again(free, "after", ignore_eos=False, grammar=replace(yes, begins_after=tuple(begin)))
+            answer = _answer(pair, after)
+            assert answer[:4] == _answer(pair, _asked_again(free, "free again"))[:4]
+            assert _text(pair, answer[4:]) == "yes"
+            wait_until_free(pair.prefill, pair.decode)
+
     @pytest.mark.parametrize("rules", _RULES)
     def test_penalties_count_all_tokens_wherever_the_answer_goes_on(self, harness: EngineHarness, rules: str) -> None:
         with running_pair(harness) as pair:

@@ -7,6 +7,7 @@ the tokenizer. llguidance releases the GIL while it compiles and while it comput
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -23,8 +24,6 @@ _KEPT = 64
 _ERROR_CHARACTERS = 200
 _JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """JSON on one line. Models that may write any whitespace at times write nothing else until max_tokens."""
-_BYTE_TOKENS = 262
-"""Tokens of llguidance's tokenizer of bytes."""
 
 
 def parser_limits() -> LLParserLimits:
@@ -54,12 +53,13 @@ def read_tokenizer(model: str) -> str:
 def grammar_tokenizer(tokenizer_json: str | None, vocab_size: int, eos_token_ids: AbstractSet[int]) -> LLTokenizer:
     """Return the tokens that masks are about. tokenizer_json: None for a model whose tokens 0 to 255 are bytes."""
     if tokenizer_json is None:
-        return LLTokenizer("byte", n_vocab=max(vocab_size, _BYTE_TOKENS))
+        return LLTokenizer("byte")
+    eos_token = sorted(eos_token_ids) or None
     try:
-        return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(eos_token_ids) or None)
+        return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos_token)
     except ValueError:
         # The tokenizer has tokens beyond the model's vocabulary, which masks then leave out.
-        return LLTokenizer(tokenizer_json, eos_token=sorted(eos_token_ids) or None)
+        return LLTokenizer(tokenizer_json, eos_token=eos_token)
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
@@ -138,6 +138,12 @@ class Grammars:
         """Return a new matcher at the beginning of the answer. Compiles the grammar if it was not prepared, or is not
         kept any more."""
         return (self._kept(grammar) or self._compile(grammar)).deep_copy()
+
+    @property
+    def end_ids(self) -> Sequence[int]:
+        """Tokens that end a text for the tokenizer, which need not be those that end the model's answers."""
+        assert self._tokenizer is not None, "a grammar has been compiled"
+        return self._tokenizer.eos_tokens
 
     def _prepare(self, grammar: Grammar) -> None:
         # It may have been prepared since.

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from kaveri.domain.grammar import Grammar
 from kaveri.engine.contract import EngineEvent, EngineInfo, EngineListener, EngineRequest
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.ticket import Ticket
@@ -178,6 +179,9 @@ class RemoteEngine:
     ) -> "Future[Ticket]":
         return self.process.call("reserve", request, expires_in_s, source, held_tokens)
 
+    def prepare(self, grammar: Grammar) -> "Future[None]":
+        return self.process.call("prepare", grammar)
+
     def _call(self, method: str, *arguments: object) -> Any:
         return self.process.call(method, *arguments).result(_ANSWER_TIMEOUT_S)
 
@@ -199,7 +203,7 @@ def _serve(connection: Connection, prepare: Callable[..., MakeEngine], arguments
         with lock:
             connection.send((number, result, packed))
 
-    def send_outcome(number: int, done: "Future[Ticket]") -> None:
+    def send_outcome(number: int, done: "Future[Any]") -> None:
         error = done.exception()
         send(number, None if error is not None else done.result(), error)
 
@@ -216,8 +220,8 @@ def _serve(connection: Connection, prepare: Callable[..., MakeEngine], arguments
                 result = engine.info
             elif method == "start":
                 result = engine.start(lambda events: send(None, tuple(events), None))
-            elif method == "reserve":
-                engine.reserve(*given).add_done_callback(partial(send_outcome, number))
+            elif method in ("reserve", "prepare"):
+                getattr(engine, method)(*given).add_done_callback(partial(send_outcome, number))
                 continue
             else:
                 result = getattr(engine, method)(*given)

@@ -50,7 +50,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("vllm")
     # Heads as wide as vLLM's CPU kernels take them.
     return make_tiny_model(
-        tmp_path_factory.mktemp("model"), "qwen2", max_positions=256, eos_token_id=7, hidden_size=128, head_dim=32
+        tmp_path_factory.mktemp("model"),
+        "qwen2",
+        max_positions=256,
+        eos_token_id=7,
+        hidden_size=128,
+        head_dim=32,
+        tokenizer=True,
     )
 
 
