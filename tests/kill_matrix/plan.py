@@ -2,10 +2,11 @@
 
 import enum
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from kaveri import SamplingParams
+from kaveri import Grammar, SamplingParams
 
 FREEZES_S = (0.3, 1.0, 5.0)
 MOST_DOWN_S = 1.0
@@ -94,14 +95,29 @@ def _question(rng: random.Random, number: int, largest_token: int) -> MatrixQues
     prompt_tokens = rng.choice((rng.randint(1, 40), rng.randint(60, 200), rng.randint(200, 500)))
     max_tokens = rng.choice((rng.randint(1, 3), rng.randint(10, 60), rng.randint(60, 150), rng.randint(60, 150)))
     sampled = number % 2 == 1
-    return MatrixQuestion(
-        tuple(rng.randint(1, largest_token) for _ in range(prompt_tokens)),
-        SamplingParams(
-            max_tokens=max_tokens,
-            temperature=1.0 if sampled else 0.0,
-            seed=rng.getrandbits(32) if sampled else None,
-            ignore_eos=True,
-            logprobs=rng.choice((None, 0, 2)),
-            stop=(_STOP_TEXT,) if number % 5 == 0 else (),
-        ),
+    prompt = tuple(rng.randint(1, largest_token) for _ in range(prompt_tokens))
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if sampled else 0.0,
+        seed=rng.getrandbits(32) if sampled else None,
+        ignore_eos=True,
+        logprobs=rng.choice((None, 0, 2)),
+        stop=(_STOP_TEXT,) if number % 5 == 0 else (),
     )
+    return MatrixQuestion(prompt, replace(params, **_RULES[number // 2 % len(_RULES)]))
+
+
+_RULES: Sequence[Mapping[str, Any]] = (
+    {},
+    {},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
+    {"presence_penalty": 1.5, "bad_words": ("the", "a")},
+    {"grammar": Grammar.regex("([a-z]{2,9} ){3,40}"), "ignore_eos": False, "stop": ()},
+    {
+        "grammar": Grammar.json_schema({"type": "array", "items": {"type": "integer"}, "minItems": 30}),
+        "ignore_eos": False,
+        "frequency_penalty": 0.2,
+        "stop": (),
+    },
+)
+"""What questions ask of their tokens, in turn."""

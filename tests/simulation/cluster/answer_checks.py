@@ -178,7 +178,7 @@ class AnswerChecker:
         answers = [expected_answer(self.model, prompt, params, len(token_ids)) for params in possible]
         if token_ids not in answers:
             right = max(sum(takewhile(bool, map(eq, token_ids, expected))) for expected in answers)
-            yield f"token {right} is {token_ids[right]}, not one of {sorted({each[right] for each in answers})}"
+            yield f"token {right} is {token_ids[right]}, not one of {sorted({token for each in answers for token in each[right : right + 1]})}"
 
     def _text_violations(self, outcome: RequestOutcome, prompt: tuple[int, ...]) -> Iterator[str]:
         text = "".join(chunk.text for chunk in outcome.chunks)
@@ -268,7 +268,9 @@ def expected_answer(
         rules = TokenRules(params, token_ids, len(prompt), model.vocab_size, eos_token_ids, grammars)
     for index in range(token_count):
         drawn = model.drawn(SequenceSlice((), 0, (), True, index, params, rules), chain ^ seed_salt(params))
-        assert isinstance(drawn, DrawnToken)
+        if not isinstance(drawn, DrawnToken):
+            # Behind the end of an answer with a grammar.
+            break
         token_ids.append(drawn.token_id)
         chain = model.chain(token_ids[-1:], chain)
     return tuple(token_ids[len(prompt) :])

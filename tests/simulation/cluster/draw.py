@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import DrainWay, Phase, Role
 from kaveri.policy.admission import AdmissionPolicy
@@ -368,6 +369,8 @@ def _rules(rng: random.Random) -> dict[str, Any]:
             {"repetition_penalty": 1.7, "allowed_token_ids": token_ids},
             {"presence_penalty": 1.5, "frequency_penalty": 0.5, "allowed_token_ids": token_ids},
             {"logit_bias": dict.fromkeys(token_ids, 5.0), "frequency_penalty": 1.0},
+            # Of bytes, which the simulated engines' tokens are to grammars.
+            {"grammar": Grammar.regex("([!-%][&-*]){3,20}"), "ignore_eos": False, "min_tokens": 0},
         )
     )
 

@@ -16,6 +16,7 @@ from kaveri.cluster.monitored_membership import MonitoredMembership
 from kaveri.domain import owner as owners
 from kaveri.engine.stepwise import residency as stepwise_residency
 from kaveri.engine.stepwise.lifecycle import Lifecycle
+from kaveri.engine.token_rules import TokenRules
 from kaveri.feeds import feed as feeds
 from kaveri.lives import decoding, prompt
 from kaveri.lives import request as request_life
@@ -487,4 +488,36 @@ def preempted_kv_counts_as_computed() -> Iterator[None]:
         return give_up_blocks
 
     with replaced(stepwise_residency.Residency, "_give_up_blocks", make):
+        yield
+
+
+# What a request asks of its tokens.
+
+
+def _forgetting(is_wanted: Callable[[Any], bool]) -> AbstractContextManager[None]:
+    """Rules that know nothing of the answer before their first draw."""
+
+    def make(original: Any) -> Any:
+        def changes(self: Any, index: int) -> Any:
+            if self._seen < 0 and is_wanted(self._params):
+                self._begin()
+                self._seen = index
+            return original(self, index)
+
+        return changes
+
+    return replaced(TokenRules, "changes", make)
+
+
+@planted
+def penalties_count_from_the_resume_on() -> Iterator[None]:
+    """An engine that goes on with a request penalizes only the tokens that it draws itself."""
+    with _forgetting(lambda params: params.grammar is None):
+        yield
+
+
+@planted
+def grammar_begins_anew_at_a_resume() -> Iterator[None]:
+    """An engine that goes on with a request has its grammar begin anew."""
+    with _forgetting(lambda params: params.grammar is not None):
         yield
