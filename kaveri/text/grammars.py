@@ -22,6 +22,7 @@ from kaveri.models import resolve_model
 _KEPT = 64
 """Compiled grammars that a process keeps: of the largest ones 10 to 100 MB each."""
 _ERROR_CHARACTERS = 200
+_UNMATCHED = "no text matches it"
 _JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """JSON on one line. Models that may write any whitespace at times write nothing else until max_tokens."""
 
@@ -73,9 +74,10 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     if not matcher.is_error():
         mask = matcher.compute_bitmask()
         if not matcher.is_error() and not any(mask):
-            raise _refused(grammar, "no text matches it")
+            raise _refused(grammar, _UNMATCHED)
     if matcher.is_error():
-        raise _refused(grammar, matcher.get_error())
+        nothing = "NoExtension" in matcher.get_error()
+        raise _refused(grammar, _UNMATCHED if nothing else matcher.get_error())
     return matcher
 
 
@@ -86,8 +88,12 @@ def _notation_of_llguidance(grammar: Grammar) -> str:
             schema = json.loads(source)
             if not isinstance(schema, dict | bool):
                 raise ValueError("a JSON Schema is an object, or true or false")
+            if schema is False:
+                raise ValueError(_UNMATCHED)
+            if schema is True:
+                schema = {}
             # Its own key, by which a schema would choose options of the compiler.
-            if isinstance(schema, dict) and "x-guidance" in schema:
+            if "x-guidance" in schema:
                 raise ValueError("Unimplemented keys: x-guidance")
             return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
         case GrammarKind.REGEX:

@@ -178,7 +178,8 @@ class AnswerChecker:
         answers = [expected_answer(self.model, prompt, params, len(token_ids)) for params in possible]
         if token_ids not in answers:
             right = max(sum(takewhile(bool, map(eq, token_ids, expected))) for expected in answers)
-            yield f"token {right} is {token_ids[right]}, not one of {sorted({token for each in answers for token in each[right : right + 1]})}"
+            wanted = sorted({token_id for each in answers for token_id in each[right : right + 1]})
+            yield f"token {right} is {token_ids[right]}, not one of {wanted}"
 
     def _text_violations(self, outcome: RequestOutcome, prompt: tuple[int, ...]) -> Iterator[str]:
         text = "".join(chunk.text for chunk in outcome.chunks)
