@@ -78,4 +78,5 @@ def _json(value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidArgument(_FIELD, value, f"JSON: {error}") from error
+        # Not the value itself: showing it may fail as this did.
+        raise InvalidArgument(_FIELD, f"a {type(value).__name__}", f"JSON: {error}") from error

@@ -126,7 +126,7 @@ class GrammarChecker:
 
 def main() -> None:
     """Run the process: read a tokenizer, then grammars, a JSON line each; write a JSON line for each."""
-    from kaveri.text.grammars import compile_grammar, grammar_tokenizer
+    from kaveri.text.grammars import check_grammar, grammar_tokenizer
 
     tokenizer_json, vocab_size = json.loads(sys.stdin.readline())
     tokenizer = grammar_tokenizer(tokenizer_json, vocab_size, frozenset())
@@ -138,7 +138,7 @@ def main() -> None:
         kind, source = json.loads(line)
         limit = ""
         try:
-            compile_grammar(tokenizer, Grammar(GrammarKind(kind), source))
+            check_grammar(tokenizer, Grammar(GrammarKind(kind), source))
         except InvalidArgument as error:
             limit = error.limit
         print(json.dumps(limit), flush=True)

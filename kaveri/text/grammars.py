@@ -5,6 +5,7 @@ the tokenizer. llguidance releases the GIL while it compiles and while it comput
 """
 
 import json
+import random
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from kaveri.models import resolve_model
 _KEPT = 64
 """Compiled grammars that a process keeps: of the largest ones 10 to 100 MB each."""
 _ERROR_CHARACTERS = 200
+_TRIED_TOKENS = 16
 _UNMATCHED = "no text matches it"
 _JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """JSON on one line. Models that may write any whitespace at times write nothing else until max_tokens."""
@@ -79,6 +81,23 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         nothing = "NoExtension" in matcher.get_error()
         raise _refused(grammar, _UNMATCHED if nothing else matcher.get_error())
     return matcher
+
+
+def check_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> None:
+    """Compile a grammar, and follow a short made-up answer. Raises InvalidArgument as compile_grammar(), and if the
+    answer shows that the grammar is too complex."""
+    matcher, rng = compile_grammar(tokenizer, grammar), random.Random(0)
+    for _ in range(_TRIED_TOKENS):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_stopped() or not mask:
+            break
+        # An allowed token that is somewhere in the vocabulary.
+        above = mask >> (start := rng.randrange(mask.bit_length()))
+        token_id = start + (above & -above).bit_length() - 1
+        if token_id in tokenizer.eos_tokens or not matcher.consume_token(token_id):
+            break
+    if matcher.is_error():
+        raise _refused(grammar, matcher.get_error())
 
 
 def _notation_of_llguidance(grammar: Grammar) -> str:
