@@ -1,0 +1,42 @@
+"""Parts of an answer, and the interfaces of parsers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model has thought, and that is no part of its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool, whole."""
+
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+Part = Reasoning | Content | ToolCall
+
+
+class ToolParser(Protocol):
+    """Parser of one answer's text behind its reasoning."""
+
+    def feed(self, text: str) -> Iterator[Part]:
+        """Take further text; yield the Content and ToolCalls that it completes. Text that may still become a call is
+        held back. Calls that are malformed are Content, unchanged."""
+
+    def close(self) -> Iterator[Part]:
+        """Yield what was held back, at the end of the answer."""

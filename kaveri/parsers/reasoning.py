@@ -1,0 +1,48 @@
+"""Separates the reasoning at the beginning of an answer, between two markers."""
+
+from collections.abc import Iterator
+
+from kaveri.parsers.markers import held_length
+from kaveri.parsers.parts import Content, Part, Reasoning
+
+THINK_BEGIN, THINK_END = "<think>", "</think>"
+
+
+class ThinkParser:
+    """Parser of <think> ... </think>. What follows is Content; so is an answer that does not begin with <think>."""
+
+    def __init__(self, *, has_begun: bool) -> None:
+        """has_begun: the prompt ends within the reasoning, so the answer has no <think>."""
+        self._state = "inside" if has_begun else "before"
+        self._held = ""
+
+    def feed(self, text: str) -> Iterator[Part]:
+        """Take further text; yield the parts that it decides."""
+        text, self._held = self._held + text, ""
+        if self._state == "before":
+            beginning = text.lstrip()
+            if len(beginning) < len(THINK_BEGIN) and THINK_BEGIN.startswith(beginning):
+                self._held = text
+                return
+            if beginning.startswith(THINK_BEGIN):
+                self._state, text = "inside", beginning.removeprefix(THINK_BEGIN)
+            else:
+                self._state = "behind"
+        if self._state == "inside":
+            thought, marker, rest = text.partition(THINK_END)
+            if marker:
+                self._state = "behind"
+            else:
+                held = held_length(text, THINK_END)
+                thought, self._held = text[: len(text) - held], text[len(text) - held :]
+            if thought:
+                yield Reasoning(thought)
+            text = rest
+        if text:
+            yield Content(text)
+
+    def close(self) -> Iterator[Part]:
+        """Yield what was held back, at the end of the answer."""
+        held, self._held = self._held, ""
+        if held:
+            yield Reasoning(held) if self._state == "inside" else Content(held)
