@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kaveri.client.answer import Chunk, Completion, ModelInfo, PromptToken, ServerTiming, Timing, Usage
     from kaveri.client.async_client import AsyncClient, AsyncStream
-    from kaveri.client.request import Message
+    from kaveri.client.request import ChatOptions, Message
     from kaveri.client.sync_client import Client, Stream
     from kaveri.domain.grammar import Grammar
     from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams
@@ -41,12 +41,14 @@ if TYPE_CHECKING:
         Unauthenticated,
         Unavailable,
     )
+    from kaveri.parsers.parts import ToolCall
     from kaveri.security.tls_files import TlsFiles
 
 __all__ = [
     "AnswerCut",
     "AsyncClient",
     "AsyncStream",
+    "ChatOptions",
     "Chunk",
     "Client",
     "Completion",
@@ -71,6 +73,7 @@ __all__ = [
     "Stream",
     "Timing",
     "TlsFiles",
+    "ToolCall",
     "Unauthenticated",
     "Unavailable",
     "Usage",
@@ -82,9 +85,11 @@ _MODULES = {
     **dict.fromkeys(_ANSWERS, "kaveri.client.answer"),
     **dict.fromkeys(("Client", "Stream"), "kaveri.client.sync_client"),
     "Grammar": "kaveri.domain.grammar",
+    "ToolCall": "kaveri.parsers.parts",
     **dict.fromkeys(("FinishReason", "Logprobs", "SamplingParams"), "kaveri.domain.sampling"),
     "AsyncClient": "kaveri.client.async_client",
     "AsyncStream": "kaveri.client.async_client",
+    "ChatOptions": "kaveri.client.request",
     "Message": "kaveri.client.request",
     "TlsFiles": "kaveri.security.tls_files",
 }

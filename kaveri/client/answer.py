@@ -1,11 +1,13 @@
 """Values returned by the SDK: chunks of an answer, whole answers, timings, models."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams
 from kaveri.errors import AnswerCut, InvalidArgument
+from kaveri.parsers.answer import PLAIN, AnswerForm
+from kaveri.parsers.parts import Content, Part, Reasoning, ToolCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,13 +156,45 @@ class Completion:
     timing: Timing
     prompt_tokens: tuple[PromptToken, ...] = ()
     """Tokens of the prompt if prompt_logprobs are requested, else empty."""
+    answer_form: AnswerForm = PLAIN
+    """How the text is read: where the model's calls of tools and its reasoning are."""
+
+    @property
+    def parts(self) -> list[Part]:
+        """Reasoning, Content and ToolCalls of the text, in order. Raises ValueError if the parser is not installed."""
+        parser = self.answer_form.parser()
+        return [*parser.feed(self.text), *parser.close()]
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """Calls of tools that the answer has, each with its name and its arguments, JSON."""
+        return [part for part in self.parts if isinstance(part, ToolCall)]
+
+    @property
+    def content(self) -> str:
+        """Text without reasoning and calls."""
+        return "".join(part.text for part in self.parts if isinstance(part, Content))
+
+    @property
+    def reasoning(self) -> str:
+        """What the model thought before its answer."""
+        return "".join(part.text for part in self.parts if isinstance(part, Reasoning))
 
     def parsed(self, schema: type[JsonModelT]) -> JsonModelT:
         """Return an object of `schema` read from the text. Raises AnswerCut if the answer ended too early, and what
         schema raises."""
         if self.finish_reason is not FinishReason.STOP:
             raise AnswerCut(self.request_id, self.text, self.finish_reason)
-        return schema.model_validate_json(self.text)
+        return schema.model_validate_json(self.content)
+
+
+class RenderedPrompt(NamedTuple):
+    """A prompt as tokens, and what a request that sends them needs beside."""
+
+    token_ids: tuple[int, ...]
+    grammar: Grammar | None
+    """For SamplingParams: the request's own, or one that also says which calls of tools there must be."""
+    answer_form: AnswerForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from kaveri.client.answer import (
     JsonModelT,
     ModelInfo,
     PromptToken,
+    RenderedPrompt,
     ServerTiming,
     Timing,
     Usage,
@@ -26,17 +27,27 @@ from kaveri.client.answer import (
 from kaveri.client.api_key import find_api_key
 from kaveri.client.defaults import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 from kaveri.client.direct import DirectStreams
-from kaveri.client.request import MessageLike, build_request, check_text, check_timeout
+from kaveri.client.request import ChatOptions, MessageLike, build_request, check_text, check_timeout
 from kaveri.client.routers import Routers, check_not_forked, is_forked
 from kaveri.client.sessions import Sessions
 from kaveri.client.targets import Targets, check_targets
+from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import InvalidArgument, KaveriError, RequestCancelled, Unavailable
+from kaveri.parsers.answer import PLAIN
 from kaveri.rpc.tls import RpcTls
 from kaveri.security.tls_files import TlsFiles
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES, MIN_SECRET_BYTES
-from kaveri.wire.messages import FINISH_FROM_PROTO, id_drawn_from, logprobs_from_proto, params_from_proto
+from kaveri.wire.messages import (
+    FINISH_FROM_PROTO,
+    form_from_proto,
+    grammar_from_proto,
+    grammar_to_proto,
+    id_drawn_from,
+    logprobs_from_proto,
+    params_from_proto,
+)
 
 
 class AsyncStream:
@@ -67,6 +78,8 @@ class AsyncStream:
         """Tokens of the prompt; None until the first chunk."""
         self.completion_tokens = 0
         """Tokens received so far."""
+        self.answer_form = PLAIN
+        """How the text is read, for tool calls and reasoning; known from the first chunk on."""
         self._sessions = sessions
         self._loop = asyncio.get_running_loop()
         self._process_id = os.getpid()
@@ -118,6 +131,7 @@ class AsyncStream:
             usage=last.usage,
             timing=last.timing,
             prompt_tokens=tuple(token for chunk in chunks for token in chunk.prompt_tokens),
+            answer_form=self.answer_form,
         )
 
     def close(self) -> None:
@@ -154,6 +168,8 @@ class AsyncStream:
                 self._first_s = now_s
             self._last_s = now_s
             self.completion_tokens += len(response.token_ids)
+        if response.HasField("answer_form"):
+            self.answer_form = form_from_proto(response.answer_form)
         is_last = self._sessions.received.is_complete
         if self.prompt_tokens is None and response.HasField("usage"):
             self.prompt_tokens = response.usage.prompt_tokens
@@ -253,6 +269,7 @@ class AsyncClient:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[MessageLike] | None = None,
+        chat: ChatOptions | None = None,
         params: SamplingParams | None = None,
         schema: None = None,
         model: str | None = None,
@@ -267,6 +284,7 @@ class AsyncClient:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[MessageLike] | None = None,
+        chat: ChatOptions | None = None,
         params: SamplingParams | None = None,
         schema: type[JsonModelT],
         model: str | None = None,
@@ -280,6 +298,7 @@ class AsyncClient:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[MessageLike] | None = None,
+        chat: ChatOptions | None = None,
         params: SamplingParams | None = None,
         schema: type[JsonModelT] | None = None,
         model: str | None = None,
@@ -294,6 +313,7 @@ class AsyncClient:
             prompt,
             prompt_token_ids=prompt_token_ids,
             messages=messages,
+            chat=chat,
             params=params,
             model=model,
             request_id=request_id,
@@ -309,6 +329,7 @@ class AsyncClient:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[MessageLike] | None = None,
+        chat: ChatOptions | None = None,
         params: SamplingParams | None = None,
         model: str | None = None,
         request_id: str | None = None,
@@ -319,7 +340,7 @@ class AsyncClient:
         check_timeout(timeout_s)
         secret = secrets.token_bytes(MIN_SECRET_BYTES)
         request_id = id_drawn_from(secret) if request_id is None else request_id
-        request = build_request(prompt, prompt_token_ids, messages, params, model, request_id)
+        request = build_request(prompt, prompt_token_ids, messages, params, model, request_id, chat)
         request.secret = secret
         sessions = Sessions(request, self._connect(), self._deadline_s(timeout_s), self._direct)
         stream = AsyncStream(sessions, request_id, started_s)
@@ -359,13 +380,32 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of a text or of messages, as generate() encodes them. Raises as generate()."""
-        built = build_request(prompt, None, messages, None, model, "tokenize")
+        return (await self.render(prompt, messages=messages, model=model, timeout_s=timeout_s)).token_ids
+
+    async def render(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[MessageLike] | None = None,
+        chat: ChatOptions | None = None,
+        grammar: Grammar | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+    ) -> RenderedPrompt:
+        """Return the token ids of a text or of messages, with what a request that sends these in place of the messages
+        needs. grammar: of the request. Raises as generate()."""
+        built = build_request(prompt, None, messages, None, model, "tokenize", chat)
         request = inference_pb2.TokenizeRequest(model=built.model)
         if built.WhichOneof("prompt") == "text":
             request.text = built.text
         else:
             request.messages.CopyFrom(built.messages)
-        return tuple((await self._ask("Tokenize", request, timeout_s)).token_ids)
+            if grammar is not None:
+                request.grammar.CopyFrom(grammar_to_proto(grammar))
+        response = await self._ask("Tokenize", request, timeout_s)
+        if response.HasField("grammar"):
+            grammar = grammar_from_proto(response.grammar)
+        return RenderedPrompt(tuple(response.token_ids), grammar, form_from_proto(response.answer_form))
 
     async def detokenize(
         self, token_ids: Sequence[int], *, model: str | None = None, timeout_s: float | None = None

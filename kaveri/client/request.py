@@ -1,8 +1,9 @@
 """Validates a call's arguments and builds its GenerateRequest. Pure."""
 
+import json
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kaveri.domain.sampling import SamplingParams, ordered_items, whole_number
@@ -18,12 +19,41 @@ class Message:
 
     role: str
     """The speaker: "system", "user" or "assistant" for most chat templates."""
-    content: str | Sequence[str]
+    content: str | Sequence[str] = ""
     """Text, or its parts. Chat templates that do not iterate over parts get them joined by line breaks."""
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    """Of an assistant: the calls that it made, as OpenAI's: {"id": ..., "type": "function", "function": {"name": ...,
+    "arguments": JSON in a text}}."""
+    tool_call_id: str = ""
+    """Of a tool: id of the call that it answers."""
+    name: str = ""
+    """Name of the tool. Few chat templates show it."""
+    reasoning: str = ""
+    """Of an assistant: what it thought. Few chat templates show it."""
 
 
-MessageLike = Message | Mapping[str, str | Sequence[str]]
-"""A Message, or a mapping with the keys role and content."""
+MessageLike = Message | Mapping[str, Any]
+"""A Message, or a mapping with its fields, of which role is needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """What a conversation has beside its messages."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Tools that the model may call, as OpenAI's: {"type": "function", "function": {"name": ..., "description": ...,
+    "parameters": a JSON Schema}}. Completion.tool_calls has the calls."""
+    tool_choice: str = "auto"
+    """ "auto": the model decides; "required": the answer is calls; or the name of the tool to call."""
+    parallel_tool_calls: bool = True
+    """False: where the answer must be calls, it is one."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template: {"enable_thinking": False}."""
+    continue_final_message: bool = False
+    """The answer goes on with the text of the last message."""
+    add_generation_prompt: bool = True
+    """False: the prompt does not begin the assistant's turn."""
+
 
 MAX_TIMEOUT_S = 365 * 86_400.0
 """Max timeout, a year. gRPC treats timeouts that overflow as expired."""
@@ -37,6 +67,7 @@ def build_request(
     params: SamplingParams | None,
     model: str | None,
     request_id: str,
+    chat: ChatOptions | None = None,
 ) -> inference_pb2.GenerateRequest:
     """Build the GenerateRequest for a call's arguments. prompt_token_ids: a protobuf message if already checked by
     add_token_ids(). Raises InvalidArgument, naming the argument, for a wrong type or an exceeded limit, or unless
@@ -61,6 +92,10 @@ def build_request(
         request.messages.SetInParent()
         items = ordered_items("messages", messages, "a sequence of messages")
         request.messages.messages.extend(_message_to_proto(item) for item in items)
+        if chat is not None:
+            _add_options(request.messages, chat)
+    if chat is not None and messages is None:
+        raise InvalidArgument("chat", chat, "left out without messages")
     if params is not None:
         if not isinstance(params, SamplingParams):
             raise InvalidArgument("params", params, "SamplingParams, or None")
@@ -113,14 +148,50 @@ def _token_id(value: object) -> int:
     return token_id
 
 
-def _message_to_proto(message: object) -> inference_pb2.Message:
-    match message:
-        case Message(role, content) | {"role": role, "content": content}:
-            texts = content if isinstance(content, list | tuple) else (content,)
-            parts = [check_text("messages", part, may_be_blank=True) for part in texts]
-            role = check_text("messages", role, may_be_blank=True)
-            if len(parts) == 1:
-                return inference_pb2.Message(role=role, content=parts[0])
-            return inference_pb2.Message(role=role, parts=parts)
-        case _:
-            raise InvalidArgument("messages", message, "messages with role and content each")
+def _message_to_proto(given: object) -> inference_pb2.Message:
+    if isinstance(given, Mapping):
+        known = [name for name in given if name in _MESSAGE_FIELDS]
+        given = (
+            Message(**{name: given[name] for name in known}) if len(known) == len(given) and "role" in known else None
+        )
+    if not isinstance(given, Message):
+        raise InvalidArgument(
+            "messages", given, f"messages with role and content each, of {', '.join(_MESSAGE_FIELDS)}"
+        )
+    texts = given.content if isinstance(given.content, list | tuple) else (given.content,)
+    parts = [check_text("messages", part, may_be_blank=True) for part in texts]
+    message = inference_pb2.Message(role=check_text("messages", given.role, may_be_blank=True))
+    if len(parts) == 1:
+        message.content = parts[0]
+    else:
+        message.parts.extend(parts)
+    if given.tool_calls:
+        message.tool_calls = to_json("messages", list(given.tool_calls))
+    for name in ("tool_call_id", "name", "reasoning"):
+        if text := getattr(given, name):
+            setattr(message, name, check_text("messages", text, may_be_blank=True))
+    return message
+
+
+_MESSAGE_FIELDS = tuple(each.name for each in fields(Message))
+
+
+def _add_options(messages: inference_pb2.Messages, chat: ChatOptions) -> None:
+    if chat.tools:
+        messages.tools = to_json("chat.tools", list(chat.tools))
+    if chat.template_arguments:
+        messages.template_arguments = to_json("chat.template_arguments", dict(chat.template_arguments))
+    choice = check_text("chat.tool_choice", chat.tool_choice)
+    messages.tool_required = choice == "required"
+    messages.tool_name = "" if choice in ("auto", "required") else choice
+    messages.one_tool_call = not chat.parallel_tool_calls
+    messages.continue_final_message = chat.continue_final_message
+    messages.no_generation_prompt = not chat.add_generation_prompt
+
+
+def to_json(field_name: str, value: object) -> str:
+    """Return a value as JSON. Raises InvalidArgument, naming the field."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(field_name, f"a {type(value).__name__}", f"JSON: {error}") from error

@@ -10,7 +10,7 @@ from kaveri.client.answer import Chunk, Completion, JsonModelT, ModelInfo, with_
 from kaveri.client.async_client import AsyncClient, AsyncStream
 from kaveri.client.defaults import DEFAULT_TARGET, DEFAULT_TIMEOUT_S
 from kaveri.client.loop_thread import LoopThread
-from kaveri.client.request import MessageLike
+from kaveri.client.request import ChatOptions, MessageLike
 from kaveri.client.routers import check_not_forked
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import Unavailable
@@ -80,6 +80,7 @@ class Client:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[MessageLike] | None = None,
+        chat: ChatOptions | None = None,
         params: SamplingParams | None = None,
         schema: None = None,
         model: str | None = None,
@@ -94,6 +95,7 @@ class Client:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[MessageLike] | None = None,
+        chat: ChatOptions | None = None,
         params: SamplingParams | None = None,
         schema: type[JsonModelT],
         model: str | None = None,
@@ -107,6 +109,7 @@ class Client:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[MessageLike] | None = None,
+        chat: ChatOptions | None = None,
         params: SamplingParams | None = None,
         schema: type[JsonModelT] | None = None,
         model: str | None = None,
@@ -125,6 +128,7 @@ class Client:
                 prompt,
                 prompt_token_ids=prompt_token_ids,
                 messages=messages,
+                chat=chat,
                 params=params if schema is None else with_schema(params, schema),
                 model=model,
                 request_id=request_id,
@@ -139,6 +143,7 @@ class Client:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         messages: Sequence[MessageLike] | None = None,
+        chat: ChatOptions | None = None,
         params: SamplingParams | None = None,
         model: str | None = None,
         request_id: str | None = None,
@@ -161,6 +166,7 @@ class Client:
                 prompt,
                 prompt_token_ids=prompt_token_ids,
                 messages=messages,
+                chat=chat,
                 params=params,
                 model=model,
                 request_id=request_id,

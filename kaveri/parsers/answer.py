@@ -1,32 +1,54 @@
 """Parses a whole answer: first its reasoning, then tool calls in what follows."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from kaveri.parsers.json_calls import LeadingCalls, MarkedCalls
+from kaveri.parsers.json_calls import MarkedCalls
 from kaveri.parsers.parts import Content, Part, ToolParser
-from kaveri.parsers.reasoning import ThinkParser
+from kaveri.parsers.reasoning import THINK_BEGIN, THINK_END, ThinkParser
+from kaveri.plugins.registry import PluginPoint
 
-NONE = "none"
-TOOL_PARSERS: Mapping[str, Callable[[], ToolParser]] = {
-    "hermes": MarkedCalls,
-    "llama3_json": lambda: LeadingCalls("<|python_tag|>"),
-    "json": LeadingCalls,
-}
-"""By the name that --tool-parser takes."""
-REASONING_PARSERS = ("think",)
-"""By the name that --reasoning-parser takes."""
+AUTO, NONE = "auto", "none"
+"""Values of --tool-parser and --reasoning-parser that are no parsers: by the chat template, none."""
+_CALLS = "kaveri.parsers.json_calls"
+TOOL_PARSERS = PluginPoint(
+    kind="tool-parser",
+    group="kaveri.tool_parsers",
+    own={"hermes": f"{_CALLS}:MarkedCalls", "llama3_json": f"{_CALLS}:llama3_calls", "json": f"{_CALLS}:LeadingCalls"},
+)
+"""Makers of ToolParsers, by the name that --tool-parser takes. Routers and gateways load them."""
+THINK = "think"
+"""The reasoning parser, by the name that --reasoning-parser takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How to read an answer's text. Pieces of the text and an AnswerForm are all that a parser needs."""
+
+    tool_parser: str = ""
+    """One of TOOL_PARSERS; empty: calls are not looked for."""
+    reasoning_parser: str = ""
+    """THINK; empty: the answer has no reasoning."""
+    reasoning_has_begun: bool = False
+    """The prompt ends within the reasoning."""
+
+    def parser(self) -> "AnswerParser":
+        """Return a new parser. Raises ValueError for a tool parser that is not installed here."""
+        return AnswerParser(self)
+
+
+MARKERS = (MarkedCalls.BEGIN, MarkedCalls.END, THINK_BEGIN, THINK_END)
+"""Texts that Kaveri's own parsers look for, and that are special tokens of some models."""
+PLAIN = AnswerForm()
+"""Of answers that are text alone."""
 
 
 class AnswerParser:
-    """Parser of one answer's text.
+    """Parser of one answer's text."""
 
-    tool_parser: one of TOOL_PARSERS; empty: no calls are looked for. reasoning_parser: one of REASONING_PARSERS; empty:
-    no reasoning is looked for. reasoning_has_begun: the prompt ends within the reasoning.
-    """
-
-    def __init__(self, tool_parser: str = "", reasoning_parser: str = "", *, reasoning_has_begun: bool = False) -> None:
-        self._tools = TOOL_PARSERS[tool_parser]() if tool_parser else None
-        self._reasoning = ThinkParser(has_begun=reasoning_has_begun) if reasoning_parser else None
+    def __init__(self, form: AnswerForm) -> None:
+        self._tools: ToolParser | None = TOOL_PARSERS.load(form.tool_parser)() if form.tool_parser else None
+        self._reasoning = ThinkParser(has_begun=form.reasoning_has_begun) if form.reasoning_parser else None
 
     def feed(self, text: str) -> Iterator[Part]:
         """Take further text; yield the parts that it decides."""
@@ -62,4 +84,4 @@ def detected_tool_parser(template: str) -> str:
 
 def detected_reasoning_parser(template: str) -> str:
     """Return the reasoning parser of models with this chat template; empty if it knows no reasoning."""
-    return "think" if "</think>" in template else ""
+    return THINK if "</think>" in template else ""

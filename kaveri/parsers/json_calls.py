@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kaveri.parsers.markers import held_length
-from kaveri.parsers.parts import Content, Part, ToolCall
+from kaveri.parsers.parts import Content, Part, Tool, ToolCall
+from kaveri.parsers.tools import call_rules
 
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 
@@ -77,6 +78,11 @@ class MarkedCalls:
             else:
                 yield from calls
 
+    def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
+        marked = f'"{self.BEGIN}\\n" call "\\n{self.END}"'
+        calls = 'calls: call_marked ("\\n" call_marked)*' if several else "calls: call_marked"
+        return f"{calls}\ncall_marked: {marked}\n{call_rules(tools, 'arguments')}"
+
     def close(self) -> Iterator[Part]:
         held, self._held = self._held, ""
         if self._call is not None:
@@ -86,12 +92,15 @@ class MarkedCalls:
 
 
 class LeadingCalls:
-    """Parser of answers that are calls as a whole: JSON objects with `separator` between them, or a list of them. The
+    """Parser of answers that are calls as a whole: JSON objects with semicolons between them, or a list of them. The
     first may come behind `prefix`: Llama 3.x has <|python_tag|>."""
 
-    def __init__(self, prefix: str = "", separator: str = ";") -> None:
+    _separator = ";"
+
+    def __init__(self, prefix: str = "", arguments_key: str = "arguments") -> None:
+        """arguments_key: of calls that the grammar asks for; all are read alike."""
         self._prefix = prefix
-        self._separator = separator
+        self._arguments_key = arguments_key
         self._before = ""
         """Undecided text before the next value: white space, and the prefix or a separator."""
         self._value: list[str] = []
@@ -127,6 +136,10 @@ class LeadingCalls:
                 self._before, self._has_calls = "", True
                 yield from calls
         yield from _content(text)
+
+    def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
+        calls = f'calls: call ("{self._separator} " call)*' if several else "calls: call"
+        return f"{calls}\n{call_rules(tools, self._arguments_key)}"
 
     def close(self) -> Iterator[Part]:
         held = "".join((self._before, *self._value))
@@ -182,3 +195,8 @@ class _ValueScan:
 def _content(text: str) -> Iterator[Part]:
     if text:
         yield Content(text)
+
+
+def llama3_calls() -> LeadingCalls:
+    """Return the parser of Llama 3.x, whose calls have "parameters"."""
+    return LeadingCalls("<|python_tag|>", "parameters")

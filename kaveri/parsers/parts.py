@@ -1,8 +1,8 @@
 """Parts of an answer, and the interfaces of parsers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,15 @@ class ToolCall:
 Part = Reasoning | Content | ToolCall
 
 
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that a model may call."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    """JSON Schema of the arguments."""
+
+
 class ToolParser(Protocol):
     """Parser of one answer's text behind its reasoning."""
 
@@ -40,3 +49,7 @@ class ToolParser(Protocol):
 
     def close(self) -> Iterator[Part]:
         """Yield what was held back, at the end of the answer."""
+
+    def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """Return a grammar of answers that are calls of these tools, in Lark's notation with llguidance's %json. Its
+        rule "calls" is the answer; names of rules begin with "call". several: more than one call may come."""

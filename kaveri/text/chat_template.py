@@ -4,7 +4,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2.sandbox import safe_range
@@ -32,6 +32,25 @@ class RenderedTurn:
     role: str
     texts: Sequence[str]
     """Content parts in order; a plain text is one part."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of the message, such as tool_calls, as templates take them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderOptions:
+    """What a chat template gets beside the messages."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Tools that the model may call, as OpenAI's."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template."""
+    continues: bool = False
+    """The prompt ends with the text of the last message."""
+    begins_turn: bool = True
+    """The prompt ends with the start of the assistant's turn, unless it continues."""
+
+
+NO_OPTIONS = RenderOptions()
 
 
 class MissingText(Exception):
@@ -59,17 +78,35 @@ class ChatTemplate:
             # A template may iterate over the parts of some roles only.
             self._formats.append(ContentFormat.STRING)
 
-    def render(self, turns: Sequence[RenderedTurn], most_characters: int, deadline_s: float) -> str:
-        """Render the prompt, up to the start of the assistant's turn. Raises MissingText; InvalidArgument when the
-        template rejects the conversation or fails, takes too long, or writes more than `most_characters`;
-        DeadlineExceeded when time.monotonic() reaches `deadline_s`."""
+    @property
+    def source(self) -> str:
+        """The template itself."""
+        return str(self._tokenizer.get_chat_template())
+
+    def has_variable(self, name: str) -> bool:
+        """Return True if the template may read a variable of this name."""
+        return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
+
+    def render(
+        self,
+        turns: Sequence[RenderedTurn],
+        most_characters: int,
+        deadline_s: float,
+        options: RenderOptions = NO_OPTIONS,
+    ) -> str:
+        """Render the prompt, up to the start of the assistant's turn or as `options` say. Raises MissingText;
+        InvalidArgument when the template rejects the conversation or fails, takes too long, or writes more than
+        `most_characters`; DeadlineExceeded when time.monotonic() reaches `deadline_s`."""
         lacking = None
         for content_format in self._formats:
             contents = [(turn.role, _contents(turn.texts, content_format)) for turn in turns]
-            prompt = self._write(_messages(contents, content_format), most_characters, deadline_s)
+            messages = _messages(contents, content_format)
+            for message, turn in zip(messages, turns, strict=True):
+                message.update(turn.fields)
+            prompt = self._write(messages, most_characters, deadline_s, options)
             missing = first_missing(contents, prompt, deadline_s)
             if missing is None:
-                return prompt
+                return _cut_behind(contents[-1][1][-1], prompt) if options.continues else prompt
             lacking = missing if lacking is None else lacking
         assert lacking is not None
         raise MissingText(lacking)
@@ -79,7 +116,13 @@ class ChatTemplate:
         found = (self._sample(roles, self.content_format) for roles in _SAMPLED_ROLES)
         return [sample for sample in found if sample is not None]
 
-    def _write(self, messages: list[dict[str, Any]], most_characters: int, deadline_s: float) -> str:
+    def _write(
+        self,
+        messages: list[dict[str, Any]],
+        most_characters: int,
+        deadline_s: float,
+        options: RenderOptions = NO_OPTIONS,
+    ) -> str:
         pieces: list[str] = []
         room = most_characters
         overdue_s = time.monotonic() + _MAX_RENDER_S
@@ -94,7 +137,7 @@ class ChatTemplate:
                 raise InvalidArgument("prompt.messages", roles, limit)
 
         try:
-            for piece in self._pieces(messages, check):
+            for piece in self._pieces(messages, check, options):
                 check()
                 pieces.append(piece)
                 room -= len(piece)
@@ -109,7 +152,7 @@ class ChatTemplate:
             raise InvalidArgument("prompt.messages", roles, limit) from error
         return "".join(pieces)
 
-    def _pieces(self, messages: list[dict[str, Any]], check: Callable[[], None]) -> Any:
+    def _pieces(self, messages: list[dict[str, Any]], check: Callable[[], None], options: RenderOptions) -> Any:
         def checked_range(*arguments: int) -> range:
             # Checks the deadline in loops that write nothing.
             check()
@@ -119,11 +162,12 @@ class ChatTemplate:
         template = _compile_jinja_template(self._tokenizer.get_chat_template())
         return template.generate(
             messages=messages,
-            tools=None,
+            tools=list(options.tools) or None,
             documents=None,
-            add_generation_prompt=True,
+            add_generation_prompt=options.begins_turn and not options.continues,
             range=checked_range,
             **self._special_tokens,
+            **options.arguments,
         )
 
     def _detect(self) -> ContentFormat:
@@ -156,6 +200,13 @@ def _messages(contents: Sequence[tuple[str, Sequence[str]]], content_format: Con
             {"role": role, "content": [{"type": "text", "text": text} for text in texts]} for role, texts in contents
         ]
     return [{"role": role, "content": texts[0]} for role, texts in contents]
+
+
+def _cut_behind(text: str, prompt: str) -> str:
+    """Return the prompt up to the last message's text, without what ends its turn."""
+    bare = text.rstrip()
+    start = prompt.rfind(bare)
+    return prompt if start < 0 or not bare else prompt[: start + len(bare)]
 
 
 def first_missing(contents: Sequence[tuple[str, Sequence[str]]], prompt: str, deadline_s: float) -> int | None:

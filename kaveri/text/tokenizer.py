@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
@@ -13,9 +13,10 @@ from kaveri.domain.sampling import check_token_ids
 from kaveri.errors import ConfigError, DeadlineExceeded, InvalidArgument
 from kaveri.models import resolve_model
 from kaveri.telemetry.logs import get_logger
-from kaveri.text.chat_template import ChatTemplate, MissingText, RenderedTurn
+from kaveri.text.chat_template import ChatTemplate, MissingText, RenderedTurn, RenderOptions
 from kaveri.text.content_format import ContentFormat
 from kaveri.text.control_tokens import ControlTokens
+from kaveri.text.conversation import Conversation, Turn, fields_of, marked_tools
 from kaveri.text.detokenizer import Detokenizer, plain_texts
 from kaveri.text.token_texts import TokenPiece, TokenTexts
 
@@ -23,20 +24,10 @@ ResultT = TypeVar("ResultT")
 _INLINE_CHARACTERS = 1_024
 """Max length of prompts tokenized on the event loop: less than a millisecond. Longer ones use a thread."""
 _INLINE_MESSAGES = 16
+_END_CHARACTERS = 64
 MAX_ROLE_CHARACTERS = 64
 _MARKED_CHARACTERS = 9
 """Max length of a character with the marker that ControlTokens puts after it."""
-
-
-class Turn(Protocol):
-    """Message of a conversation, with one text (content) or several (parts). Implemented by a protobuf message."""
-
-    @property
-    def role(self) -> str: ...
-    @property
-    def content(self) -> str: ...
-    @property
-    def parts(self) -> Sequence[str]: ...
 
 
 class ModelTokenizer:
@@ -148,6 +139,10 @@ class ModelTokenizer:
         """Return the text of one token, and its bytes if they differ from the text; both empty for an unknown id."""
         return self._token_texts.piece(token_id)
 
+    def has_special(self, texts: Sequence[str]) -> bool:
+        """Return True if one of the texts is a special token, which texts of answers leave out."""
+        return any(self.backend.token_to_id(text) in self._skipped_ids for text in texts)
+
     def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the tokens of each word, and of the word after a space if it begins with another token there and has
         as many, as vLLM does. Raises InvalidArgument for a word without tokens."""
@@ -163,25 +158,46 @@ class ModelTokenizer:
                 found.append(tuple(spaced))
         return tuple(found)
 
-    async def encode_chat(self, messages: Sequence[Turn], max_tokens: int, deadline_s: float) -> list[int]:
-        """Encode a conversation, rendered with the chat template up to the start of the assistant's turn. Control
-        tokens in messages or roles become plain text. Raises as encode() and ChatTemplate.render() (missing text:
-        InvalidArgument); also InvalidArgument for too many messages or parts, a long role, or a model without a
-        template."""
+    async def encode_chat(
+        self, conversation: Conversation, max_tokens: int, deadline_s: float
+    ) -> tuple[list[int], str]:
+        """Encode a conversation, rendered with the chat template; return the tokens, and the end of the rendered text.
+        Control tokens in messages, roles and tools become plain text. Raises as encode() and ChatTemplate.render()
+        (missing text: InvalidArgument); also InvalidArgument for too many messages or parts, a long role, a variable
+        that the template lacks, or a model without a template."""
+        messages = conversation.turns
         if self.chat_template is None:
             value = f"{len(messages)} messages"
             raise InvalidArgument("prompt.messages", value, "used with a model that has a chat template")
         if len(messages) > max_tokens:
             raise InvalidArgument("prompt.messages", f"{len(messages)} messages", f"at most {max_tokens} messages")
-        short = _is_short(messages)
-        return await self._run(short, deadline_s, lambda: self._encode_chat(messages, max_tokens, deadline_s))
+        short = _is_short(messages) and not conversation.tools
+        return await self._run(short, deadline_s, lambda: self._encode_chat(conversation, max_tokens, deadline_s))
 
-    def _encode_chat(self, messages: Sequence[Turn], max_tokens: int, deadline_s: float) -> list[int]:
-        assert self.chat_template is not None
+    def _encode_chat(self, conversation: Conversation, max_tokens: int, deadline_s: float) -> tuple[list[int], str]:
+        messages, template = conversation.turns, self.chat_template
+        assert template is not None
         assert self._control is not None
-        turns: list[RenderedTurn] = []
-        size_bytes = part_count = 0
+        control = self._control
         marked = False
+        size_bytes = part_count = 0
+
+        def mark(text: str) -> str:
+            nonlocal marked, size_bytes
+            text, found = control.mark(text)
+            marked = marked or found
+            size_bytes += len(text)
+            return text
+
+        for name, value in conversation.arguments.items():
+            if not template.has_variable(name):
+                limit = "left out: the model's chat template has no such variable"
+                raise InvalidArgument(f"prompt.template_arguments.{name}", value, limit)
+        if conversation.tools and not template.has_variable("tools"):
+            raise InvalidArgument(
+                "prompt.tools", f"{len(conversation.tools)} tools", "left out: the model's chat template takes none"
+            )
+        turns: list[RenderedTurn] = []
         for number, turn in enumerate(messages):
             _check_time(deadline_s)
             if len(turn.role) > MAX_ROLE_CHARACTERS:
@@ -195,10 +211,20 @@ class ModelTokenizer:
             self._check_size("prompt.messages", size_bytes, max_tokens)
             (role, *contents), found = self._control.mark_all((turn.role, *texts))
             marked = marked or found
-            turns.append(RenderedTurn(role, contents))
+            fields = {}
+            if turn.tool_calls or turn.tool_call_id or turn.name or turn.reasoning:
+                fields = fields_of(turn, f"prompt.messages[{number}]", mark)
+            turns.append(RenderedTurn(role, contents, fields))
+        options = RenderOptions(
+            marked_tools(conversation.tools, mark),
+            conversation.arguments,
+            conversation.continues,
+            conversation.begins_turn,
+        )
+        self._check_size("prompt.messages", size_bytes, max_tokens)
         most_characters = max_tokens * self.longest_token_bytes * (_MARKED_CHARACTERS if marked else 1)
         try:
-            text = self.chat_template.render(turns, most_characters, deadline_s)
+            text = template.render(turns, most_characters, deadline_s, options)
         except MissingText as error:
             turn, field = messages[error.number], f"prompt.messages[{error.number}].content"
             limit = f"text that the model's chat template writes for role {turn.role!r}: the rendered prompt lacks it"
@@ -206,7 +232,8 @@ class ModelTokenizer:
         _check_time(deadline_s)
         backend = self._control.backend if marked else self.backend
         # The template itself writes the special tokens.
-        return self._ids("prompt.messages", text, max_tokens, backend, add_special_tokens=False)
+        token_ids = self._ids("prompt.messages", text, max_tokens, backend, add_special_tokens=False)
+        return token_ids, text[-_END_CHARACTERS:]
 
     def _ids(
         self, field: str, text: str, max_tokens: int, backend: Tokenizer, *, add_special_tokens: bool

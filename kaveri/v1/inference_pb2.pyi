@@ -215,6 +215,31 @@ class Messages(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_REQUIRED_FIELD_NUMBER: _builtins.int
+    TOOL_NAME_FIELD_NUMBER: _builtins.int
+    ONE_TOOL_CALL_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    NO_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    tools: _builtins.str
+    """Tools that the model may call: a JSON list of at most 128, each {"type": "function", "function": {"name": ...,
+    "description": ..., "parameters": a JSON Schema}}. The chat template shows them to the model. Unset: none.
+    """
+    tool_required: _builtins.bool
+    """The answer must be calls of tools."""
+    tool_name: _builtins.str
+    """The answer must be calls of this tool. Unset: of any."""
+    one_tool_call: _builtins.bool
+    """The answer has one call at most, where it must be calls."""
+    template_arguments: _builtins.str
+    """Variables of the chat template, a JSON object: {"enable_thinking": false}. One that the template does not have is
+    INVALID_ARGUMENT. Unset: none.
+    """
+    continue_final_message: _builtins.bool
+    """The answer goes on with the text of the last message."""
+    no_generation_prompt: _builtins.bool
+    """The prompt does not begin the assistant's turn."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """In order; at least one."""
@@ -223,10 +248,17 @@ class Messages(_message.Message):
         self,
         *,
         messages: _abc.Iterable[Global___Message] | None = ...,
+        tools: _builtins.str = ...,
+        tool_required: _builtins.bool = ...,
+        tool_name: _builtins.str = ...,
+        one_tool_call: _builtins.bool = ...,
+        template_arguments: _builtins.str = ...,
+        continue_final_message: _builtins.bool = ...,
+        no_generation_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "messages", b"messages", "no_generation_prompt", b"no_generation_prompt", "one_tool_call", b"one_tool_call", "template_arguments", b"template_arguments", "tool_name", b"tool_name", "tool_required", b"tool_required", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -241,6 +273,10 @@ class Message(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """Who speaks: "system", "user" or "assistant" for most chat templates, which decide what they take. At most 64
     characters. Special tokens in it are plain text.
@@ -249,6 +285,16 @@ class Message(_message.Message):
     """What is said. Special tokens in it are plain text. A prompt that lacks it, as the chat template leaves it out, is
     INVALID_ARGUMENT.
     """
+    tool_calls: _builtins.str
+    """Of an assistant: the calls that it made, a JSON list of {"id": ..., "type": "function", "function": {"name": ...,
+    "arguments": JSON in a text}}.
+    """
+    tool_call_id: _builtins.str
+    """Of a tool: id of the call that it answers."""
+    name: _builtins.str
+    """Name of the speaker, or of the tool. Few templates show it."""
+    reasoning: _builtins.str
+    """Of an assistant: what it thought. Few templates show it."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What is said, in parts, in place of content. Chat templates that go over parts get them; for others they are joined
@@ -261,14 +307,48 @@ class Message(_message.Message):
         role: _builtins.str = ...,
         content: _builtins.str = ...,
         parts: _abc.Iterable[_builtins.str] | None = ...,
+        tool_calls: _builtins.str = ...,
+        tool_call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "parts", b"parts", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "parts", b"parts", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Message: _TypeAlias = Message  # noqa: Y015
+
+@_typing.final
+class AnswerForm(_message.Message):
+    """How to read an answer's text: by the parsers of kaveri.parsers, or others of the same names."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOOL_PARSER_FIELD_NUMBER: _builtins.int
+    REASONING_PARSER_FIELD_NUMBER: _builtins.int
+    REASONING_HAS_BEGUN_FIELD_NUMBER: _builtins.int
+    tool_parser: _builtins.str
+    """Parser of tool calls, "hermes" for example. Unset: calls are not looked for."""
+    reasoning_parser: _builtins.str
+    """Parser of reasoning, "think" for example. Unset: the answer has no reasoning."""
+    reasoning_has_begun: _builtins.bool
+    """The prompt ends within the reasoning: the answer begins with it, without its marker."""
+    def __init__(
+        self,
+        *,
+        tool_parser: _builtins.str = ...,
+        reasoning_parser: _builtins.str = ...,
+        reasoning_has_begun: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reasoning_has_begun", b"reasoning_has_begun", "reasoning_parser", b"reasoning_parser", "tool_parser", b"tool_parser"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerForm: _TypeAlias = AnswerForm  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -294,6 +374,7 @@ class GenerateResponse(_message.Message):
     FIRST_CHARACTER_FIELD_NUMBER: _builtins.int
     INTERRUPTED_FIELD_NUMBER: _builtins.int
     RESOLVED_PARAMS_FIELD_NUMBER: _builtins.int
+    ANSWER_FORM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, on the first response only."""
     index: _builtins.int
@@ -359,6 +440,10 @@ class GenerateResponse(_message.Message):
         GenerateRequest.params: another router may have other defaults.
         """
 
+    @_builtins.property
+    def answer_form(self) -> Global___AnswerForm:
+        """On the first response to a conversation, if its answer may have tool calls or reasoning."""
+
     def __init__(
         self,
         *,
@@ -378,10 +463,11 @@ class GenerateResponse(_message.Message):
         first_character: _builtins.int = ...,
         interrupted: _builtins.bool = ...,
         resolved_params: _sampling_pb2.SamplingParams | None = ...,
+        answer_form: Global___AnswerForm | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "prompt_logprobs", b"prompt_logprobs", "resolved_params", b"resolved_params", "timing", b"timing", "tokens_at", b"tokens_at", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer_form", b"answer_form", "owner", b"owner", "prompt_logprobs", b"prompt_logprobs", "resolved_params", b"resolved_params", "timing", b"timing", "tokens_at", b"tokens_at", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_character", b"first_character", "index", b"index", "interrupted", b"interrupted", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "owner", b"owner", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resolved_params", b"resolved_params", "routers", b"routers", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "tokens_at", b"tokens_at", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_form", b"answer_form", "finish_reason", b"finish_reason", "first_character", b"first_character", "index", b"index", "interrupted", b"interrupted", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "owner", b"owner", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resolved_params", b"resolved_params", "routers", b"routers", "text", b"text", "timing", b"timing", "token_ids", b"token_ids", "tokens_at", b"tokens_at", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -729,6 +815,7 @@ class TokenizeRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model. Unset: the only model that the router serves."""
     text: _builtins.str
@@ -737,16 +824,21 @@ class TokenizeRequest(_message.Message):
     def messages(self) -> Global___Messages:
         """A conversation; see GenerateRequest."""
 
+    @_builtins.property
+    def grammar(self) -> _sampling_pb2.Grammar:
+        """With messages: the grammar of the request that the tokens are for."""
+
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         text: _builtins.str = ...,
         messages: Global___Messages | None = ...,
+        grammar: _sampling_pb2.Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "messages", b"messages", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "messages", b"messages", "model", b"model", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -762,21 +854,35 @@ class TokenizeResponse(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    ANSWER_FORM_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Most tokens of prompt and answer together."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """In order."""
 
+    @_builtins.property
+    def answer_form(self) -> Global___AnswerForm:
+        """With messages: as GenerateResponse.answer_form."""
+
+    @_builtins.property
+    def grammar(self) -> _sampling_pb2.Grammar:
+        """With messages: the grammar that a request with these token_ids needs in place of its own, where they ask for calls of
+        tools or the answer begins with reasoning. Unset: none.
+        """
+
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         max_model_len: _builtins.int = ...,
+        answer_form: Global___AnswerForm | None = ...,
+        grammar: _sampling_pb2.Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer_form", b"answer_form", "grammar", b"grammar"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_len", b"max_model_len", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_form", b"answer_form", "grammar", b"grammar", "max_model_len", b"max_model_len", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,8 +35,9 @@ from kaveri.domain.view import (
 from kaveri.errors import EngineBroke, EngineError, InvalidArgument, Unavailable
 from kaveri.kv.layout.layout import KvLayout, PartPlace
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket, TicketPart
+from kaveri.parsers.answer import AnswerForm
 from kaveri.seconds import DAY_S, require_seconds
-from kaveri.v1 import cluster_pb2, decode_pb2, instance_pb2, kv_pb2, predictor_pb2, sampling_pb2
+from kaveri.v1 import cluster_pb2, decode_pb2, inference_pb2, instance_pb2, kv_pb2, predictor_pb2, sampling_pb2
 
 ParamsT = TypeVar("ParamsT", bound=SamplingParams)
 _OLDEST_HEARTBEAT_S = 365 * DAY_S
@@ -69,6 +70,7 @@ def shared_fields(message: type[Message], value: type[Any]) -> Sequence[str]:
     )
 
 
+_FORM_FIELDS = ("tool_parser", "reasoning_parser", "reasoning_has_begun")
 _LAYOUT_FIELDS = shared_fields(kv_pb2.KvLayout, KvLayout)
 _TICKET_FIELDS = shared_fields(kv_pb2.Ticket, Ticket)
 _RECORD_FIELDS = shared_fields(cluster_pb2.InstanceRecord, InstanceRecord)
@@ -136,6 +138,14 @@ def grammar_from_proto(message: sampling_pb2.Grammar) -> Grammar:
     if kind is None:
         raise InvalidArgument("params.grammar", None, "json_schema, regex, lark or choices")
     return Grammar(GrammarKind(kind), getattr(message, kind), tuple(message.begins_after))
+
+
+def form_to_proto(form: AnswerForm) -> inference_pb2.AnswerForm:
+    return inference_pb2.AnswerForm(**same_fields(form, _FORM_FIELDS))
+
+
+def form_from_proto(message: inference_pb2.AnswerForm) -> AnswerForm:
+    return AnswerForm(**same_fields(message, _FORM_FIELDS))
 
 
 def drawing_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:

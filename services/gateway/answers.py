@@ -13,6 +13,7 @@ from kaveri.client.async_client import AsyncClient, AsyncStream
 from kaveri.client.request import add_token_ids
 from kaveri.domain.sampling import FinishReason
 from kaveri.errors import RequestCancelled, SlowReader, Unavailable
+from kaveri.parsers.answer import AnswerForm
 from kaveri.v1 import inference_pb2
 from kaveri.wire.attempts import CLIENTS_ID_SUFFIX_BYTES, MAX_CLIENTS_ID_BYTES
 from services.gateway.parsed_request import ParsedRequest, is_token_ids
@@ -57,6 +58,7 @@ class Answers:
                     text,
                     prompt_token_ids=token_ids,  # type: ignore[arg-type]
                     messages=prompt if text is None and token_ids is None else None,  # type: ignore[arg-type]
+                    chat=self._asked.chat,
                     params=params,
                     model=self._asked.model,
                     request_id=f"{self._name}-{number}" if len(answers) > 1 else self._name,
@@ -78,6 +80,10 @@ class Answers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def form(self, index: int) -> AnswerForm:
+        """Return how an answer's text is read, once its first chunk has come."""
+        return self._asked.form if self._asked.chat is None else self.streams[index].answer_form
 
     def fail(self, reason: str) -> None:
         """Cancel unfinished answers; chunks() then raises Unavailable with this reason."""

@@ -246,7 +246,7 @@ class _Generate:
     async def _collect(self, answers: Answers, made: AnswerFormat, state: HttpRequest, send: Send) -> None:
         async with contextlib.aclosing(answers.chunks()) as chunks:
             async for index, chunk in chunks:
-                for _ in made.gather(index, chunk):
+                for _ in made.gather(index, chunk, answers.form(index)):
                     await asyncio.sleep(0)
         parts = []
         for part in made.whole():
@@ -264,7 +264,7 @@ class _Generate:
                         metrics.TTFT_S.observe(time.monotonic() - state.arrived_s)
                     metrics.TOKENS.inc(len(chunk.token_ids))
                     tokens = answers.streams[index].prompt_tokens or 0
-                    for event in made.events(index, chunk, tokens):
+                    for event in made.events(index, chunk, tokens, answers.form(index)):
                         await writer.write(event)
             except KaveriError as error:
                 if not writer.begun:

@@ -2,6 +2,7 @@
 bytes that are encoded once per answer, because this runs for every token."""
 
 import json
+import secrets
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,9 @@ from json.encoder import encode_basestring_ascii
 from typing import Any, TypeVar
 
 from kaveri.client.answer import Chunk, PromptToken, Usage
-from kaveri.domain.sampling import Logprobs
+from kaveri.domain.sampling import FinishReason, Logprobs
+from kaveri.parsers.answer import PLAIN, AnswerForm, AnswerParser
+from kaveri.parsers.parts import Content, Part, Reasoning, ToolCall
 from services.gateway.parsed_request import ParsedRequest, UsageEvents
 from services.gateway.shown_prompts import PromptOffsets, ShownPrompt
 
@@ -54,6 +57,10 @@ class _Answer:
     """Number of tokens in the events so far."""
     prompt: list[PromptToken] = field(default_factory=list)
     """Logprobs of the prompt, kept in its first answer and repeated in the others."""
+    parser: AnswerParser | None = None
+    """Reads tool calls and reasoning; None: not begun, or the text has none."""
+    reasoning: StringIO = field(default_factory=StringIO)
+    calls: list[ToolCall] = field(default_factory=list)
     offsets: PromptOffsets | None = None
     """Finds the prompt tokens' offsets if the answer begins with the prompt ("echo") and has logprobs."""
 
@@ -65,6 +72,30 @@ class _Answer:
                     items.append(_items(value))
             else:
                 self.report[name] = encode(value)
+
+    def read(self, chunk: Chunk, form: AnswerForm) -> list[Part]:
+        """Return the parts that a chunk's text decides."""
+        if self.parser is None:
+            self.parser = form.parser()
+        parts = list(self.parser.feed(chunk.text))
+        if chunk.finish_reason is not None:
+            parts += self.parser.close()
+        return parts
+
+    def take(self, chunk: Chunk, form: AnswerForm) -> None:
+        """Store a chunk's text, in its parts."""
+        for part in [Content(chunk.text)] if form == PLAIN else self.read(chunk, form):
+            match part:
+                case Content(text):
+                    self.text.write(text)
+                case Reasoning(text):
+                    self.reasoning.write(text)
+                case ToolCall():
+                    self.calls.append(part)
+
+    def finish_of(self, chunk: Chunk) -> str | None:
+        """Return the finish_reason of OpenAI's API."""
+        return "tool_calls" if self.calls and chunk.finish_reason is FinishReason.STOP else chunk.finish_reason
 
     def report_parts(self) -> list[bytes]:
         parts: list[bytes] = []
@@ -93,25 +124,43 @@ class AnswerFormat:
         self._end = b'}],"usage":null}\n\n' if asked.usage_events is UsageEvents.LAST else b"}]}\n\n"
         self._answers = [_Answer() for _ in range(len(asked.prompts) * asked.n)]
 
-    def events(self, index: int, chunk: Chunk, prompt_tokens: int) -> Iterator[bytes]:
-        """Yield the encoded events for a chunk of answer `index`; several only if it has many prompt logprobs."""
+    def events(self, index: int, chunk: Chunk, prompt_tokens: int, form: AnswerForm = PLAIN) -> Iterator[bytes]:
+        """Yield the encoded events for a chunk of answer `index`; several only if it has many prompt logprobs, or text
+        of several kinds. form: how the text is read."""
+        last: Part | None = None
+        if form != PLAIN:
+            *others, last = self._answers[index].read(chunk, form) or [Content("")]
+            before = replace(chunk, token_ids=(), text="", logprobs=(), finish_reason=None, usage=None)
+            for part in others:
+                yield self._event(index, before, (), prompt_tokens, part)
         # Prompt logprobs are null, or empty, for most requests.
         prompt = self._prompt_of(index, chunk) if self._asked.echoes_logprobs else ()
         while len(prompt) > _SLICE_TOKENS:
             before = replace(chunk, token_ids=(), text="", logprobs=(), finish_reason=None, usage=None)
             yield self._event(index, before, prompt[:_SLICE_TOKENS], prompt_tokens)
             prompt = prompt[_SLICE_TOKENS:]
-        yield self._event(index, chunk, prompt, prompt_tokens)
+        yield self._event(index, chunk, prompt, prompt_tokens, last)
 
-    def _event(self, index: int, chunk: Chunk, prompt: Sequence[PromptToken], prompt_tokens: int) -> bytes:
+    def _event(
+        self,
+        index: int,
+        chunk: Chunk,
+        prompt: Sequence[PromptToken],
+        prompt_tokens: int,
+        part: Part | None = None,
+    ) -> bytes:
+        """Encode one event. part: in place of the chunk's text."""
         answer = self._answers[index]
         is_first, answer.begun = not answer.begun, True
         answer.token_count += len(chunk.token_ids)
         answer.usage = chunk.usage or answer.usage
-        finish = b"null" if chunk.finish_reason is None else b'"%s"' % chunk.finish_reason.encode()
+        text = chunk.text if part is None else part.text if isinstance(part, Content) else ""
+        if isinstance(part, ToolCall):
+            answer.calls.append(part)
+        reason = answer.finish_of(chunk)
+        finish = b"null" if reason is None else b'"%s"' % reason.encode()
         report = b"null" if not chunk.logprobs and not prompt else encode(self._report(index, chunk.logprobs, prompt))
         token_ids = b',"token_ids":' + encode(chunk.token_ids) if self._asked.return_token_ids else b""
-        text = chunk.text
         top, beside = b"", b""
         if is_first:
             shown = self._shown_of(index)
@@ -120,7 +169,10 @@ class AnswerFormat:
         end = self._end
         if self._asked.usage_events is UsageEvents.EACH:
             end = b'}],"usage":%s}\n\n' % encode(_usage_object(prompt_tokens, answer.token_count))
-        message = self._delta(encode_basestring_ascii(text).encode(), is_first)
+        if part is None or isinstance(part, Content):
+            message = self._delta(encode_basestring_ascii(text).encode(), is_first)
+        else:
+            message = self._delta_of(part, len(answer.calls) - 1, is_first)
         return b'%s%s,"choices":[{"index":%d,%s,"logprobs":%s,"finish_reason":%s%s%s%s' % (
             self._start,
             top,
@@ -140,13 +192,14 @@ class AnswerFormat:
         usage = {"object": self.chunk_object_name, "choices": [], "usage": self._usage_sum()}
         return b"data: " + encode({**self._head, **usage}) + b"\n\n"
 
-    def gather(self, index: int, chunk: Chunk) -> Iterator[None]:
-        """Store a chunk of answer `index` for whole(). Yields after each slice of logprobs, to free the event loop."""
+    def gather(self, index: int, chunk: Chunk, form: AnswerForm = PLAIN) -> Iterator[None]:
+        """Store a chunk of answer `index` for whole(). form: how the text is read. Yields after each slice of logprobs,
+        to free the event loop."""
         answer = self._answers[index]
-        answer.text.write(chunk.text)
+        answer.take(chunk, form)
         if self._asked.return_token_ids:
             answer.token_ids.extend(chunk.token_ids)
-        answer.finish = chunk.finish_reason
+        answer.finish = answer.finish_of(chunk)
         answer.usage = chunk.usage or answer.usage
         if self._asked.prompt_logprobs:
             for part in _slices(chunk.prompt_tokens):
@@ -171,7 +224,7 @@ class AnswerFormat:
                 ids = encode(shown.token_ids)
             choice: dict[str, object] = {
                 "index": index,
-                **self._message(shown.text + answer.text.getvalue()),
+                **self._message(shown.text + answer.text.getvalue(), answer.reasoning.getvalue(), answer.calls),
                 "finish_reason": answer.finish,
             }
             parts = [b',"choices":[' if index == 0 else b",", encode(choice)[:-1], b',"logprobs":']
@@ -200,7 +253,10 @@ class AnswerFormat:
     _ids_beside_choices: bool
     """True if a prompt's token ids and logprobs are fields of each choice; False: of the response."""
 
-    def _message(self, text: str) -> dict[str, object]:
+    def _message(self, text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, object]:
+        raise NotImplementedError
+
+    def _delta_of(self, part: Reasoning | ToolCall, call_number: int, is_first: bool) -> bytes:
         raise NotImplementedError
 
     def _delta(self, text: bytes, is_first: bool) -> bytes:
@@ -246,7 +302,7 @@ class CompletionFormat(AnswerFormat):
     object_name = chunk_object_name = "text_completion"
     _ids_beside_choices = True
 
-    def _message(self, text: str) -> dict[str, object]:
+    def _message(self, text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, object]:
         return {"text": text}
 
     def _delta(self, text: bytes, is_first: bool) -> bytes:
@@ -274,8 +330,21 @@ class ChatFormat(AnswerFormat):
     chunk_object_name = "chat.completion.chunk"
     _ids_beside_choices = False
 
-    def _message(self, text: str) -> dict[str, object]:
-        return {"message": {"role": "assistant", "content": text}}
+    def _message(self, text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, object]:
+        message: dict[str, object] = {"role": "assistant", "content": text}
+        if calls:
+            message |= {"content": text or None, "tool_calls": [_call_object(call) for call in calls]}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        return {"message": message}
+
+    def _delta_of(self, part: Reasoning | ToolCall, call_number: int, is_first: bool) -> bytes:
+        delta: dict[str, object] = {"role": "assistant"} if is_first else {}
+        if isinstance(part, Reasoning):
+            delta["reasoning_content"] = part.text
+        else:
+            delta["tool_calls"] = [{"index": call_number, **_call_object(part)}]
+        return b'"delta":' + encode(delta)
 
     def _delta(self, text: bytes, is_first: bool) -> bytes:
         return b'"delta":{%s"content":%s}' % (b'"role":"assistant",' if is_first else b"", text)
@@ -292,6 +361,11 @@ class ChatFormat(AnswerFormat):
             for entry in logprobs
         ]
         return {"content": content, "refusal": None}
+
+
+def _call_object(call: ToolCall) -> dict[str, object]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 def _prompt_position(token: PromptToken) -> dict[str, object] | None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kaveri.client.request import Message
+from kaveri.client.request import ChatOptions, Message
 from kaveri.domain.sampling import (
     MAX_COPIED_CHARACTERS,
     MAX_COPIED_TOKENS,
@@ -16,8 +16,10 @@ from kaveri.domain.sampling import (
     derived_seed,
 )
 from kaveri.errors import InvalidArgument
+from kaveri.parsers.answer import PLAIN, AnswerForm
 from services.gateway.fields import Accepts, Fields, any_of, check_items, check_object, empty, number, one_of
 from services.gateway.grammars import take_grammar
+from services.gateway.tools import NO_TOOLS, take_calls, take_chat_options
 
 Prompt = str | tuple[int, ...] | tuple[Message, ...]
 """A text, token ids, or the messages of a conversation."""
@@ -56,24 +58,20 @@ _HARMLESS_OF_COMPLETIONS: Mapping[str, Accepts] = {
 }
 _HARMLESS_OF_CHAT: Mapping[str, Accepts] = {
     **_HARMLESS,
-    **_all("include_reasoning parallel_tool_calls separate_reasoning stream_reasoning", any_of(bool)),
-    **_all("add_special_tokens continue_final_message echo", one_of(False)),
-    **_all("chat_template_kwargs documents functions tools", empty),
+    **_all("include_reasoning separate_reasoning stream_reasoning", any_of(bool)),
+    **_all("add_special_tokens", one_of(False)),
+    "documents": empty,
     **_all("audio chat_template mm_processor_kwargs prediction web_search_options", one_of()),
-    "add_generation_prompt": one_of(True),
-    "function_call": one_of("none"),
+    **NO_TOOLS,
     "modalities": lambda value: value == ["text"],
-    "reasoning_effort": one_of("none"),
-    "tool_choice": one_of("none", "auto"),
     # OpenAI's default.
     "verbosity": one_of("medium"),
 }
-_HARMLESS_WITHOUT_TOOLS: Mapping[str, Accepts] = {**_HARMLESS_OF_CHAT, **_all("functions tools", any_of(list))}
-"""As _HARMLESS_OF_CHAT, but tools may be listed: tool_choice or function_call "none" disables them."""
+_HARMLESS_WITHOUT_FUNCTIONS: Mapping[str, Accepts] = {**_HARMLESS_OF_CHAT, "functions": any_of(list)}
+"""As _HARMLESS_OF_CHAT, but functions may be listed: function_call "none" disables them."""
 _HARMLESS_OF_MESSAGE: Mapping[str, Accepts] = {
-    **_all("annotations refusal tool_calls", empty),
-    **_all("audio function_call tool_call_id", one_of()),
-    "name": any_of(str),
+    **_all("annotations refusal", empty),
+    **_all("audio function_call", one_of()),
 }
 
 
@@ -95,7 +93,11 @@ class ParsedRequest:
     stream: bool = False
     usage_events: UsageEvents = UsageEvents.NONE
     echo: bool = False
-    """True if the answer's text begins with the prompt."""
+    """True if the answer's text begins with the prompt, or with the last message that it continues."""
+    chat: ChatOptions | None = None
+    """What a conversation has beside its messages; None for prompts that are none, or are tokenized."""
+    form: AnswerForm = PLAIN
+    """How answers to a prompt that was tokenized are read."""
     prompt_alone: bool = False
     """True if max_tokens is 0: the answer shows only the prompt. One token is still sampled, and dropped."""
     prompt_logprobs: bool = False
@@ -147,8 +149,12 @@ class ParsedRequest:
         return _LOGPROB_BYTES * size
 
     def named(self, error: InvalidArgument) -> InvalidArgument:
-        if error.field == "params.grammar" and self.grammar_param:
-            return InvalidArgument(self.grammar_param, error.value, error.limit)
+        if error.field == "params.grammar" and (self.grammar_param or self.chat is not None):
+            return InvalidArgument(self.grammar_param or "tools", error.value, error.limit)
+        if error.field.startswith("prompt.template_arguments."):
+            name = error.field.removeprefix("prompt.template_arguments.")
+            param = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
+            return InvalidArgument(param, error.value, error.limit)
         if error.field != "params.prompt_logprobs":
             return error
         limit = error.limit.replace("prompt_logprobs", self._report_param)
@@ -208,13 +214,16 @@ def read_chat(body: Mapping[str, Any], max_answers: int) -> ParsedRequest:
     top_logprobs = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
     if top_logprobs and not wants_logprobs:
         raise InvalidArgument("top_logprobs", top_logprobs, "left out unless logprobs is true")
-    calls_none = "none" in (body.get("tool_choice"), body.get("function_call"))
+    chat, echo = take_chat_options(fields), fields.flag("echo")
+    if echo and wants_logprobs:
+        raise InvalidArgument("logprobs", True, "left out, or false, with echo")
     return _read_rest(
         fields,
-        _HARMLESS_WITHOUT_TOOLS if calls_none else _HARMLESS_OF_CHAT,
+        _HARMLESS_WITHOUT_FUNCTIONS if body.get("function_call") == "none" else _HARMLESS_OF_CHAT,
         prompts=(messages,),
+        chat=chat,
         n=n,
-        echo=False,
+        echo=echo,
         max_tokens=max_tokens if newer is None else newer,
         logprobs=(top_logprobs or 0) if wants_logprobs else None,
     )
@@ -236,6 +245,7 @@ def _read_rest(
     max_tokens: Any,
     logprobs: int | None,
     prompt_alone: bool = False,
+    chat: ChatOptions | None = None,
 ) -> ParsedRequest:
     """Parse the fields common to completions and chat. harmless: see Fields.refuse_rest()."""
     stream = fields.flag("stream")
@@ -272,6 +282,7 @@ def _read_rest(
         stream=stream,
         usage_events=_usage_events(fields, stream),
         echo=echo,
+        chat=chat,
         prompt_alone=prompt_alone,
         prompt_logprobs=prompt_logprobs is not None,
         return_token_ids=fields.flag("return_token_ids"),
@@ -349,6 +360,8 @@ def _usage_events(fields: Fields, stream: bool) -> UsageEvents:
 def _message(value: Any, path: str) -> Message:
     fields = Fields(check_object(value, path), path + ".")
     role, content = fields.text("role"), fields.take("content")
+    calls, call_id, name = take_calls(fields, path), fields.text("tool_call_id"), fields.text("name")
+    reasoning = fields.text("reasoning_content") or fields.text("reasoning")
     fields.refuse_rest(_HARMLESS_OF_MESSAGE)
     if role is None:
         raise InvalidArgument(f"{path}.role", None, "a text")
@@ -356,11 +369,12 @@ def _message(value: Any, path: str) -> Message:
         # Part of OpenAI's answers, which clients send back in the history.
         content = ""
     if isinstance(content, list):
-        parts = tuple(_text_part(part, f"{path}.content[{number}]") for number, part in enumerate(content))
-        return Message(role, parts)
-    if not isinstance(content, str):
+        content = tuple(_text_part(part, f"{path}.content[{number}]") for number, part in enumerate(content))
+    elif not isinstance(content, str):
         raise InvalidArgument(f"{path}.content", content, "a text, or a list of text parts")
-    return Message(role, content)
+    # Of others than tools no template sees a name.
+    name = name if role == "tool" else None
+    return Message(role, content, calls, call_id or "", name or "", reasoning or "")
 
 
 def _text_part(value: Any, path: str) -> str:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kaveri.client.async_client import AsyncClient
+from kaveri.client.request import ChatOptions, Message
 from kaveri.errors import InvalidArgument
-from services.gateway.parsed_request import ParsedRequest, Prompt, is_token_ids
+from services.gateway.parsed_request import ParsedRequest, Prompt
 
 _LOOK_AHEAD_BYTES = 32
 """Max distance of a token from its expected offset, in bytes: tokenizers may change or drop text between tokens."""
@@ -66,6 +67,8 @@ async def show_prompts(client: AsyncClient, asked: ParsedRequest) -> tuple[Parse
     needs_ids = asked.return_token_ids or asked.params.prompt_logprobs is not None or asked.n > 1
     if not asked.echo and not needs_ids:
         return asked, [ShownPrompt()] * len(asked.prompts)
+    if asked.chat is not None:
+        return await _show_conversation(client, asked, asked.chat, needs_ids)
     try:
         async with asyncio.TaskGroup() as group:
             texts = [group.create_task(_text(client, asked, prompt)) for prompt in asked.prompts]
@@ -77,6 +80,31 @@ async def show_prompts(client: AsyncClient, asked: ParsedRequest) -> tuple[Parse
         asked = replace(asked, prompts=tuple(ids))
     shown_ids: Sequence[tuple[int, ...] | None] = ids if asked.return_token_ids else [None] * len(texts)
     return asked, [ShownPrompt(text.result(), each) for text, each in zip(texts, shown_ids, strict=True)]
+
+
+async def _show_conversation(
+    client: AsyncClient, asked: ParsedRequest, chat: ChatOptions, needs_ids: bool
+) -> tuple[ParsedRequest, list[ShownPrompt]]:
+    (messages,) = asked.prompts
+    text = _last_text(messages) if asked.echo else ""  # type: ignore[arg-type]
+    if not needs_ids:
+        return asked, [ShownPrompt(text)]
+    rendered = await client.render(
+        messages=messages,  # type: ignore[arg-type]
+        chat=chat,
+        grammar=asked.params.grammar,
+        model=asked.model,
+    )
+    params = replace(asked.params, grammar=rendered.grammar)
+    shown = ShownPrompt(text, rendered.token_ids if asked.return_token_ids else None)
+    tokenized = replace(asked, prompts=(rendered.token_ids,), params=params, chat=None, form=rendered.answer_form)
+    return tokenized, [shown]
+
+
+def _last_text(messages: Sequence[Message]) -> str:
+    """Return what vLLM's echo shows of a chat: the last message, which an answer may continue."""
+    content = messages[-1].content
+    return content if isinstance(content, str) else "".join(content)
 
 
 async def _text(client: AsyncClient, asked: ParsedRequest, prompt: Prompt) -> str:
@@ -93,6 +121,4 @@ async def _text(client: AsyncClient, asked: ParsedRequest, prompt: Prompt) -> st
 async def _ids(client: AsyncClient, asked: ParsedRequest, prompt: Prompt) -> tuple[int, ...]:
     if isinstance(prompt, str):
         return await client.tokenize(prompt, model=asked.model)
-    if is_token_ids(prompt):
-        return prompt  # type: ignore[return-value]
-    return await client.tokenize(messages=prompt, model=asked.model)  # type: ignore[arg-type]
+    return prompt  # type: ignore[return-value]

@@ -8,6 +8,7 @@ from kaveri.domain.sampling import ResolvedParams
 from kaveri.domain.view import Phase
 from kaveri.errors import InvalidArgument
 from kaveri.lives.request_values import InstanceLife
+from kaveri.parsers.answer import PLAIN, AnswerForm
 from kaveri.v1 import inference_pb2
 
 
@@ -103,5 +104,7 @@ class AcceptedRequest:
     """Proof of a re-attaching client that the request is its own; empty: the client cannot re-attach."""
     received: AlreadyReceived = NOTHING_RECEIVED
     """Tokens and text from earlier sessions."""
+    form: AnswerForm = PLAIN
+    """How the answer's text is read."""
     direct: bool = False
     """True if the client may read the answer directly from decode instances."""

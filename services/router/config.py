@@ -31,6 +31,18 @@ class FrontSettings(PublicSettings, ServiceConfig):
         "goes over parts",
         ContentFormat.AUTO,
     )
+    tool_parser: str = setting(
+        "how the model writes calls of tools: auto (by its chat template), none, hermes, llama3_json, json, or a "
+        "plug-in's package.module:name",
+        "auto",
+        present,
+    )
+    reasoning_parser: str = setting(
+        "how the model writes its reasoning: auto (by its chat template), none, or think (between <think> and "
+        "</think>)",
+        "auto",
+        present,
+    )
     generation_config: str = setting(
         "what requests get for a temperature, min_p, max_tokens and so on that they leave unset: auto (the model's "
         "generation_config.json, as vLLM uses it), none, or the path of another such file or its folder, whose "

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import ResolvedParams, SamplingParams, check_prompt_report, check_token_ids
 from kaveri.errors import InvalidArgument, ModelNotFound
+from kaveri.parsers.answer import MARKERS, PLAIN, AnswerForm
 from kaveri.policy.placement import largest_prompt, max_model_len
 from kaveri.text.answer import Answer
+from kaveri.text.conversation import Conversation, read_conversation
 from kaveri.text.generation_config import SamplingDefaults
-from kaveri.text.tokenizer import ModelTokenizer, Turn
+from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2
 from kaveri.wire.attempts import check_request
-from kaveri.wire.messages import params_from_proto
+from kaveri.wire.messages import grammar_from_proto, params_from_proto
 from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, AlreadyReceived, hint_from_proto
+from services.router.answer_forms import answer_form, answer_grammar
 from services.router.request_placer import RequestPlacer
 
 _SLICE_TOKENS = 16_384
@@ -26,10 +29,13 @@ them do not run a slice each in one iteration of the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """Chat messages that become a prompt through the model's chat template."""
+class TokenizedPrompt:
+    """A prompt's tokens, and for a conversation how its answer is written and read."""
 
-    messages: Sequence[Turn]
+    token_ids: list[int]
+    form: AnswerForm = PLAIN
+    grammar: Grammar | None = None
+    """The grammar of the answer, calls of tools included."""
 
 
 CheckGrammar = Callable[[Grammar, float], Awaitable[None]]
@@ -49,7 +55,10 @@ class Intake:
         placer: RequestPlacer,
         defaults: SamplingDefaults,
         check_grammar: CheckGrammar,
+        form: AnswerForm,
     ) -> None:
+        """form: how the model's answers are read."""
+        self._form = form
         self._check_grammar = check_grammar
         self._model = model
         self.tokenizer = tokenizer
@@ -98,15 +107,20 @@ class Intake:
         prompt = _prompt_of(request)
         view = await self._placer.wait_for_instances(deadline_s)
         limit = max_model_len(view, self._model)
-        token_ids = await self._tokenize(prompt, limit - 1, deadline_s)
+        tokenized = await self._tokenize(prompt, limit - 1, deadline_s, params.grammar)
+        token_ids = tokenized.token_ids
         largest = largest_prompt(view, self._model)
         if largest is not None and len(token_ids) > largest:
             raise InvalidArgument(
                 "prompt", f"{len(token_ids)} tokens", f"at most {largest} tokens: no decode instance holds more"
             )
         check_prompt_report(params, len(token_ids))
-        if params.grammar is not None:
-            await self._check_grammar(params.grammar, deadline_s)
+        if tokenized.grammar is not None:
+            await self._check_grammar(tokenized.grammar, deadline_s)
+            params = dataclasses.replace(params, grammar=tokenized.grammar)
+        if tokenized.form != PLAIN and self.tokenizer.has_special(MARKERS):
+            # Some models have markers of calls and reasoning that are left out of the text otherwise.
+            params = dataclasses.replace(params, skip_special_tokens=False)
         room = limit - len(token_ids)
         for field, tokens in (("max_tokens", params.max_tokens or 0), ("min_tokens", params.min_tokens)):
             if tokens > room:
@@ -131,6 +145,7 @@ class Intake:
             # Its reader shows the secret, and clients with API keys know the public port alone.
             direct=request.direct and bool(request.secret) and not is_public,
             received=received,
+            form=tokenized.form,
         )
 
     def _resolved(self, params: SamplingParams, room: int, resolved_tokens: int) -> ResolvedParams:
@@ -150,11 +165,13 @@ class Intake:
 
     async def tokenize(
         self, request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, deadline_s: float
-    ) -> tuple[list[int], int]:
-        """Tokenize a request's prompt. Returns its token ids and the model's context length. Raises like accept()."""
-        prompt = _prompt_of(request)
+    ) -> tuple[TokenizedPrompt, int]:
+        """Tokenize a request's prompt. Returns it and the model's context length. Raises like accept()."""
+        prompt, grammar = _prompt_of(request), None
+        if isinstance(request, inference_pb2.TokenizeRequest) and request.HasField("grammar"):
+            grammar = grammar_from_proto(request.grammar)
         limit = max_model_len(await self._placer.wait_for_instances(deadline_s), self._model)
-        return await self._tokenize(prompt, limit - 1, deadline_s), limit
+        return await self._tokenize(prompt, limit - 1, deadline_s, grammar), limit
 
     async def detokenize(self, token_ids: Sequence[int], deadline_s: float) -> str:
         """Decode token ids, at most as many as the model's context length, to text. Raises like accept()."""
@@ -184,19 +201,26 @@ class Intake:
             raise InvalidArgument("received.characters", received.characters, limit)
         return answer
 
-    async def _tokenize(self, prompt: Prompt, max_tokens: int, deadline_s: float) -> list[int]:
+    async def _tokenize(
+        self, prompt: Prompt, max_tokens: int, deadline_s: float, grammar: Grammar | None
+    ) -> TokenizedPrompt:
+        """Tokenize a prompt. grammar: of the request."""
+        form = PLAIN
         match prompt:
             case str():
                 field = "prompt.text"
                 token_ids = await self.tokenizer.encode(prompt, max_tokens, deadline_s)
             case Conversation():
                 field = "prompt.messages"
-                token_ids = await self.tokenizer.encode_chat(prompt.messages, max_tokens, deadline_s)
+                token_ids, end = await self.tokenizer.encode_chat(prompt, max_tokens, deadline_s)
+                form = answer_form(self._form, prompt, end)
+                grammar = answer_grammar(form, prompt, grammar, self.tokenizer.backend.token_to_id)
             case _:
-                return await self._checked("prompt.token_ids", prompt, max_tokens)
+                token_ids = await self._checked("prompt.token_ids", prompt, max_tokens)
+                return TokenizedPrompt(token_ids, form, grammar)
         if not token_ids:
             raise InvalidArgument(field, "text without a token", "at least one token long")
-        return token_ids
+        return TokenizedPrompt(token_ids, form, grammar)
 
     async def _checked(self, field: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
         if len(prompt) > max_tokens:
@@ -226,8 +250,6 @@ def _prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRe
                 raise InvalidArgument("prompt.token_ids", [], "at least one token long")
             return request.token_ids.ids
         case "messages":
-            if not request.messages.messages:
-                raise InvalidArgument("prompt.messages", [], "at least one message")
-            return Conversation(request.messages.messages)
+            return read_conversation(request.messages)
         case _:
             raise InvalidArgument("prompt", None, "given as text, token_ids or messages")

@@ -9,11 +9,12 @@ from kaveri.domain.sampling import FinishReason
 from kaveri.errors import KaveriError
 from kaveri.hosting.read_limit import read_limit
 from kaveri.lives.request_values import Ended, InstanceLife
+from kaveri.parsers.answer import PLAIN
 from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import trace_fields
 from kaveri.text.answer import AnswerPart
 from kaveri.v1 import inference_pb2, sampling_pb2
-from kaveri.wire.messages import FINISH_TO_PROTO, drawing_to_proto, name_tokens
+from kaveri.wire.messages import FINISH_TO_PROTO, drawing_to_proto, form_to_proto, name_tokens
 from services.router import metrics
 from services.router.accepted_request import hint_to_proto
 from services.router.requests import Interrupted, RequestEntry, SentAway
@@ -69,6 +70,8 @@ async def write_answer(
                 response.max_tokens = entry.most_tokens
                 response.resolved_params.CopyFrom(drawing_to_proto(entry.accepted.params))
                 response.usage.prompt_tokens = len(entry.accepted.prompt_token_ids)
+                if entry.accepted.form != PLAIN:
+                    response.answer_form.CopyFrom(form_to_proto(entry.accepted.form))
             if entry.owner_news is not None:
                 response.owner.CopyFrom(hint_to_proto(entry.owner_news))
                 entry.owner_news = None

@@ -16,6 +16,7 @@ from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import InternalError, KaveriError, ModelNotFound, NoCapacity, SlowReader, Unavailable
 from kaveri.feeds.expiring import ExpiringMap
 from kaveri.lives.request_values import Ended
+from kaveri.parsers.answer import PLAIN
 from kaveri.policy.byte_budget import ByteBudget
 from kaveri.policy.placement import max_model_len, missing_phases
 from kaveri.policy.rate_limit import RateLimit
@@ -24,7 +25,7 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.telemetry.tracing import OpenSpan, begin_span, error_in_span, is_tracing, traceparent_of
 from kaveri.v1 import inference_pb2, inference_pb2_grpc
 from kaveri.wire.attempts import MAX_REQUEST_ID_BYTES
-from kaveri.wire.messages import id_drawn_from, params_to_proto
+from kaveri.wire.messages import form_to_proto, grammar_to_proto, id_drawn_from, params_to_proto
 from kaveri.wire.status import abort, status_of
 from services.router import metrics
 from services.router.accepted_request import NOTHING_RECEIVED, AcceptedRequest, hint_from_store
@@ -249,10 +250,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             self._router.intake.check_model(request.model)
             with self._router.bodies.hold(key_name, request.ByteSize()):
-                token_ids, limit = await self._router.intake.tokenize(request, self.until_s(context))
+                tokenized, limit = await self._router.intake.tokenize(request, self.until_s(context))
         except KaveriError as error:
             await abort(context, error)
-        return inference_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=limit)
+        grammar = None if tokenized.grammar is None else grammar_to_proto(tokenized.grammar)
+        form = None if tokenized.form == PLAIN else form_to_proto(tokenized.form)
+        return inference_pb2.TokenizeResponse(
+            token_ids=tokenized.token_ids, max_model_len=limit, answer_form=form, grammar=grammar
+        )
 
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, context: ServicerContext, key_name: str = ""

@@ -33,6 +33,7 @@ from kaveri.text.grammar_check import GrammarChecker
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from services.router import metrics
+from services.router.answer_forms import model_form
 from services.router.claims import RequestClaims
 from services.router.cluster_server import ClusterServicer
 from services.router.config import RouterConfig
@@ -142,7 +143,7 @@ class Router:
         check_grammar: CheckGrammar | None = None,
     ) -> None:
         """defaults: sampling parameters that requests leave unset. check_grammar: None: in a
-        process of its own. Raises ConfigError for an unreadable keys file."""
+        process of its own. Raises ConfigError for an unreadable keys file, and unknown parsers."""
         self.incarnation = incarnation = new_incarnation()
         self.router_id = f"{config.instance_id}.{incarnation:016x}"
         # Partly secret: whoever knows it can take over this router's streams.
@@ -167,7 +168,9 @@ class Router:
         self.pairing = Pairing(store, self.orders, self.monitor)
         self._grammars = GrammarChecker(tokenizer.backend, tokenizer.vocab_size)
         check_grammar = check_grammar or self._grammars.check
-        self.intake = Intake(config.model_name, tokenizer, self.placer, defaults or SamplingDefaults(), check_grammar)
+        form = model_form(config.tool_parser, config.reasoning_parser, tokenizer.chat_template)
+        defaults = defaults or SamplingDefaults()
+        self.intake = Intake(config.model_name, tokenizer, self.placer, defaults, check_grammar, form)
         self.callers = make_callers(config.keys_file, config.redis_url, config.cluster_name)
         """API keys of the public port and of operators; None: there are none."""
         self._serving = asyncio.Event()

@@ -143,10 +143,10 @@ class VllmEngineServicer:
         try:
             # Tokenize once for all answers.
             first = asked.request(0, asked.prompt)
-            token_ids, _ = await self._router.intake.tokenize(first, self._inner.until_s(context))
+            tokenized, _ = await self._router.intake.tokenize(first, self._inner.until_s(context))
             async with asyncio.TaskGroup() as group:
                 for index in range(asked.n):
-                    group.create_task(self._answer(asked, index, token_ids, several, turn, context))
+                    group.create_task(self._answer(asked, index, tokenized.token_ids, several, turn, context))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         finally:

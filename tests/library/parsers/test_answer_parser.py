@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaveri.parsers.answer import TOOL_PARSERS, AnswerParser, detected_reasoning_parser, detected_tool_parser
+from kaveri.parsers.answer import TOOL_PARSERS, AnswerForm, detected_reasoning_parser, detected_tool_parser
 from kaveri.parsers.parts import Content, Part, Reasoning, ToolCall
 
 CALL = '{"name": "look", "arguments": {"at": "the \\"sky\\" {", "times": [1, 2]}}'
@@ -39,7 +39,7 @@ PIECES = (
 
 def parsed(pieces: Sequence[str], tools: str = "", reasoning: str = "", *, has_begun: bool = False) -> list[Part]:
     """Return the parts, with neighbours of one kind joined."""
-    parser = AnswerParser(tools, reasoning, reasoning_has_begun=has_begun)
+    parser = AnswerForm(tools, reasoning, has_begun).parser()
     found: list[Part] = []
     for part in [*(part for piece in pieces for part in parser.feed(piece)), *parser.close()]:
         if found and isinstance(part, Reasoning) and isinstance(found[-1], Reasoning):
@@ -54,7 +54,7 @@ def parsed(pieces: Sequence[str], tools: str = "", reasoning: str = "", *, has_b
 @given(
     pieces=st.lists(st.sampled_from(PIECES), max_size=14),
     cuts=st.integers(0, 2**32),
-    tools=st.sampled_from(["", *TOOL_PARSERS]),
+    tools=st.sampled_from(["", *TOOL_PARSERS.own]),
     reasoning=st.sampled_from(["", "think"]),
     has_begun=st.booleans(),
 )

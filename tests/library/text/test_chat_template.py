@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from kaveri.errors import InvalidArgument
 from kaveri.text.chat_template import ChatTemplate, MissingText, RenderedTurn, first_missing
 from kaveri.text.content_format import ContentFormat
+from kaveri.text.conversation import Conversation
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1.inference_pb2 import Message
 from tests.support.chat_templates import PART_SHAPES, SHAPES, VLLM_ENVIRONMENT, stored_templates
@@ -145,7 +146,7 @@ async def test_a_message_whose_text_the_template_leaves_out_is_refused_by_its_nu
     tokenizer = ModelTokenizer(plain_tokenizer(template), 2000)
     messages = [Message(role=role, parts=texts) for role, texts in turns]
     with pytest.raises(InvalidArgument, match="the rendered prompt lacks it") as caught:
-        await tokenizer.encode_chat(messages, ROOM, time.monotonic() + 60)
+        await tokenizer.encode_chat(Conversation(messages), ROOM, time.monotonic() + 60)
     assert caught.value.field == f"prompt.messages[{number}].content"
     tokenizer.close()
 
@@ -153,7 +154,9 @@ async def test_a_message_whose_text_the_template_leaves_out_is_refused_by_its_nu
 @pytest.mark.parametrize("content", ["<|eot_id|> hello", "a<|eot_id|>b"])
 async def test_text_with_control_tokens_counts_as_present(content: str) -> None:
     tokenizer = ModelTokenizer(plain_tokenizer(SHAPES["parts, picked by type"]), 2000)
-    token_ids = await tokenizer.encode_chat([Message(role="user", content=content)], ROOM, time.monotonic() + 60)
+    token_ids, _ = await tokenizer.encode_chat(
+        Conversation([Message(role="user", content=content)]), ROOM, time.monotonic() + 60
+    )
     assert content in tokenizer.backend.decode(token_ids, skip_special_tokens=False)
     assert tokenizer.backend.token_to_id("<|eot_id|>") not in token_ids
     tokenizer.close()
@@ -183,7 +186,7 @@ ENDLESS = {
 async def test_a_template_that_fails_is_a_refusal_that_names_it(fault: str) -> None:
     tokenizer = ModelTokenizer(plain_tokenizer(ENDLESS[fault]), 2000)
     with pytest.raises(InvalidArgument, match="the model's chat template") as caught:
-        await tokenizer.encode_chat([Message(role="user", content="hello")], 1_000, time.monotonic() + 60)
+        await tokenizer.encode_chat(Conversation([Message(role="user", content="hello")]), 1_000, time.monotonic() + 60)
     assert caught.value.field == "prompt.messages"
     tokenizer.close()
 

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from kaveri.errors import InvalidArgument
 from kaveri.models import resolve_model
 from kaveri.text.control_tokens import ControlTokens
+from kaveri.text.conversation import Conversation
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1.inference_pb2 import Message
 from tests.services.router.scripted_answers import MODEL
@@ -32,7 +33,7 @@ def family(request: pytest.FixtureRequest) -> Iterator[tuple[PreTrainedTokenizer
 
 async def encoded(tokenizer: ModelTokenizer, turns: list[tuple[str, str]]) -> list[int]:
     messages = [Message(role=role, content=content) for role, content in turns]
-    return await tokenizer.encode_chat(messages, ROOM, time.monotonic() + 60)
+    return (await tokenizer.encode_chat(Conversation(messages), ROOM, time.monotonic() + 60))[0]
 
 
 def by_transformers(plain: PreTrainedTokenizerFast, turns: list[tuple[str, str]]) -> list[int]:

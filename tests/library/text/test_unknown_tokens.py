@@ -10,6 +10,7 @@ import pytest
 
 from kaveri.errors import ConfigError, InvalidArgument
 from kaveri.models import resolve_model
+from kaveri.text.conversation import Conversation
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1.inference_pb2 import Message
 
@@ -37,13 +38,14 @@ async def test_text_with_a_token_beyond_the_models_vocabulary_is_refused_as_text
     known, unknown = texts(tokenizer)
     until_s = time.monotonic() + 60
     assert max(await tokenizer.encode(known, 100, until_s)) < VOCAB_SIZE
-    assert max(await tokenizer.encode_chat([Message(role="user", content=known)], 100, until_s)) < VOCAB_SIZE
+    token_ids, _ = await tokenizer.encode_chat(Conversation([Message(role="user", content=known)]), 100, until_s)
+    assert max(token_ids) < VOCAB_SIZE
     for long in (1, 5000):
         with pytest.raises(InvalidArgument) as refused:
             await tokenizer.encode(unknown * long, 100_000, until_s)
         assert refused.value.field == "prompt.text"
         with pytest.raises(InvalidArgument) as refused:
-            await tokenizer.encode_chat([Message(role="user", content=unknown * long)], 100_000, until_s)
+            await tokenizer.encode_chat(Conversation([Message(role="user", content=unknown * long)]), 100_000, until_s)
         assert refused.value.field == "prompt.messages"
         assert str(VOCAB_SIZE) in str(refused.value)
 

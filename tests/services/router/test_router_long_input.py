@@ -7,6 +7,7 @@ import pytest
 
 from kaveri.errors import DeadlineExceeded, InvalidArgument
 from kaveri.rpc.server import MAX_MESSAGE_BYTES
+from kaveri.text.conversation import Conversation
 from kaveri.text.tokenizer import ModelTokenizer
 from kaveri.v1 import inference_pb2, sampling_pb2
 from kaveri.v1.inference_pb2 import Message
@@ -107,7 +108,7 @@ async def test_a_long_text_is_tokenized_while_the_loop_turns(tokenizer: ModelTok
     assert ticks.turns > 20, "the interpreter is free meanwhile"
     messages = [Message(role="user", content=long[:500_000])] * 4 + [Message(role="user", content="<|end|>" * 10_000)]
     with pytest.raises(InvalidArgument, match="tokens"):
-        await tokenizer.encode_chat(messages, 300_000, deadline_s)
+        await tokenizer.encode_chat(Conversation(messages), 300_000, deadline_s)
     counting.cancel()
     assert ticks.longest_cpu_s < 0.5, ticks.longest_cpu_s
 
@@ -122,17 +123,17 @@ async def test_as_much_input_as_fits_is_taken(tokenizer: ModelTokenizer) -> None
         await tokenizer.encode(text * 50, count - 1, deadline_s)
     assert caught.value.field in ("prompt", "prompt.text")
     messages = [Message(role="user", content="a")] * 100
-    ids = await tokenizer.encode_chat(messages, 10_000, deadline_s)
-    assert await tokenizer.encode_chat(messages, len(ids), deadline_s) == ids
+    ids, _ = await tokenizer.encode_chat(Conversation(messages), 10_000, deadline_s)
+    assert (await tokenizer.encode_chat(Conversation(messages), len(ids), deadline_s))[0] == ids
     with pytest.raises(InvalidArgument) as caught:
-        await tokenizer.encode_chat(messages, len(ids) - 1, deadline_s)
+        await tokenizer.encode_chat(Conversation(messages), len(ids) - 1, deadline_s)
     assert caught.value.field == "prompt"
     with pytest.raises(InvalidArgument) as caught:
-        await tokenizer.encode_chat(messages, 99, deadline_s)
+        await tokenizer.encode_chat(Conversation(messages), 99, deadline_s)
     assert (caught.value.field, caught.value.limit) == ("prompt.messages", "at most 99 messages")
     half = [Message(role="user", content="a" * (50 * tokenizer.longest_token_bytes + 1))]
     with pytest.raises(InvalidArgument, match="bytes") as caught:
-        await tokenizer.encode_chat(2 * half, 100, deadline_s)
+        await tokenizer.encode_chat(Conversation(2 * half), 100, deadline_s)
     assert caught.value.field == "prompt.messages"
 
 

@@ -1,0 +1,73 @@
+"""Validates the tools of a request, and writes the grammar of their calls. Pure."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kaveri.errors import InvalidArgument
+from kaveri.parsers.parts import Tool
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""As for schemas of whole answers."""
+
+
+def read_tools(value: object, field: str = "tools") -> list[Tool]:
+    """Return the tools of a decoded JSON list. Raises InvalidArgument, naming the entry."""
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        given = f"{len(value)} tools" if isinstance(value, list) else value
+        raise InvalidArgument(field, given, f"a list of at most {MAX_TOOLS} tools")
+    tools = [_read_tool(each, f"{field}[{number}]") for number, each in enumerate(value)]
+    names = [tool.name for tool in tools]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise InvalidArgument(f"{field}[{number}].function.name", name, "the name of no other tool")
+    return tools
+
+
+def _read_tool(value: object, path: str) -> Tool:
+    if not isinstance(value, Mapping) or value.get("type") != "function":
+        kind = value.get("type") if isinstance(value, Mapping) else value
+        raise InvalidArgument(f"{path}.type", kind, "function: Kaveri runs no tools itself")
+    function = value.get("function")
+    if not isinstance(function, Mapping):
+        raise InvalidArgument(f"{path}.function", function, "an object")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidArgument(f"{path}.function.name", name, "1 to 64 letters, digits, _ or -")
+    if not isinstance(function.get("description", ""), str | None):
+        raise InvalidArgument(f"{path}.function.description", function["description"], "a text")
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}, "additionalProperties": False}
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise InvalidArgument(f"{path}.function.parameters", parameters, "a JSON Schema of an object")
+    return Tool(name, parameters)
+
+
+def chosen_tools(tools: Sequence[Tool], name: str) -> Sequence[Tool]:
+    """Return the tool of this name alone, or all where it is empty. Raises InvalidArgument if there is none."""
+    found = [tool for tool in tools if name in ("", tool.name)]
+    if not found:
+        limit = "left out without tools" if not tools else f"one of {', '.join(tool.name for tool in tools)}"
+        raise InvalidArgument("tool_choice", name or "required", limit)
+    return found
+
+
+def call_rules(tools: Sequence[Tool], arguments_key: str) -> str:
+    """Return Lark rules: "call" is one call as a JSON object with the tool's name and its arguments."""
+    names = [f"call_{number}" for number in range(len(tools))]
+    lines = [f"call: {' | '.join(names)}"]
+    for rule, tool in zip(names, tools, strict=True):
+        head = json.dumps(f'{{"name": "{tool.name}", "{arguments_key}": ')
+        # A schema of its own each: references are to its own definitions.
+        schema = {**_as_object(tool.parameters), "x-guidance": _JSON_OPTIONS}
+        lines += [f'{rule}: {head} {rule}_args "}}"', f"{rule}_args: %json {json.dumps(schema)}"]
+    return "\n".join(lines)
+
+
+def _as_object(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    if "x-guidance" in parameters:
+        raise InvalidArgument("tools", "x-guidance", "JSON Schemas without keys of a compiler")
+    return {"type": "object", **parameters}

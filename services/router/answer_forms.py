@@ -1,0 +1,77 @@
+"""Decides how the answer to a conversation is read, and what grammar it must match. Pure."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from kaveri.domain.grammar import Grammar, GrammarKind
+from kaveri.errors import ConfigError, InvalidArgument
+from kaveri.parsers.answer import (
+    AUTO,
+    NONE,
+    THINK,
+    TOOL_PARSERS,
+    AnswerForm,
+    detected_reasoning_parser,
+    detected_tool_parser,
+)
+from kaveri.parsers.reasoning import THINK_BEGIN, THINK_END
+from kaveri.text.chat_template import ChatTemplate
+from kaveri.text.conversation import Conversation
+
+
+def model_form(tool_parser: str, reasoning_parser: str, template: ChatTemplate | None) -> AnswerForm:
+    """Return how a model's answers are read. tool_parser, reasoning_parser: a name, AUTO (by the chat template) or
+    NONE. Raises ConfigError, naming the flag."""
+    source = "" if template is None else template.source
+    if tool_parser == AUTO:
+        tool_parser = detected_tool_parser(source)
+    elif tool_parser != NONE:
+        try:
+            TOOL_PARSERS.known(tool_parser)
+        except ValueError as error:
+            raise ConfigError("--tool-parser", f"{error}; or {AUTO}, or {NONE}") from error
+    if reasoning_parser == AUTO:
+        reasoning_parser = detected_reasoning_parser(source)
+    elif reasoning_parser not in (NONE, THINK):
+        raise ConfigError("--reasoning-parser", f"is {reasoning_parser!r}; it must be {THINK}, {AUTO} or {NONE}")
+    return AnswerForm("" if tool_parser == NONE else tool_parser, "" if reasoning_parser == NONE else reasoning_parser)
+
+
+def answer_form(model: AnswerForm, conversation: Conversation, prompt_end: str) -> AnswerForm:
+    """Return how the answer to a conversation is read. model: how the model's answers are read. prompt_end: end of the
+    rendered prompt. Raises InvalidArgument for tools that a model of unknown form must call."""
+    tool_parser = model.tool_parser if conversation.tools else ""
+    if conversation.wanted and not tool_parser:
+        limit = "left out or auto: the router knows no form of this model's calls (--tool-parser)"
+        raise InvalidArgument("tool_choice", "required", limit)
+    end = prompt_end.rstrip()
+    if not model.reasoning_parser or conversation.continues or end.endswith(THINK_END):
+        # The template has closed the reasoning, as for enable_thinking = false.
+        return AnswerForm(tool_parser)
+    return AnswerForm(tool_parser, model.reasoning_parser, end.endswith(THINK_BEGIN))
+
+
+def answer_grammar(
+    form: AnswerForm, conversation: Conversation, grammar: Grammar | None, token_id_of: Callable[[str], int | None]
+) -> Grammar | None:
+    """Return the grammar of the answer to a conversation; None for any text. grammar: the request's own. token_id_of:
+    returns the id of a token of the model's vocabulary. Raises InvalidArgument."""
+    if conversation.wanted:
+        if grammar is not None:
+            raise InvalidArgument("tool_choice", "required", "left out or auto beside a grammar of the answer")
+        grammar = Grammar.lark("start: calls\n" + _calls(form, conversation))
+    elif grammar is not None and form.tool_parser and grammar.kind is GrammarKind.JSON_SCHEMA:
+        # An answer is a call, or what the schema says.
+        schema = f"answer: %json {grammar.source}"
+        grammar = Grammar.lark(f"start: calls | answer\n{schema}\n{_calls(form, conversation)}")
+    if grammar is None or not form.reasoning_parser:
+        return grammar
+    end_id = token_id_of(THINK_END)
+    if end_id is None:
+        raise InvalidArgument("params.grammar", "set", f"left out: {THINK_END} is no token of this model's vocabulary")
+    return replace(grammar, begins_after=(end_id,))
+
+
+def _calls(form: AnswerForm, conversation: Conversation) -> str:
+    tools = conversation.wanted or conversation.known
+    return str(TOOL_PARSERS.load(form.tool_parser)().grammar(tools, several=conversation.several))
