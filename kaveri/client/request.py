@@ -151,9 +151,8 @@ def _token_id(value: object) -> int:
 def _message_to_proto(given: object) -> inference_pb2.Message:
     if isinstance(given, Mapping):
         known = [name for name in given if name in _MESSAGE_FIELDS]
-        given = (
-            Message(**{name: given[name] for name in known}) if len(known) == len(given) and "role" in known else None
-        )
+        is_whole = "role" in known and ("content" in known or "tool_calls" in known)
+        given = Message(**{name: given[name] for name in known}) if is_whole and len(known) == len(given) else None
     if not isinstance(given, Message):
         raise InvalidArgument(
             "messages", given, f"messages with role and content each, of {', '.join(_MESSAGE_FIELDS)}"

@@ -103,16 +103,11 @@ def fields_of(turn: Turn, path: str, mark: Callable[[str], str]) -> dict[str, An
     InvalidArgument."""
     found: dict[str, Any] = {}
     if turn.tool_calls:
-        found["tool_calls"] = _marked(_calls(turn.tool_calls, f"{path}.tool_calls"), mark)
+        found["tool_calls"] = marked_values(_calls(turn.tool_calls, f"{path}.tool_calls"), mark)
     for name, text in (("tool_call_id", turn.tool_call_id), ("name", turn.name), ("reasoning_content", turn.reasoning)):
         if text:
             found[name] = mark(text)
     return found
-
-
-def marked_tools(tools: Sequence[Mapping[str, Any]], mark: Callable[[str], str]) -> list[Any]:
-    """Return the tools with `mark` applied to every text."""
-    return [_marked(tool, mark) for tool in tools]
 
 
 def _calls(text: str, field_name: str) -> list[dict[str, Any]]:
@@ -146,9 +141,10 @@ def _decoded(field_name: str, text: str, default: Any) -> Any:
         raise InvalidArgument(field_name, text, f"JSON: {error}") from error
 
 
-def _marked(value: Any, mark: Callable[[str], str]) -> Any:
+def marked_values(value: Any, mark: Callable[[str], str]) -> Any:
+    """Return a JSON value with `mark` applied to every text in it."""
     if isinstance(value, str):
         return mark(value)
     if isinstance(value, Mapping):
-        return {mark(key): _marked(each, mark) for key, each in value.items()}
-    return [_marked(each, mark) for each in value] if isinstance(value, list) else value
+        return {mark(key): marked_values(each, mark) for key, each in value.items()}
+    return [marked_values(each, mark) for each in value] if isinstance(value, list) else value

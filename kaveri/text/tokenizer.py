@@ -16,7 +16,7 @@ from kaveri.telemetry.logs import get_logger
 from kaveri.text.chat_template import ChatTemplate, MissingText, RenderedTurn, RenderOptions
 from kaveri.text.content_format import ContentFormat
 from kaveri.text.control_tokens import ControlTokens
-from kaveri.text.conversation import Conversation, Turn, fields_of, marked_tools
+from kaveri.text.conversation import Conversation, Turn, fields_of, marked_values
 from kaveri.text.detokenizer import Detokenizer, plain_texts
 from kaveri.text.token_texts import TokenPiece, TokenTexts
 
@@ -178,25 +178,9 @@ class ModelTokenizer:
         messages, template = conversation.turns, self.chat_template
         assert template is not None
         assert self._control is not None
-        control = self._control
-        marked = False
+        marks = _Marks(self._control)
         size_bytes = part_count = 0
-
-        def mark(text: str) -> str:
-            nonlocal marked, size_bytes
-            text, found = control.mark(text)
-            marked = marked or found
-            size_bytes += len(text)
-            return text
-
-        for name, value in conversation.arguments.items():
-            if not template.has_variable(name):
-                limit = "left out: the model's chat template has no such variable"
-                raise InvalidArgument(f"prompt.template_arguments.{name}", value, limit)
-        if conversation.tools and not template.has_variable("tools"):
-            raise InvalidArgument(
-                "prompt.tools", f"{len(conversation.tools)} tools", "left out: the model's chat template takes none"
-            )
+        options = _options(conversation, template, marks)
         turns: list[RenderedTurn] = []
         for number, turn in enumerate(messages):
             _check_time(deadline_s)
@@ -209,20 +193,12 @@ class ModelTokenizer:
             texts = list(turn.parts) or [turn.content]
             size_bytes += sum(len(text.encode()) for text in texts)
             self._check_size("prompt.messages", size_bytes, max_tokens)
-            (role, *contents), found = self._control.mark_all((turn.role, *texts))
-            marked = marked or found
             fields = {}
             if turn.tool_calls or turn.tool_call_id or turn.name or turn.reasoning:
-                fields = fields_of(turn, f"prompt.messages[{number}]", mark)
-            turns.append(RenderedTurn(role, contents, fields))
-        options = RenderOptions(
-            marked_tools(conversation.tools, mark),
-            conversation.arguments,
-            conversation.continues,
-            conversation.begins_turn,
-        )
-        self._check_size("prompt.messages", size_bytes, max_tokens)
-        most_characters = max_tokens * self.longest_token_bytes * (_MARKED_CHARACTERS if marked else 1)
+                fields = fields_of(turn, f"prompt.messages[{number}]", marks.mark)
+            turns.append(RenderedTurn(marks.mark(turn.role), [marks.mark(text) for text in texts], fields))
+        self._check_size("prompt.messages", marks.size_bytes, max_tokens)
+        most_characters = max_tokens * self.longest_token_bytes * (_MARKED_CHARACTERS if marks.found else 1)
         try:
             text = template.render(turns, most_characters, deadline_s, options)
         except MissingText as error:
@@ -230,7 +206,7 @@ class ModelTokenizer:
             limit = f"text that the model's chat template writes for role {turn.role!r}: the rendered prompt lacks it"
             raise InvalidArgument(field, "\n".join(turn.parts) or turn.content, limit) from error
         _check_time(deadline_s)
-        backend = self._control.backend if marked else self.backend
+        backend = self._control.backend if marks.found else self.backend
         # The template itself writes the special tokens.
         token_ids = self._ids("prompt.messages", text, max_tokens, backend, add_special_tokens=False)
         return token_ids, text[-_END_CHARACTERS:]
@@ -263,6 +239,45 @@ class ModelTokenizer:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
         except TimeoutError as error:
             raise DeadlineExceeded from error
+
+
+class _Marks:
+    """Marks the control tokens of a conversation's texts."""
+
+    def __init__(self, control: ControlTokens) -> None:
+        self._control = control
+        self.found = False
+        """True if a text has control tokens."""
+        self.size_bytes = 0
+        """Of all texts."""
+
+    def mark(self, text: str) -> str:
+        marked, found = self._control.mark(text)
+        self.found = self.found or found
+        self.size_bytes += len(text.encode())
+        return marked
+
+
+def _options(conversation: Conversation, template: ChatTemplate, marks: _Marks) -> RenderOptions:
+    """Return what the template gets beside the messages. Raises InvalidArgument for what it does not take."""
+    arguments = dict(conversation.arguments)
+    if arguments.get("reasoning_effort") == "none" and not template.has_variable("reasoning_effort"):
+        # Other templates know reasoning that is on or off, or none.
+        del arguments["reasoning_effort"]
+        arguments |= {"enable_thinking": False} if template.has_variable("enable_thinking") else {}
+    for name, value in arguments.items():
+        if not template.has_variable(name):
+            limit = "left out: the model's chat template has no such variable"
+            raise InvalidArgument(f"prompt.template_arguments.{name}", value, limit)
+    if conversation.tools and not template.has_variable("tools"):
+        limit = "left out: the model's chat template takes none"
+        raise InvalidArgument("prompt.tools", f"{len(conversation.tools)} tools", limit)
+    return RenderOptions(
+        marked_values(list(conversation.tools), marks.mark),
+        marked_values(arguments, marks.mark),
+        conversation.continues,
+        conversation.begins_turn,
+    )
 
 
 def _is_short(messages: Sequence[Turn]) -> bool:

@@ -129,7 +129,10 @@ class AnswerFormat:
         of several kinds. form: how the text is read."""
         last: Part | None = None
         if form != PLAIN:
-            *others, last = self._answers[index].read(chunk, form) or [Content("")]
+            parts = self._answers[index].read(chunk, form)
+            if not parts and self._answers[index].begun and not self._shows_tokens and chunk.finish_reason is None:
+                return
+            *others, last = parts or [Content("")]
             before = replace(chunk, token_ids=(), text="", logprobs=(), finish_reason=None, usage=None)
             for part in others:
                 yield self._event(index, before, (), prompt_tokens, part)
@@ -140,6 +143,13 @@ class AnswerFormat:
             yield self._event(index, before, prompt[:_SLICE_TOKENS], prompt_tokens)
             prompt = prompt[_SLICE_TOKENS:]
         yield self._event(index, chunk, prompt, prompt_tokens, last)
+
+    @property
+    def _shows_tokens(self) -> bool:
+        """True if events have something of each token beside its text."""
+        asked = self._asked
+        each_usage = asked.usage_events is UsageEvents.EACH
+        return each_usage or asked.return_token_ids or asked.params.logprobs is not None
 
     def _event(
         self,

@@ -107,7 +107,7 @@ def _of_argument(error: InvalidArgument, prompt_param: str, max_model_len: int) 
         param = prompt_param
     else:
         param = _PARAM_OF_FIELD.get(field_name, field_name.removeprefix("params."))
-        param = param.removeprefix("prompt.") if param.startswith("prompt.messages[") else param
+        param = param.removeprefix("prompt.") if param.startswith(("prompt.messages[", "prompt.tools")) else param
     message = f"{param} is {_shown(error.value)}; it must be {error.limit}"
     if not is_too_long(error):
         return HttpError(400, message, code="invalid_value", param=param)

@@ -13,6 +13,7 @@ from kaveri.domain.sampling import (
     MAX_STOP_TEXTS,
     MAX_STOP_TOKEN_IDS,
 )
+from kaveri.parsers.tools import MAX_TOOLS
 
 Schema = dict[str, Any]
 
@@ -49,15 +50,77 @@ _IGNORED: dict[str, Schema] = {
     "prompt_cache_key": _TEXT,
     "store": {"const": False},
 }
-IGNORED_OF_CHAT: dict[str, Schema] = {
-    **_IGNORED,
-    "reasoning_effort": {"const": "none"},
-    "verbosity": {"const": "medium"},
-    "response_format": _whole_object({"type": {"const": "text"}}),
-    "parallel_tool_calls": _FLAG,
-    "tool_choice": {"enum": ["none", "auto"]},
-    "tools": {"type": "array", "description": 'Empty, unless tool_choice is "none".'},
+IGNORED_OF_CHAT: dict[str, Schema] = {**_IGNORED, "verbosity": {"const": "medium"}}
+_FUNCTION_NAME: Schema = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
+_ANY_SCHEMA: Schema = {"description": "A JSON Schema.", "anyOf": [{"type": "object"}, _FLAG]}
+_NOT_EMPTY: Schema = {"type": "string", "minLength": 1}
+_NOTATIONS: dict[str, Schema] = {
+    "json": {"anyOf": [_ANY_SCHEMA, _NOT_EMPTY]},
+    "regex": _NOT_EMPTY,
+    "choice": {"type": "array", "items": _NOT_EMPTY, "minItems": 1},
+    "grammar": {**_NOT_EMPTY, "description": "In Lark's notation, or llama.cpp's GBNF."},
+    "json_object": {"const": True},
 }
+_GRAMMARS: dict[str, Schema] = {
+    "response_format": {
+        "anyOf": [
+            _whole_object({"type": {"enum": ["text", "json_object"]}}),
+            _whole_object(
+                {
+                    "type": {"const": "json_schema"},
+                    "json_schema": _object(
+                        {"name": _TEXT, "description": _TEXT, "schema": {"type": "object"}, "strict": _FLAG}
+                    ),
+                }
+            ),
+        ],
+        "description": "At most one of this, structured_outputs and the guided_ fields.",
+    },
+    "structured_outputs": {
+        **_object({**_NOTATIONS, "disable_any_whitespace": _FLAG}),
+        "description": "One of its first five fields.",
+    },
+    **{f"guided_{name}": schema for name, schema in _NOTATIONS.items()},
+}
+_TOOLS: dict[str, Schema] = {
+    "tools": {
+        "type": "array",
+        "maxItems": MAX_TOOLS,
+        "items": _object(
+            {
+                "type": {"const": "function"},
+                "function": _object(
+                    {"name": _FUNCTION_NAME, "description": _TEXT, "parameters": {"type": "object"}, "strict": _FLAG},
+                    ("name",),
+                    is_open=True,
+                ),
+            },
+            ("type", "function"),
+            is_open=True,
+        ),
+        "description": "If the model's chat template takes tools.",
+    },
+    "tool_choice": {
+        "anyOf": [
+            {"enum": ["none", "auto", "required"]},
+            _whole_object({"type": {"const": "function"}, "function": _whole_object({"name": _FUNCTION_NAME})}),
+        ]
+    },
+    "parallel_tool_calls": _FLAG,
+    "reasoning_effort": {
+        "enum": ["none", "minimal", "low", "medium", "high", "xhigh"],
+        "description": 'If the model\'s chat template takes it; "none" always.',
+    },
+    "chat_template_kwargs": {"type": "object", "description": "Variables that the model's chat template has."},
+    "continue_final_message": _FLAG,
+    "add_generation_prompt": _FLAG,
+    "echo": _FLAG,
+}
+_CALL = _object(
+    {"id": _TEXT, "type": {"const": "function"}, "function": _object({"name": _TEXT, "arguments": _TEXT}, ("name",))},
+    ("function",),
+    is_open=True,
+)
 _PENALTY: Schema = {"type": "number", "minimum": -2, "maximum": 2}
 _MESSAGE = _object(
     {
@@ -67,6 +130,10 @@ _MESSAGE = _object(
             "anyOf": [_TEXT, {"type": "array", "items": _whole_object({"type": {"const": "text"}, "text": _TEXT})}],
             "description": "Only an assistant's may be null, which is an empty text.",
         },
+        "tool_calls": {"type": "array", "items": _CALL, "description": "Of an assistant."},
+        "tool_call_id": {"type": "string", "description": "Of a tool."},
+        "reasoning_content": {"type": "string", "description": "Of an assistant. Few chat templates show it."},
+        "reasoning": {"type": "string", "description": "As reasoning_content."},
     },
     ("role",),
 )
@@ -93,6 +160,7 @@ _GENERATING: dict[str, Schema] = {
     },
     "bad_words": {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_BAD_WORDS},
     "allowed_token_ids": {"type": "array", "items": _COUNT, "maxItems": MAX_ALLOWED_TOKENS},
+    **_GRAMMARS,
     "seed": _whole(-(2**63), 2**64 - 1),
     "stop": {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOP_TEXTS}]},
     "stop_token_ids": {"type": "array", "items": _COUNT, "maxItems": MAX_STOP_TOKEN_IDS},
@@ -116,6 +184,7 @@ CHAT = _object(
     {
         "messages": _MESSAGES,
         **_GENERATING,
+        **_TOOLS,
         "max_completion_tokens": {"type": "integer", "minimum": 1},
         "logprobs": _FLAG,
         "top_logprobs": _whole(0, MAX_LOGPROBS),

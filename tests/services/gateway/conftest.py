@@ -126,11 +126,17 @@ async def cluster(tokenizer: ModelTokenizer) -> AsyncIterator[ScriptedCluster]:
 
 @contextlib.asynccontextmanager
 async def run_gateway(
-    cluster: ScriptedCluster, router_max_requests: int = 1024, generation_config: str = "auto", **settings: Any
+    cluster: ScriptedCluster,
+    router_max_requests: int = 1024,
+    generation_config: str = "auto",
+    reasoning_parser: str = "auto",
+    **settings: Any,
 ) -> AsyncIterator[GatewayUnderTest]:
     """Run a gateway with one router for this cluster; assert at the end that nothing leaked."""
     async with (
-        cluster.router(max_requests=router_max_requests, generation_config=generation_config) as router,
+        cluster.router(
+            max_requests=router_max_requests, generation_config=generation_config, reasoning_parser=reasoning_parser
+        ) as router,
         MemoryStore(cluster.cluster) as store,
         AsyncClient(router.address) as sdk,
     ):

@@ -21,7 +21,13 @@ VOCAB_FLOOR = 300
 """Lowest id of ordinary tokens in the bundled tokenizer."""
 
 
+SCRIPTED: list[int] = []
+"""Tokens that all answers begin with, whatever the prompt. A test that fills it empties it."""
+
+
 def token_at(prompt: tuple[int, ...], index: int) -> int:
+    if index < len(SCRIPTED):
+        return SCRIPTED[index]
     return VOCAB_FLOOR + (sum(prompt) + 31 * index + index * index) % 1_000
 
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from smg_grpc_proto import vllm_engine_pb2
 
-from kaveri.v1 import prefill_pb2
+from kaveri.v1 import prefill_pb2, sampling_pb2
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.engine_door import EngineDoor, asks
 
@@ -15,6 +15,10 @@ def _sent(name: str, value: Any) -> Callable[[prefill_pb2.SubmitRequest], bool]:
         return bool(list(got) == value if isinstance(value, list) else got == pytest.approx(value))
 
     return is_so
+
+
+def _asked_for(**grammar: str) -> Callable[[prefill_pb2.SubmitRequest], bool]:
+    return lambda request: request.params.grammar == sampling_pb2.Grammar(**grammar)
 
 
 HONOURED_PARAMS: dict[str, tuple[Any, Callable[[prefill_pb2.SubmitRequest], bool]]] = {
@@ -32,6 +36,11 @@ HONOURED_PARAMS: dict[str, tuple[Any, Callable[[prefill_pb2.SubmitRequest], bool
     "frequency_penalty": (-0.5, _sent("frequency_penalty", -0.5)),
     "repetition_penalty": (1.5, _sent("repetition_penalty", 1.5)),
     "logit_bias": ({5: 1.0}, _sent("logit_bias", {5: 1.0})),
+    "json_schema": ('{"type": "null"}', _asked_for(json_schema='{"type": "null"}')),
+    "regex": ("a+", _asked_for(regex="a+")),
+    "grammar": ('start: "a"', _asked_for(lark='start: "a"')),
+    "json_object": (True, _asked_for(json_schema='{"type": "object"}')),
+    "choice": (vllm_engine_pb2.ChoiceConstraint(choices=["a"]), _asked_for(choices='["a"]')),
 }
 HONOURED_ELSEWHERE = {"n", "stop", "skip_special_tokens"}
 """Covered by tests of their own."""
@@ -41,12 +50,7 @@ REFUSED_PARAMS: dict[str, list[Any]] = {
     "prompt_logprobs": [0, -1],
     "truncate_prompt_tokens": [0, -1],
     "grammar_from_first_token": [True],
-    "json_schema": ["{}", ""],
-    "regex": ["a"],
-    "grammar": ["a"],
     "structural_tag": ["a"],
-    "json_object": [True],
-    "choice": [vllm_engine_pb2.ChoiceConstraint(choices=["a"])],
 }
 REFUSED_FIELDS: dict[str, Any] = {
     "kv_transfer_params": vllm_engine_pb2.KvTransferParams(remote_host="a"),
