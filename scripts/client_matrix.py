@@ -107,8 +107,8 @@ def curl(door: Door) -> Iterator[Tried]:
     events = ask(stream=True).split("\n\n")
     texts = [json.loads(each.removeprefix("data: "))["choices"][0]["text"] for each in events[:-2]]
     yield Tried("streamed completion", "".join(texts) == expected and events[-2] == "data: [DONE]", str(events))
-    refused = ask(logit_bias={"5": 1})
-    yield Tried("refusal by name", '"param": "logit_bias"' in refused.replace('":"', '": "'), refused)
+    refused = ask(suffix="end")
+    yield Tried("refusal by name", '"param": "suffix"' in refused.replace('":"', '": "'), refused)
 
 
 def buf_curl(door: Door) -> Iterator[Tried]:

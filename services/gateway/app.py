@@ -361,10 +361,22 @@ def _named(path: str, handle: Callable[[Request], Any]) -> Callable[[Request], A
     return handle_named
 
 
+_NOT_BUILT = {
+    "/v1/embeddings": ": Kaveri's models generate text",
+    "/v1/images/generations": ": Kaveri's models generate text",
+    "/v1/audio/speech": ": Kaveri's models generate text",
+    "/v1/audio/transcriptions": ": Kaveri's models take text",
+    "/v1/responses": "; /v1/chat/completions is, and smg in front of routers turns it into the Responses API",
+    "/v1/messages": "; /v1/chat/completions is, and smg in front of routers turns it into Anthropic's Messages",
+}
+"""Why well-known paths of other servers are not here."""
+
+
 def _not_served(scope: Scope, error: HTTPException) -> HttpError:
     code = {404: "no_such_path", 405: "method_not_allowed"}.get(error.status_code)
     headers = [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
-    message = f"{scope['method']} {scope['path']:.200} is not served here"
+    reason = _NOT_BUILT.get(scope["path"].rstrip("/"), "")
+    message = f"{scope['method']} {scope['path']:.200} is not served here{reason}"
     return HttpError(error.status_code, message, code=code, headers=headers)
 
 

@@ -1,31 +1,43 @@
 """Validates the fields of a JSON object. Unknown fields are refused, never ignored. Pure."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kaveri.errors import InvalidArgument
 
-Accepts = Callable[[Any], bool]
-"""Predicate: returns True for values of an unsupported field that would have no effect."""
+
+@dataclass(frozen=True, slots=True)
+class Accepts:
+    """Values of an unsupported field that have no effect, and are taken."""
+
+    check: Callable[[Any], bool]
+    says: str
+    """The values, for documents; empty: none."""
+
+    def __call__(self, value: Any) -> bool:
+        return self.check(value)
 
 
 def one_of(*values: object) -> Accepts:
-    """Build a predicate that accepts these values only. Types must match: True is not 1."""
-    return lambda value: any(type(value) is type(each) and value == each for each in values)
+    """Accept these values only. Types must match: True is not 1."""
+    says = " or ".join(f"`{json.dumps(value)}`" for value in values)
+    return Accepts(lambda value: any(type(value) is type(each) and value == each for each in values), says)
 
 
 def number(*values: float) -> Accepts:
-    """Build a predicate that accepts these numbers only, as integers or floats."""
-    return lambda value: type(value) in (int, float) and value in values
+    """Accept these numbers only, as integers or floats."""
+    says = " or ".join(f"{value:g}" for value in values)
+    return Accepts(lambda value: type(value) in (int, float) and value in values, says)
 
 
-def empty(value: object) -> bool:
-    return value in ([], {}, "")
+empty = Accepts(lambda value: value in ([], {}, ""), "empty")
 
 
-def any_of(kind: type[object]) -> Accepts:
-    """Build a predicate that accepts every value of exactly this type."""
-    return lambda value: type(value) is kind
+def any_of(kind: type[object], says: str = "any") -> Accepts:
+    """Accept every value of exactly this type."""
+    return Accepts(lambda value: type(value) is kind, says)
 
 
 class Fields:

@@ -50,25 +50,25 @@ _HARMLESS: Mapping[str, Accepts] = {
     **_all("logits_processors request_id truncate_prompt_tokens vllm_xargs", one_of()),
 }
 """Unsupported parameters of OpenAI, vLLM and SGLang, with predicates for the values that have no effect."""
-_HARMLESS_OF_COMPLETIONS: Mapping[str, Accepts] = {
+HARMLESS_OF_COMPLETIONS: Mapping[str, Accepts] = {
     **_HARMLESS,
     "add_special_tokens": one_of(True),
     "prompt_embeds": one_of(),
     "suffix": one_of(""),
 }
-_HARMLESS_OF_CHAT: Mapping[str, Accepts] = {
+HARMLESS_OF_CHAT: Mapping[str, Accepts] = {
     **_HARMLESS,
     **_all("include_reasoning separate_reasoning stream_reasoning", any_of(bool)),
     **_all("add_special_tokens", one_of(False)),
     "documents": empty,
     **_all("audio chat_template mm_processor_kwargs prediction web_search_options", one_of()),
     **NO_TOOLS,
-    "modalities": lambda value: value == ["text"],
+    "modalities": one_of(["text"]),
     # OpenAI's default.
     "verbosity": one_of("medium"),
 }
-_HARMLESS_WITHOUT_FUNCTIONS: Mapping[str, Accepts] = {**_HARMLESS_OF_CHAT, "functions": any_of(list)}
-"""As _HARMLESS_OF_CHAT, but functions may be listed: function_call "none" disables them."""
+_HARMLESS_WITHOUT_FUNCTIONS: Mapping[str, Accepts] = {**HARMLESS_OF_CHAT, "functions": any_of(list)}
+"""As HARMLESS_OF_CHAT, but functions may be listed: function_call "none" disables them."""
 _HARMLESS_OF_MESSAGE: Mapping[str, Accepts] = {
     **_all("annotations refusal", empty),
     **_all("audio function_call", one_of()),
@@ -191,7 +191,7 @@ def read_completion(body: Mapping[str, Any], max_answers: int) -> ParsedRequest:
         raise InvalidArgument("max_tokens", 0, "at least 1; it may be 0 where echo is true")
     return _read_rest(
         fields,
-        _HARMLESS_OF_COMPLETIONS,
+        HARMLESS_OF_COMPLETIONS,
         prompts=prompts,
         n=n,
         echo=echo,
@@ -219,7 +219,7 @@ def read_chat(body: Mapping[str, Any], max_answers: int) -> ParsedRequest:
         raise InvalidArgument("logprobs", True, "left out, or false, with echo")
     return _read_rest(
         fields,
-        _HARMLESS_WITHOUT_FUNCTIONS if body.get("function_call") == "none" else _HARMLESS_OF_CHAT,
+        _HARMLESS_WITHOUT_FUNCTIONS if body.get("function_call") == "none" else HARMLESS_OF_CHAT,
         prompts=(messages,),
         chat=chat,
         n=n,

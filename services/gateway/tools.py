@@ -6,7 +6,7 @@ from typing import Any
 from kaveri.client.request import ChatOptions
 from kaveri.errors import InvalidArgument
 from kaveri.parsers.tools import read_tools
-from services.gateway.fields import Fields, check_items, check_object, one_of
+from services.gateway.fields import Fields, any_of, check_items, check_object, one_of
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
@@ -86,10 +86,10 @@ def take_calls(fields: Fields, path: str) -> list[Any]:
             raise InvalidArgument(f"{field}.name", None, "the name of a tool")
         inner.text("arguments")
         # A position of streamed calls, which some clients send back.
-        each.refuse_rest({"index": lambda value: type(value) is int})
+        each.refuse_rest({"index": any_of(int)})
         inner.refuse_rest({})
     return list(calls)
 
 
-NO_TOOLS = {"functions": lambda value: value == [], "function_call": one_of("none")}
+NO_TOOLS = {"functions": one_of([]), "function_call": one_of("none")}
 """OpenAI's former fields, which tools have replaced."""

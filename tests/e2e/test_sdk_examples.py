@@ -25,7 +25,11 @@ SHOWN = {
     r"\d+ bytes of KV from prefill-0 to decode-0 over \w+; 1 attempt, 0 other routers\n",
     "likely_tokens.py": r"\d+ tokens: 'The river'\n( +\d+ .+ \d\.\d\d of .+\n){5}the same draws again: True\n",
 }
-PAGES = {"index.md": r".+\n", "sdk.md": r".* (stop|length) \d+\n.*"}
+PAGES = {
+    "index.md": r".+\n",
+    "sdk.md": r".* (stop|length) \d+\n.*",
+    "requests.md": r"name='.*' age=\d+\n(yes|no)\nweather {\"city\": \"(Paris|Rome)\"}\n",
+}
 
 
 def _run(name: str, target: str) -> str:

@@ -322,7 +322,8 @@ async def _learn(load: MatrixLoad, questions: Sequence[MatrixQuestion], engine: 
         return
     for question, answer in zip(questions, answers, strict=True):
         made_up = tuple(FakeModel().answer(question.prompt, 0, len(answer.token_ids)))
-        assert answer.token_ids == made_up, "the undisturbed answers are wrong"
+        # Rules change what the model would draw.
+        assert question.has_rules or answer.token_ids == made_up, "the undisturbed answers are wrong"
 
 
 async def _warm_up(load: MatrixLoad, rest: Rest, clients: int) -> None:

@@ -86,6 +86,11 @@ class MatrixQuestion:
     prompt: tuple[int, ...]
     params: SamplingParams
 
+    @property
+    def has_rules(self) -> bool:
+        given = self.params
+        return any((given.grammar, given.bad_words, given.repetition_penalty, given.presence_penalty))
+
 
 def draw_questions(rng: random.Random, count: int, largest_token: int) -> tuple[MatrixQuestion, ...]:
     return tuple(_question(rng, number, largest_token) for number in range(count))

@@ -1,0 +1,355 @@
+"""Asks for features in every way and under every disturbance, and compares each answer with an undisturbed one.
+
+    python -m tests.feature_matrix --engine kaveri-tiny --seed 1 --cells 300
+
+A cell is a set of features, a door (SDK, gRPC, HTTP), greedy or seeded, whole or streamed, and what happens meanwhile.
+Cells cover all pairs of these, drawn by the seed. Clients of plain gRPC cannot go on at another router: those cells are
+left out.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+import httpx2
+
+from kaveri import AsyncClient, ChatOptions, Grammar, SamplingParams
+from kaveri.cli.flip import flip_instance
+from kaveri.client.answer import Completion
+from kaveri.client.request import build_request
+from kaveri.domain.view import Phase
+from kaveri.errors import KaveriError
+from kaveri.local.config import StackConfig
+from kaveri.local.stack import LocalStack
+from kaveri.v1 import inference_pb2_grpc
+from kaveri.wire.messages import form_from_proto
+from tests.kill_matrix.cluster import ENGINES
+from tests.support.local_cluster import LocalCluster
+
+MESSAGES = [{"role": "user", "content": "Count from 1 to 9."}]
+_ITEM = {"properties": {"n": {"type": "integer"}, "s": {"enum": ["aa", "bb", "cc"]}}, "required": ["n", "s"]}
+_ITEMS = Grammar.json_schema({"type": "array", "items": {"type": "object", **_ITEM}, "minItems": 12, "maxItems": 14})
+_NUMBERS = Grammar.json_schema({"type": "array", "items": {"type": "integer"}, "minItems": 40, "maxItems": 50})
+_WORDS = Grammar.regex("([a-z]{2,8} ){30,40}end")
+_BRACKETS = Grammar.lark('start: ("[" WORD "]"){30,40}\nWORD: /[a-z]{2,6}/')
+_TOOL_PARAMETERS = {
+    "type": "object",
+    "properties": {"days": {"type": "array", "items": {"type": "integer"}, "minItems": 25, "maxItems": 30}},
+    "required": ["days"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "plan", "parameters": _TOOL_PARAMETERS}}]
+_REQUIRED = ChatOptions(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+_FREE: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True}
+_PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+FEATURES: dict[str, tuple[dict[str, Any], ChatOptions | None]] = {
+    "penalties": ({**_FREE, **_PENALTIES}, None),
+    "min_p, bias": ({**_FREE, "min_p": 0.02, "logit_bias": {400: 3.0, 401: -100.0}}, None),
+    "bad words, allowed": ({**_FREE, "bad_words": ("the", "a b"), "allowed_token_ids": tuple(range(260, 700))}, None),
+    "penalties, bias, min_tokens": ({**_FREE, **_PENALTIES, "min_tokens": 60, "logit_bias": {300: 2.0}}, None),
+    "schema": ({"max_tokens": 400, "grammar": _ITEMS}, None),
+    "schema, penalties": ({"max_tokens": 400, "frequency_penalty": 0.3, "grammar": _NUMBERS}, None),
+    "regex, bias, min_tokens": (
+        {"max_tokens": 300, "min_tokens": 40, "logit_bias": {320: 1.0}, "grammar": _WORDS},
+        None,
+    ),
+    "grammar": ({"max_tokens": 300, "grammar": _BRACKETS}, None),
+    "tools required": ({"max_tokens": 400}, _REQUIRED),
+    "tools required, penalties": ({"max_tokens": 400, "presence_penalty": 0.4}, _REQUIRED),
+    "tools, schema": ({"max_tokens": 400, "grammar": _ITEMS}, ChatOptions(tools=TOOLS)),
+    "tools auto, stop": ({**_FREE, "stop": ("zzzz",)}, ChatOptions(tools=TOOLS)),
+}
+DOORS = ("SDK", "gRPC", "HTTP")
+DRAWS = ("greedy", "seeded")
+FORMS = ("whole", "streamed")
+DISTURBANCES = ("none", "decode killed, copy", "decode killed", "drained", "flipped", "router killed", "preempted")
+_WITHIN_S = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    features: str
+    door: str
+    draws: str
+    form: str
+    disturbance: str
+
+    @property
+    def pairs(self) -> set[tuple[Any, ...]]:
+        values = enumerate((self.features, self.door, self.draws, self.form, self.disturbance))
+        return set(itertools.combinations(values, 2))
+
+    @property
+    def is_possible(self) -> bool:
+        return not (self.door == "gRPC" and self.disturbance == "router killed")
+
+
+def draw_cells(seed: int, count: int) -> list[Cell]:
+    """Cells that cover all pairs as far as possible, then others."""
+    rng = random.Random(seed)
+    every = [Cell(*each) for each in itertools.product(FEATURES, DOORS, DRAWS, FORMS, DISTURBANCES)]
+    possible = [cell for cell in every if cell.is_possible]
+    left = set().union(*(cell.pairs for cell in possible))
+    cells: list[Cell] = []
+    while len(cells) < count:
+        chosen = max(rng.sample(possible, 60), key=lambda cell: len(cell.pairs & left))
+        left -= chosen.pairs
+        cells.append(chosen)
+        possible.remove(chosen)
+    assert not left or count < 150, f"{len(left)} pairs are not covered"
+    # Clusters with and without copies.
+    return sorted(cells, key=lambda cell: cell.disturbance == "decode killed")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is compared: texts, and calls without their ids."""
+
+    content: str
+    calls: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, completion: Completion) -> "Answer":
+        return cls(completion.content, tuple((call.name, call.arguments) for call in completion.tool_calls))
+
+
+def _params(cell: Cell) -> SamplingParams:
+    given = FEATURES[cell.features][0]
+    return SamplingParams(
+        **{"temperature": 0.0} | given | ({"temperature": 1.0, "seed": 7} if cell.draws == "seeded" else {})
+    )
+
+
+class Asker:
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        self.targets = ",".join(cluster.stack.targets)
+
+    async def ask(self, cell: Cell, begun: asyncio.Event) -> Answer:
+        """Ask in the cell's way. begun: set once tokens have come, or should have."""
+        match cell.door:
+            case "SDK":
+                return await self._by_sdk(cell, begun)
+            case "gRPC":
+                return await self._by_grpc(cell, begun)
+            case _:
+                return await self._by_http(cell, begun)
+
+    async def _by_sdk(self, cell: Cell, begun: asyncio.Event) -> Answer:
+        async with AsyncClient(self.cluster.stack.targets, timeout_s=_WITHIN_S) as client:
+            stream = client.stream(messages=MESSAGES, chat=FEATURES[cell.features][1], params=_params(cell))
+            async with stream:
+                if cell.form == "whole":
+                    collecting = asyncio.create_task(stream.collect())
+                    while not collecting.done() and stream.completion_tokens < 24:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                    begun.set()
+                    return Answer.of(await collecting)
+                chunks = []
+                async for chunk in stream:
+                    chunks.append(chunk)
+                    if stream.completion_tokens >= 24:
+                        begun.set()
+                text = "".join(chunk.text for chunk in chunks)
+                parser = stream.answer_form.parser()
+                return _answer_of([*parser.feed(text), *parser.close()])
+
+    async def _by_grpc(self, cell: Cell, begun: asyncio.Event) -> Answer:
+        request = build_request(
+            None, None, MESSAGES, _params(cell), None, f"grpc-{time.monotonic_ns()}", FEATURES[cell.features][1]
+        )
+        text, tokens, parser = "", 0, None
+        async with grpc.aio.insecure_channel(self.cluster.stack.targets[0]) as channel:
+            async for response in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=_WITHIN_S):
+                if parser is None:
+                    parser = form_from_proto(response.answer_form).parser()
+                text += response.text
+                tokens += len(response.token_ids)
+                if tokens >= 24:
+                    begun.set()
+        assert parser is not None
+        return _answer_of([*parser.feed(text), *parser.close()])
+
+    async def _by_http(self, cell: Cell, begun: asyncio.Event) -> Answer:
+        params, chat = _params(cell), FEATURES[cell.features][1]
+        body: dict[str, Any] = {"messages": MESSAGES, "stream": cell.form == "streamed"}
+        for name in ("max_tokens", "min_tokens", "temperature", "seed", "ignore_eos", "min_p", "repetition_penalty"):
+            body[name] = getattr(params, name)
+        body |= {"presence_penalty": params.presence_penalty, "frequency_penalty": params.frequency_penalty}
+        body |= {"stop": list(params.stop), "bad_words": list(params.bad_words)}
+        body |= {
+            "allowed_token_ids": list(params.allowed_token_ids),
+            "logit_bias": {str(k): v for k, v in params.logit_bias},
+        }
+        if params.grammar is not None:
+            name = {"json_schema": "json", "regex": "regex", "lark": "grammar"}[params.grammar.kind]
+            source = params.grammar.source
+            body["structured_outputs"] = {name: json.loads(source) if name == "json" else source}
+        if chat is not None:
+            body |= {"tools": TOOLS, "parallel_tool_calls": chat.parallel_tool_calls, "tool_choice": chat.tool_choice}
+        url = f"http://{self.cluster.stack.http_targets[0]}/v1/chat/completions"
+        async with httpx2.AsyncClient(timeout=_WITHIN_S) as client:
+            if cell.form == "whole":
+                asking = asyncio.create_task(client.post(url, json=body))
+                await self._decodes(asking)
+                begun.set()
+                answered = (await asking).json()
+                message = answered["choices"][0]["message"]
+                calls = [call["function"] for call in message.get("tool_calls") or []]
+                return Answer(message["content"] or "", tuple((call["name"], call["arguments"]) for call in calls))
+            content, functions = "", []
+            async with client.stream("POST", url, json=body) as events:
+                seen = 0
+                async for line in events.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    seen += 1
+                    if seen >= 12:
+                        begun.set()
+                    delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
+                    content += delta.get("content") or ""
+                    functions += [call["function"] for call in delta.get("tool_calls") or []]
+            return Answer(content, tuple((call["name"], call["arguments"]) for call in functions))
+
+    async def _decodes(self, asking: "asyncio.Task[Any]") -> None:
+        """Wait until an instance decodes, or the answer is there."""
+        while not asking.done() and self.decoding() is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
+
+    def decoding(self) -> str | None:
+        """The instance whose load says that it decodes."""
+        for name, found in self.cluster.view().instances.items():
+            if name.startswith("decode") and found.load is not None and found.load.running_requests:
+                return name
+        return None
+
+
+def _answer_of(parts: list[Any]) -> Answer:
+    content = "".join(part.text for part in parts if type(part).__name__ == "Content")
+    return Answer(content, tuple((part.name, part.arguments) for part in parts if type(part).__name__ == "ToolCall"))
+
+
+class Matrix:
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        self.asker = Asker(cluster)
+        self.expected: dict[tuple[str, str], Answer] = {}
+        self.account: Counter[str] = Counter()
+        self.wrong: list[str] = []
+
+    async def run(self, cells: list[Cell]) -> None:
+        for cell in cells:
+            plain = replace(cell, door="SDK", form="whole", disturbance="none")
+            key = cell.features, cell.draws
+            if key not in self.expected:
+                self.expected[key] = await self.asker.ask(plain, asyncio.Event())
+            await self._try(cell)
+
+    async def _try(self, cell: Cell) -> None:
+        begun, load = asyncio.Event(), []
+        if cell.disturbance == "preempted":
+            load = [asyncio.create_task(self._burden(number)) for number in range(10)]
+            await asyncio.sleep(0.3)
+        asking = asyncio.create_task(self.asker.ask(cell, begun))
+        if cell.disturbance not in ("none", "preempted"):
+            waiting = asyncio.create_task(begun.wait())
+            await asyncio.wait((asking, waiting), return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            self.account["too late" if asking.done() else "disturbed"] += 1
+            if not asking.done():
+                await self._disturb(cell.disturbance)
+        try:
+            answer = await asking
+        except (KaveriError, grpc.RpcError, httpx2.HTTPError, KeyError, ValueError) as error:
+            self.wrong.append(f"{cell}: {error!r}"[:500])
+        else:
+            self.account["cells"] += 1
+            if answer != self.expected[cell.features, cell.draws]:
+                self.wrong.append(f"{cell}: {answer} is not {self.expected[cell.features, cell.draws]}"[:900])
+        for task in load:
+            task.cancel()
+        await asyncio.gather(*load, return_exceptions=True)
+        await self.cluster.stack.wait_until_ready(240)
+
+    async def _burden(self, number: int) -> None:
+        """Long answers that take the small pools, so that others are preempted."""
+        async with AsyncClient(self.cluster.stack.targets, timeout_s=_WITHIN_S) as client:
+            params = SamplingParams(max_tokens=1200, temperature=1.0, seed=number, ignore_eos=True)
+            with contextlib.suppress(KaveriError):
+                await client.generate(prompt_token_ids=[300 + number] * 200, params=params)
+
+    async def _disturb(self, disturbance: str) -> None:
+        cluster = self.cluster
+        if disturbance == "router killed":
+            await cluster.kill("router-0")
+            await cluster.restart("router-0", 240)
+            return
+        holder = self.asker.decoding()
+        for _ in range(100):
+            if holder is not None:
+                break
+            await asyncio.sleep(0.01)
+            holder = self.asker.decoding()
+        if holder is None:
+            self.account["no holder seen"] += 1
+            return
+        if disturbance == "flipped":
+            with contextlib.suppress(KaveriError):
+                await flip_instance(holder, (Phase.PREFILL,), self.asker.targets)
+                await asyncio.sleep(0.5)
+                await flip_instance(holder, (Phase.DECODE,), self.asker.targets)
+            return
+        if disturbance == "drained":
+            await cluster.stop(holder, 30)
+        else:
+            await cluster.kill(holder)
+        await cluster.restart(holder, 240)
+
+
+@contextlib.asynccontextmanager
+async def _cluster(engine: str, *, copies: bool) -> AsyncIterator[LocalCluster]:
+    settings: dict[str, Any] = {"router_count": 2, "prefill_count": 1, "decode_count": 2, "gateway_count": 1}
+    settings |= {"start_timeout_s": 600.0, "drain_timeout_s": 30.0, "restart": False} | ENGINES[engine]
+    if copies:
+        settings |= {"replication": "spread", "replica_memory": "32MiB", "replica_min_tokens": "16"}
+    async with LocalStack(StackConfig.of(**settings), report=lambda line: None) as stack:
+        yield LocalCluster(stack)
+
+
+async def run_cells(engine: str, seed: int, count: int) -> dict[str, Any]:
+    """Run the cells; return the account."""
+    cells, account, wrong, began_s = draw_cells(seed, count), Counter[str](), list[str](), time.monotonic()
+    for copies in (True, False):
+        mine = [cell for cell in cells if (cell.disturbance != "decode killed") == copies]
+        async with _cluster(engine, copies=copies) as cluster:
+            matrix = Matrix(cluster)
+            await matrix.run(mine)
+            account += matrix.account
+            wrong += matrix.wrong
+    return {"engine": engine, "seed": seed, **account, "wrong": wrong, "seconds": round(time.monotonic() - began_s)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", choices=sorted(ENGINES), default="kaveri-tiny")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cells", type=int, default=300)
+    given = parser.parse_args()
+    account = asyncio.run(run_cells(given.engine, given.seed, given.cells))
+    print(json.dumps(account, indent=1))
+    return int(bool(account["wrong"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
