@@ -20,14 +20,13 @@ os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_li
 if TYPE_CHECKING:
     __version__: str
 
-    from kaveri.client.answer import Chunk, Completion, ModelInfo, PromptToken, ServerTiming, Timing, Usage
+    from kaveri.client.answer import AnswerCut, Chunk, Completion, ModelInfo, PromptToken, ServerTiming, Timing, Usage
     from kaveri.client.async_client import AsyncClient, AsyncStream
     from kaveri.client.request import ChatOptions, Message
     from kaveri.client.sync_client import Client, Stream
     from kaveri.domain.grammar import Grammar
     from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams
     from kaveri.errors import (
-        AnswerCut,
         ConfigError,
         DeadlineExceeded,
         EngineError,
@@ -79,7 +78,7 @@ __all__ = [
     "Usage",
 ]
 
-_ANSWERS = ("Chunk", "Completion", "ModelInfo", "PromptToken", "ServerTiming", "Timing", "Usage")
+_ANSWERS = ("AnswerCut", "Chunk", "Completion", "ModelInfo", "PromptToken", "ServerTiming", "Timing", "Usage")
 _MODULES = {
     **dict.fromkeys(__all__, "kaveri.errors"),
     **dict.fromkeys(_ANSWERS, "kaveri.client.answer"),

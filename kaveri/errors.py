@@ -179,16 +179,6 @@ class EngineError(KaveriError):
         self.reason = reason
 
 
-class AnswerCut(KaveriError):
-    """An answer ended before it was whole, so that no object can be read from it."""
-
-    def __init__(self, request_id: str, text: str, finish_reason: str) -> None:
-        super().__init__(f"the answer to request {request_id!r} is not whole: it ended by {finish_reason!s}")
-        self.request_id = request_id
-        self.text = text
-        self.finish_reason = finish_reason
-
-
 class InternalError(KaveriError):
     """A bug in Kaveri; its cause is in the log of the process that raises this."""
 

@@ -37,12 +37,10 @@ START_S = 180.0
 ASK_S = 60.0
 MAX_TOKENS = 16
 PROMPTS = ("hello", "Count from 1 to 12.", "Spell umbrella.", "Count from 3 to 9.", "What can you do?")
-REFUSED: dict[str, Any] = {
-    "frequency_penalty": 0.5,
-    "min_p": 0.2,
-    "response_format": {"type": "json_object"},
-}
-"""Parameters of a chat that smg passes on, and Kaveri has not built."""
+REFUSED: dict[str, Any] = {"min_p": 2.0, "frequency_penalty": 3.0}
+"""Parameters of a chat that smg passes on, with values that no request may have."""
+TAKEN: dict[str, Any] = {"frequency_penalty": 0.5, "min_p": 0.2, "response_format": {"type": "json_object"}}
+"""Parameters that smg passes on."""
 
 
 def installed_smg(folder: Path) -> Path:
@@ -153,9 +151,16 @@ async def check(url: str, router: str) -> list[str]:
                 await client.chat.completions.create(**given, extra_body={name: value})
                 note(f"{name} is refused", False)
             except openai.BadRequestError as error:
-                # A response format reaches the worker as the schema that smg made of it.
-                field = "json_schema" if name == "response_format" else name
-                note(f"{name} is refused by name", f"sampling_params.{field}" in str(error), error)
+                note(f"{name} is refused by name", name in str(error), error)
+        for name, value in TAKEN.items():
+            taken = await client.chat.completions.create(**{**given, "max_tokens": 100}, extra_body={name: value})
+            note(f"{name} is taken", bool(taken.choices), taken)
+            if name == "response_format":
+                note(
+                    "  the answer is an object",
+                    isinstance(json.loads(taken.choices[0].message.content or ""), dict),
+                    taken,
+                )
         expected = await sdk.generate("Count from 1 to 9.", params=greedy)
         completion = await client.completions.create(
             model=MODEL, prompt="Count from 1 to 9.", temperature=0, max_tokens=MAX_TOKENS

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import FinishReason, Logprobs, SamplingParams
-from kaveri.errors import AnswerCut, InvalidArgument
+from kaveri.errors import InvalidArgument, KaveriError
 from kaveri.parsers.answer import PLAIN, AnswerForm
 from kaveri.parsers.parts import Content, Part, Reasoning, ToolCall
 
@@ -18,6 +18,16 @@ class Usage:
     """Tokens of the prompt after tokenizing and the chat template."""
     completion_tokens: int
     """Tokens generated and delivered."""
+
+
+class AnswerCut(KaveriError):
+    """An answer ended before it was whole, so that no object can be read from it."""
+
+    def __init__(self, request_id: str, text: str, finish_reason: str) -> None:
+        super().__init__(f"the answer to request {request_id!r} is not whole: it ended by {finish_reason!s}")
+        self.request_id = request_id
+        self.text = text
+        self.finish_reason = finish_reason
 
 
 class JsonModel(Protocol):

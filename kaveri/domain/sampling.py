@@ -211,7 +211,17 @@ class ResolvedParams(SamplingParams):
         for name in _WITH_DEFAULTS[1:]:
             if getattr(self, name) is None:
                 raise InvalidArgument(f"params.{name}", None, "a number")
+        if self.bad_token_ids:
+            too_many = len(self.bad_token_ids) > 2 * MAX_BAD_WORDS
+            if too_many or not all(0 < len(ids) <= 2 * MAX_BAD_WORD_BYTES for ids in self.bad_token_ids):
+                limit = f"at most {2 * MAX_BAD_WORDS} sequences of 1 to {2 * MAX_BAD_WORD_BYTES} ids"
+                raise InvalidArgument("params.bad_token_ids", f"{len(self.bad_token_ids)} sequences", limit)
         SamplingParams.__post_init__(self)
+
+    def check_known_ids(self, vocab_size: int, token_ids: Sequence[int] = ()) -> None:
+        SamplingParams.check_known_ids(self, vocab_size, token_ids)
+        for ids in self.bad_token_ids:
+            check_token_ids("params.bad_token_ids", ids, vocab_size)
 
     @property
     def has_rules(self) -> bool:

@@ -66,7 +66,7 @@ def _violations(draws: DrawRecord, outcome: RequestOutcome, divergent: bool = Fa
 def test_right_answer_has_no_violation() -> None:
     draws = DrawRecord()
     token_ids = _draw(draws, _OLD, (), 12, divergent=False)
-    assert token_ids == expected_answer(_MODEL, _PROMPT, _GREEDY, 12)
+    assert token_ids == expected_answer(_MODEL, _PROMPT, _GREEDY.resolved(), 12)
     assert _violations(draws, _outcome(token_ids)) == []
 
 

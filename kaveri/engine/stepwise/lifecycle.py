@@ -61,7 +61,7 @@ class Lifecycle:
         max_batch: int,
         put: Callable[[EngineEvent], None],
         on_work: Callable[[], None],
-        grammars: Grammars,
+        grammars: Grammars | None = None,
     ) -> None:
         self._info = info
         self._grammars = grammars

@@ -130,6 +130,26 @@ def test_rules_of_a_request_come_through_the_wire() -> None:
     assert params_from_proto(params_to_proto(given), SamplingParams).bad_words == ("a", "b c")
 
 
+@pytest.mark.parametrize("ids", [((),), ((1,),) * 129, ((1,) * 513,)])
+def test_spellings_of_a_router_have_limits(ids: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(InvalidArgument, match=r"params.bad_token_ids"):
+        ResolvedParams(bad_token_ids=ids)
+
+
+def test_ids_beyond_the_vocabulary_are_refused_by_the_name_of_their_parameter() -> None:
+    for name, value in (
+        ("stop_token_ids", (9,)),
+        ("allowed_token_ids", (1, 9)),
+        ("logit_bias", ((9, 1.0),)),
+        ("bad_token_ids", ((1, 9),)),
+    ):
+        params = ResolvedParams(**{name: value})  # type: ignore[arg-type]
+        params.check_known_ids(10)
+        with pytest.raises(InvalidArgument) as caught:
+            params.check_known_ids(9)
+        assert caught.value.field == f"params.{name}"
+
+
 @pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"])
 def test_resolved_parameters_lack_nothing_that_a_draw_needs(name: str) -> None:
     unset: Any = {name: None}
