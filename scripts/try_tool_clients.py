@@ -39,7 +39,7 @@ class ToolClient:
 CLIENTS = (
     ToolClient("openai", "with_openai.py", ("openai",)),
     ToolClient("openai (npm)", "with_openai.mjs", ("openai", "zod")),
-    ToolClient("langchain", "with_langchain.py", ("langchain-openai", "langchain")),
+    ToolClient("langchain-openai", "with_langchain.py", ("langchain-openai", "langchain")),
     ToolClient("litellm", "with_litellm.py", ("litellm",)),
     ToolClient("instructor", "with_instructor.py", ("instructor",)),
     ToolClient("pydantic-ai", "with_pydantic_ai.py", ("pydantic-ai-slim[openai]",)),

@@ -28,6 +28,8 @@ MAX_COPIED_TOKENS = 2**20
 """Max prompt tokens of one call in total, each counted once per answer: each answer is a request."""
 MAX_COPIED_CHARACTERS = 2**24
 """Max prompt characters of one call in total, before the prompts are tokenized; see MAX_COPIED_TOKENS."""
+ALL_RULED_OUT = "the request's parameters rule out every token here"
+"""Reason of a request's end if only its parameters leave no token. Another instance would find the same."""
 _UINT32_MAX = 2**32 - 1
 _UINT64_MAX = 2**64 - 1
 _FLOAT32_MAX = 3.4028234e38

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kaveri.engine.contract import EngineKey, EngineStopped, RequestFailed
-from kaveri.engine.stepwise.runner import ALL_RULED_OUT
-from kaveri.errors import EngineBroke, EngineError, InvalidArgument, Unavailable
+from kaveri.errors import EngineBroke, EngineError, Unavailable
 
 
 class StepMember(NamedTuple):
@@ -27,11 +26,8 @@ def last_events(reason: str, members: Iterable[StepMember]) -> tuple[RequestFail
     return (EngineStopped(reason, {key: draw_index + 1 for key, draw_index, _ in members}),)
 
 
-def error_of_failure(event: RequestFailed) -> EngineError | InvalidArgument | Unavailable:
-    """Return the error for a request that its engine failed: if final, InvalidArgument where its parameters left no
-    token, or EngineError; else Unavailable."""
-    if event.reason == ALL_RULED_OUT:
-        return InvalidArgument("params", "such that they rule out every token here", "parameters that leave a token")
+def error_of_failure(event: RequestFailed) -> EngineError | Unavailable:
+    """Return the error for a request that its engine failed: EngineError if final, else Unavailable."""
     if event.is_final:
         return EngineError(f"request {event.key.request_id!r}: {event.reason}")
     return Unavailable(event.reason)

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
+from kaveri.domain.sampling import ALL_RULED_OUT
 from kaveri.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -92,6 +93,9 @@ def error_from_bytes(serialized: bytes) -> KaveriError:
 
 
 def _status(error: KaveriError) -> tuple[grpc.StatusCode, status_pb2.Status]:
+    if isinstance(error, EngineError) and ALL_RULED_OUT in error.reason:
+        # The engine found what the caller has to mend.
+        error = InvalidArgument("params", ALL_RULED_OUT, "parameters that leave a token to draw")
     code = _CODES.get(type(error), grpc.StatusCode.INTERNAL)
     message = _cut(str(error), _MAX_MESSAGE_BYTES)
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN, metadata=_facts(error))

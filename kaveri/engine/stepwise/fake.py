@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from kaveri.domain.sampling import Logprobs
+from kaveri.domain.sampling import ALL_RULED_OUT, Logprobs
 from kaveri.engine.stepwise.runner import (
-    ALL_RULED_OUT,
     Drawn,
     DrawnToken,
     LayerListener,

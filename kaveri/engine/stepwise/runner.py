@@ -53,8 +53,6 @@ class NoToken:
 
 NOT_FINITE = "the model's logits are NaN or infinite"
 """Reason of a NoToken if the largest logit is not finite."""
-ALL_RULED_OUT = "the request's parameters rule out every token here"
-"""Reason of a NoToken if only the rules leave no token. Final: another instance would find the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kaveri.domain.sampling import Logprobs
-from kaveri.engine.stepwise.runner import ALL_RULED_OUT, NOT_FINITE, DrawnToken, NoToken, SequenceSlice
+from kaveri.domain.sampling import ALL_RULED_OUT, Logprobs
+from kaveri.engine.stepwise.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
 from kaveri.engine.stopping import barred_token_ids
 from kaveri.telemetry.logs import get_logger
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LogitsProcessorList, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 
-from kaveri.domain.sampling import ResolvedParams
-from kaveri.engine.stepwise.runner import ALL_RULED_OUT, NOT_FINITE, DrawnToken, NoToken, SequenceSlice
+from kaveri.domain.sampling import ALL_RULED_OUT, ResolvedParams
+from kaveri.engine.stepwise.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
 from kaveri.engine.token_rules import TokenRules
 from kaveri.engine.transformers import sampler
 from kaveri.engine.transformers.sampler import draw_tokens

@@ -1,0 +1,101 @@
+"""How answers to conversations are read, and what grammar they must match."""
+
+import json
+from typing import Any
+
+import pytest
+
+from kaveri.domain.grammar import Grammar, GrammarKind
+from kaveri.errors import ConfigError, InvalidArgument
+from kaveri.parsers.answer import AnswerForm
+from kaveri.text.conversation import Conversation, read_conversation
+from kaveri.v1 import inference_pb2
+from services.router.answer_forms import answer_form, answer_grammar, model_form
+
+HERMES = AnswerForm("hermes")
+THINKING = AnswerForm("hermes", "think")
+SCHEMA = Grammar.json_schema({"type": "object"})
+THINK_END_ID = 77
+
+
+def asked(**fields: Any) -> Conversation:
+    tool = {"type": "function", "function": {"name": "look"}}
+    messages = [inference_pb2.Message(role="user", content="hello")]
+    return read_conversation(inference_pb2.Messages(messages=messages, **{"tools": json.dumps([tool]), **fields}))
+
+
+def ids(text: str) -> int | None:
+    return THINK_END_ID if text == "</think>" else None
+
+
+def test_parsers_of_flags_are_checked() -> None:
+    assert model_form("auto", "auto", None) == AnswerForm()
+    assert model_form("hermes", "think", None) == THINKING
+    assert model_form("none", "none", None) == AnswerForm()
+    with pytest.raises(ConfigError, match="--tool-parser"):
+        model_form("no_such_parser", "none", None)
+    with pytest.raises(ConfigError, match="--reasoning-parser"):
+        model_form("none", "guess", None)
+
+
+@pytest.mark.parametrize(
+    ("end", "reasoning", "begun"),
+    [
+        ("<|assistant|>", "think", False),
+        ("<|assistant|><think>\n", "think", True),
+        ("<think>\n\n</think>\n\n", "", False),
+    ],
+)
+def test_the_end_of_the_prompt_says_where_the_reasoning_is(end: str, reasoning: str, begun: bool) -> None:
+    assert answer_form(THINKING, asked(), end) == AnswerForm("hermes", reasoning, begun)
+    assert answer_form(THINKING, asked(continue_final_message=True), end) == HERMES
+
+
+def test_calls_are_looked_for_only_where_there_are_tools() -> None:
+    assert answer_form(HERMES, asked(tools=""), "") == AnswerForm()
+    assert answer_form(HERMES, asked(), "") == HERMES
+    with pytest.raises(InvalidArgument, match="--tool-parser"):
+        answer_form(AnswerForm(), asked(tool_required=True), "")
+
+
+def test_grammar_of_calls_and_of_a_schema() -> None:
+    assert answer_grammar(HERMES, asked(), None, ids) is None
+    assert answer_grammar(AnswerForm(), asked(tools=""), SCHEMA, ids) == SCHEMA
+    required = answer_grammar(HERMES, asked(tool_required=True), None, ids)
+    assert required is not None
+    assert required.kind is GrammarKind.LARK
+    assert required.source.startswith("start: calls\n")
+    either = answer_grammar(HERMES, asked(), SCHEMA, ids)
+    assert either is not None
+    assert either.source.startswith("start: calls | answer\n")
+    with pytest.raises(InvalidArgument, match="tool_choice"):
+        answer_grammar(HERMES, asked(tool_required=True), SCHEMA, ids)
+
+
+def test_grammar_begins_behind_the_reasoning() -> None:
+    found = answer_grammar(THINKING, asked(tools=""), SCHEMA, ids)
+    assert found is not None
+    assert found.begins_after == (THINK_END_ID,)
+    with pytest.raises(InvalidArgument, match=r"params\.grammar"):
+        answer_grammar(THINKING, asked(tools=""), SCHEMA, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": "["}, "prompt.tools"),
+        ({"tools": "{}"}, "prompt.tools"),
+        ({"tools": "[1]"}, "prompt.tools[0].type"),
+        ({"tools": "[" * 100_000}, "prompt.tools"),
+        ({"tools": "x" * 2**19}, "prompt.tools"),
+        ({"tools": "", "tool_required": True}, "tool_choice"),
+        ({"tool_name": "other"}, "tool_choice"),
+        ({"template_arguments": "[]"}, "prompt.template_arguments"),
+        ({"template_arguments": '{"messages": []}'}, "prompt.template_arguments.messages"),
+        ({"messages": []}, "prompt.messages"),
+    ],
+)
+def test_wrong_conversations_are_refused_by_name(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        asked(**fields) if "messages" not in fields else read_conversation(inference_pb2.Messages(**fields))
+    assert caught.value.field == field
