@@ -205,6 +205,8 @@ class RenderedPrompt(NamedTuple):
     grammar: Grammar | None
     """For SamplingParams: the request's own, or one that also says which calls of tools there must be."""
     answer_form: AnswerForm
+    shows_special: bool
+    """SamplingParams.skip_special_tokens must be False."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

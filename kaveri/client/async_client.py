@@ -405,7 +405,8 @@ class AsyncClient:
         response = await self._ask("Tokenize", request, timeout_s)
         if response.HasField("grammar"):
             grammar = grammar_from_proto(response.grammar)
-        return RenderedPrompt(tuple(response.token_ids), grammar, form_from_proto(response.answer_form))
+        form = form_from_proto(response.answer_form)
+        return RenderedPrompt(tuple(response.token_ids), grammar, form, response.show_special_tokens)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, model: str | None = None, timeout_s: float | None = None

@@ -44,7 +44,7 @@ class ChatOptions:
     """Tools that the model may call, as OpenAI's: {"type": "function", "function": {"name": ..., "description": ...,
     "parameters": a JSON Schema}}. Completion.tool_calls has the calls."""
     tool_choice: str = "auto"
-    """ "auto": the model decides; "required": the answer is calls; or the name of the tool to call."""
+    """ "auto": the model decides; "none": no calls; "required": the answer is calls; or the name of the tool."""
     parallel_tool_calls: bool = True
     """False: where the answer must be calls, it is one."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -181,6 +181,9 @@ def _add_options(messages: inference_pb2.Messages, chat: ChatOptions) -> None:
     if chat.template_arguments:
         messages.template_arguments = to_json("chat.template_arguments", dict(chat.template_arguments))
     choice = check_text("chat.tool_choice", chat.tool_choice)
+    if choice == "none":
+        # Not shown to the model, so that it does not call them.
+        messages.tools, choice = "", "auto"
     messages.tool_required = choice == "required"
     messages.tool_name = "" if choice in ("auto", "required") else choice
     messages.one_tool_call = not chat.parallel_tool_calls
@@ -191,6 +194,9 @@ def _add_options(messages: inference_pb2.Messages, chat: ChatOptions) -> None:
 def to_json(field_name: str, value: object) -> str:
     """Return a value as JSON. Raises InvalidArgument, naming the field."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        # A part of a surrogate pair is no Unicode text.
+        text.encode()
+        return text
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(field_name, f"a {type(value).__name__}", f"JSON: {error}") from error

@@ -9,6 +9,7 @@ from typing import Any
 from kaveri.errors import InvalidArgument
 
 MAX_GRAMMAR_BYTES = 2**17
+MAX_BEGIN_TOKENS = 16
 _FIELD = "params.grammar"
 
 
@@ -34,8 +35,14 @@ class Grammar:
     source: str
     begins_after: tuple[int, ...] = ()
     """Tokens of the answer after which the grammar begins: those that end the reasoning. Empty: at once."""
+    waits_behind: tuple[int, ...] = ()
+    """With begins_after: first tokens of answers that begin with reasoning; in others the grammar begins at once.
+    Empty: every answer begins with it."""
 
     def __post_init__(self) -> None:
+        for ids in (self.begins_after, self.waits_behind):
+            if len(ids) > MAX_BEGIN_TOKENS:
+                raise InvalidArgument(_FIELD, f"{len(ids)} tokens before it", f"at most {MAX_BEGIN_TOKENS}")
         if not isinstance(self.source, str):
             raise InvalidArgument(_FIELD, self.source, "a text")
         try:

@@ -190,6 +190,8 @@ class SamplingParams(StopConditions):
         check_token_ids("params.stop_token_ids", self.stop_token_ids, vocab_size)
         check_token_ids("params.allowed_token_ids", self.allowed_token_ids, vocab_size)
         check_token_ids("params.logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size)
+        if self.grammar is not None:
+            check_token_ids("params.grammar", self.grammar.begins_after + self.grammar.waits_behind, vocab_size)
 
     @property
     def chosen(self) -> dict[str, Any]:

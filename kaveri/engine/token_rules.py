@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.errors import EngineError
 
@@ -114,13 +115,13 @@ class TokenRules:
         if params.grammar is not None:
             assert self._grammars is not None, "the engine has grammars"
             matcher = self._grammars.matcher(params.grammar)
-            self._grammar = _FollowedGrammar(matcher, params.grammar.begins_after)
+            self._grammar = _FollowedGrammar(matcher, params.grammar)
             self._never_ids = [each for each in self._grammars.end_ids if each < self._vocab_size]
         self._seen = 0
 
     def _allowed_now(self, index: int) -> npt.NDArray[np.bool_] | None:
         """Return the tokens that allowed_token_ids and the grammar allow; None: all."""
-        if self._grammar is None or not self._grammar.has_begun:
+        if self._grammar is None or self._grammar.is_waiting:
             return self._allowed
         allowed, may_end = self._grammar.allowed(self._vocab_size)
         allowed[self._never_ids] = False
@@ -128,11 +129,15 @@ class TokenRules:
         # A whole answer ends, even before min_tokens: nothing else can come.
         if may_end and (index >= self._params.min_tokens or not allowed.any()):
             allowed[self._ending_ids] = True
+        if index == 0:
+            # The answer may begin with reasoning instead.
+            allowed[list(self._grammar.waits_behind)] = True
         return allowed if self._allowed is None else allowed & self._allowed
 
     def _barred(self, index: int) -> list[int]:
         """Return the last token of each of bad_token_ids whose other tokens the answer ends with."""
-        barred = []
+        # Reasoning that ends the answer would leave out what was asked for.
+        barred = [*self._ending_ids] if self._grammar is not None and self._grammar.is_waiting else []
         for *before, last in self._params.bad_token_ids:
             stop = self._answer_start + index
             if len(before) <= index and list(self._history[stop - len(before) : stop]) == before:
@@ -143,20 +148,27 @@ class TokenRules:
 class _FollowedGrammar:
     """A grammar's matcher, which follows an answer."""
 
-    def __init__(self, matcher: "LLMatcher", begins_after: Sequence[int]) -> None:
+    def __init__(self, matcher: "LLMatcher", grammar: Grammar) -> None:
         self._matcher = matcher
-        self._begins_after = list(begins_after)
+        self._begins_after = list(grammar.begins_after)
+        self.waits_behind = grammar.waits_behind
         self._last: list[int] = []
-        self.has_begun = not begins_after
+        self._is_first = True
+        self.is_waiting = bool(grammar.begins_after) and not grammar.waits_behind
+        """True while the answer is reasoning, which the grammar does not concern."""
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """Follow further tokens of the answer. Raises EngineError if the grammar does not take them."""
         for number, token_id in enumerate(token_ids):
-            if self.has_begun:
+            if self._is_first and token_id in self.waits_behind:
+                self.is_waiting = True
+            elif not self.is_waiting:
                 self._matcher.consume_tokens(list(token_ids[number:]))
                 break
+            self._is_first = False
             self._last = [*self._last, token_id][-len(self._begins_after) :]
-            self.has_begun = self._last == self._begins_after
+            self.is_waiting = self._last != self._begins_after
+        self._is_first = self._is_first and not token_ids
         self._check()
 
     def allowed(self, vocab_size: int) -> tuple[npt.NDArray[np.bool_], bool]:

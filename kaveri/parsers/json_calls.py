@@ -4,22 +4,30 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
-from kaveri.parsers.markers import held_length
+from kaveri.parsers.markers import MOST_SPACE, bare_length, held_length, space_length
 from kaveri.parsers.parts import Content, Part, Tool, ToolCall
 from kaveri.parsers.tools import call_rules
 
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 
 
+_KEYS = {"name", "arguments", "parameters", "id", "type"}
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
+
+
 def read_call(value: object) -> ToolCall | None:
-    """Return a decoded JSON value as a call; None if it is none. Arguments are "arguments" or "parameters", or none."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    """Return a decoded JSON value as a call; None if it is none. Arguments are "arguments" or "parameters"."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value.keys() <= _KEYS:
+        # An object with other fields is an answer that happens to have a name.
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         # As OpenAI writes them: JSON within JSON.
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments, parse_constant=_no_constant)
         except (ValueError, RecursionError):
             return None
     if not isinstance(arguments, dict):
@@ -30,7 +38,7 @@ def read_call(value: object) -> ToolCall | None:
 def _read_calls(text: str) -> list[ToolCall] | None:
     """Return the call, or the list of calls, that a JSON text has; None if it is not JSON of calls alone."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return None
     calls = [read_call(each) for each in (value if isinstance(value, list) else [value])]
@@ -56,13 +64,13 @@ class MarkedCalls:
             if self._call is None:
                 before, marker, rest = text.partition(self.BEGIN)
                 if not marker:
-                    bare = text[: len(text) - held_length(text, self.BEGIN)].rstrip()
-                    yield from _content(bare)
-                    self._held = text[len(bare) :]
+                    shown = bare_length(text[: len(text) - held_length(text, self.BEGIN)])
+                    yield from _content(text[:shown])
+                    self._held = text[shown:]
                     return
-                bare = before.rstrip()
-                yield from _content(bare)
-                self._space, self._call, text = before[len(bare) :], [], rest
+                shown = bare_length(before)
+                yield from _content(before[:shown])
+                self._space, self._call, text = before[shown:], [], rest
                 continue
             inside, marker, rest = text.partition(self.END)
             if not marker:
@@ -150,10 +158,15 @@ class LeadingCalls:
 
     def _start(self, text: str) -> int | None:
         """Return where the next JSON value begins; None: open; -1: none begins."""
+        if space_length(text) > MOST_SPACE:
+            return -1
         skipped = self._separator if self._has_calls else self._prefix
         rest = text.lstrip()
         if skipped and rest.startswith(skipped):
-            rest = rest.removeprefix(skipped).lstrip()
+            rest = rest.removeprefix(skipped)
+            if space_length(rest) > MOST_SPACE:
+                return -1
+            rest = rest.lstrip()
         elif skipped and len(rest) < len(skipped) and skipped.startswith(rest):
             return None
         if not rest:

@@ -1,5 +1,18 @@
 """Searches a marker in text that comes in pieces."""
 
+MOST_SPACE = 64
+"""Most characters of white space around markers that count as markup, so that none is looked at again and again."""
+
+
+def bare_length(text: str) -> int:
+    """Return the length of `text` without the white space at its end, of which at most MOST_SPACE are left out."""
+    return max(len(text.rstrip()), len(text) - MOST_SPACE)
+
+
+def space_length(text: str) -> int:
+    """Return how much white space `text` begins with."""
+    return len(text) - len(text.lstrip())
+
 
 def held_length(text: str, marker: str) -> int:
     """Return how many characters at the end of `text` may be the beginning of `marker`."""

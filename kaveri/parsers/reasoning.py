@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kaveri.parsers.markers import held_length
+from kaveri.parsers.markers import MOST_SPACE, held_length, space_length
 from kaveri.parsers.parts import Content, Part, Reasoning
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
@@ -21,7 +21,9 @@ class ThinkParser:
         text, self._held = self._held + text, ""
         if self._state == "before":
             beginning = text.lstrip()
-            if len(beginning) < len(THINK_BEGIN) and THINK_BEGIN.startswith(beginning):
+            if space_length(text) > MOST_SPACE:
+                beginning = text
+            elif len(beginning) < len(THINK_BEGIN) and THINK_BEGIN.startswith(beginning):
                 self._held = text
                 return
             if beginning.startswith(THINK_BEGIN):

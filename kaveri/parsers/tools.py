@@ -67,6 +67,17 @@ def call_rules(tools: Sequence[Tool], arguments_key: str) -> str:
     return "\n".join(lines)
 
 
+def inline_schema(source: str) -> str:
+    """Return a JSON Schema, given as JSON, for %json in a grammar. Raises InvalidArgument."""
+    try:
+        schema = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument("params.grammar", f"{len(source)} characters", f"JSON: {error}") from error
+    if not isinstance(schema, dict) or "x-guidance" in schema:
+        raise InvalidArgument("params.grammar", "a schema", "an object without x-guidance")
+    return json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+
+
 def _as_object(parameters: Mapping[str, Any]) -> dict[str, Any]:
     if "x-guidance" in parameters:
         raise InvalidArgument("tools", "x-guidance", "JSON Schemas without keys of a compiler")

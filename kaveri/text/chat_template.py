@@ -2,9 +2,10 @@
 
 import json
 import re
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jinja2.sandbox import safe_range
@@ -97,16 +98,28 @@ class ChatTemplate:
         """Render the prompt, up to the start of the assistant's turn or as `options` say. Raises MissingText;
         InvalidArgument when the template rejects the conversation or fails, takes too long, or writes more than
         `most_characters`; DeadlineExceeded when time.monotonic() reaches `deadline_s`."""
-        lacking = None
+        lacking, mark = None, ""
+        if options.continues:
+            # Where the last message ends, whatever the template writes behind it. Noncharacters, which no text has.
+            mark = "".join(chr(0xFDD0 + secrets.randbelow(32)) for _ in range(8))
+            *others, last = turns
+            turns = [*others, replace(last, texts=[*last.texts[:-1], last.texts[-1] + mark])]
         for content_format in self._formats:
             contents = [(turn.role, _contents(turn.texts, content_format)) for turn in turns]
             messages = _messages(contents, content_format)
             for message, turn in zip(messages, turns, strict=True):
                 message.update(turn.fields)
             prompt = self._write(messages, most_characters, deadline_s, options)
-            missing = first_missing(contents, prompt, deadline_s)
+            if options.continues:
+                prompt = _cut_at(mark, prompt)
+            # Templates leave out what an assistant said beside its calls.
+            shown = [
+                (role, () if "tool_calls" in turn.fields else [text.removesuffix(mark) for text in texts])
+                for (role, texts), turn in zip(contents, turns, strict=True)
+            ]
+            missing = first_missing(shown, prompt, deadline_s)
             if missing is None:
-                return _cut_behind(contents[-1][1][-1], prompt) if options.continues else prompt
+                return prompt
             lacking = missing if lacking is None else lacking
         assert lacking is not None
         raise MissingText(lacking)
@@ -202,11 +215,12 @@ def _messages(contents: Sequence[tuple[str, Sequence[str]]], content_format: Con
     return [{"role": role, "content": texts[0]} for role, texts in contents]
 
 
-def _cut_behind(text: str, prompt: str) -> str:
-    """Return the prompt up to the last message's text, without what ends its turn."""
-    bare = text.rstrip()
-    start = prompt.rfind(bare)
-    return prompt if start < 0 or not bare else prompt[: start + len(bare)]
+def _cut_at(mark: str, prompt: str) -> str:
+    """Return the prompt up to the mark. Raises InvalidArgument if the template has left it out."""
+    before, found, _ = prompt.partition(mark)
+    if not found:
+        raise InvalidArgument("continue_final_message", True, "left out: the chat template omits the last message")
+    return before
 
 
 def first_missing(contents: Sequence[tuple[str, Sequence[str]]], prompt: str, deadline_s: float) -> int | None:

@@ -10,6 +10,7 @@ from kaveri.parsers.parts import Tool
 from kaveri.parsers.tools import chosen_tools, read_tools
 
 MAX_TOOLS_BYTES = 2**18
+MAX_DEPTH = 64
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "range")
 
 
@@ -141,10 +142,12 @@ def _decoded(field_name: str, text: str, default: Any) -> Any:
         raise InvalidArgument(field_name, text, f"JSON: {error}") from error
 
 
-def marked_values(value: Any, mark: Callable[[str], str]) -> Any:
-    """Return a JSON value with `mark` applied to every text in it."""
+def marked_values(value: Any, mark: Callable[[str], str], depth: int = 0) -> Any:
+    """Return a JSON value with `mark` applied to every text in it. Raises InvalidArgument beyond MAX_DEPTH."""
+    if depth > MAX_DEPTH:
+        raise InvalidArgument("prompt.messages", "a nested value", f"JSON of at most {MAX_DEPTH} levels")
     if isinstance(value, str):
         return mark(value)
     if isinstance(value, Mapping):
-        return {mark(key): marked_values(each, mark) for key, each in value.items()}
-    return [marked_values(each, mark) for each in value] if isinstance(value, list) else value
+        return {mark(key): marked_values(each, mark, depth + 1) for key, each in value.items()}
+    return [marked_values(each, mark, depth + 1) for each in value] if isinstance(value, list) else value

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from kaveri import leash
 from kaveri.domain.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
-from kaveri.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from kaveri.errors import DeadlineExceeded, InvalidArgument, NoCapacity, Unavailable
 
 COMPILE_S = 1.0
 """Longest time that one grammar may take."""
@@ -26,6 +26,7 @@ _LOAD_S = 60.0
 _MEMORY_BYTES = 512 * 2**20
 """Most memory that compiling may add."""
 _REMEMBERED = 1024
+_MOST_WAITING = 64
 _LINE_BYTES = 4 * MAX_GRAMMAR_BYTES
 
 
@@ -35,31 +36,58 @@ class GrammarChecker:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._setup = b""
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._results: OrderedDict[bytes, str] = OrderedDict()
+        self._under_way: dict[bytes, asyncio.Task[str]] = {}
 
     async def check(self, grammar: Grammar, deadline_s: float) -> None:
         """Raise InvalidArgument if the grammar is wrong, takes too much time or memory, or no text matches it;
-        DeadlineExceeded at time.monotonic() == deadline_s; Unavailable if the process does not start."""
+        DeadlineExceeded at time.monotonic() == deadline_s; NoCapacity while too many wait; Unavailable if the process
+        does not start."""
         digest = hashlib.sha256(f"{grammar.kind} {grammar.source}".encode()).digest()
-        if digest not in self._results:
-            try:
-                async with asyncio.timeout(deadline_s - time.monotonic()), self._lock:
-                    self._results[digest] = await self._checked(grammar)
-            except TimeoutError as error:
-                raise DeadlineExceeded from error
-        self._results.move_to_end(digest)
-        while len(self._results) > _REMEMBERED:
-            self._results.popitem(last=False)
-        if limit := self._results[digest]:
+        limit = self._results.get(digest)
+        if limit is None:
+            limit = await self._wait(digest, grammar, deadline_s)
+        else:
+            self._results.move_to_end(digest)
+        if limit:
             value = f"a {grammar.kind.value} of {len(grammar.source)} characters"
             raise InvalidArgument("params.grammar", value, limit)
 
+    async def _wait(self, digest: bytes, grammar: Grammar, deadline_s: float) -> str:
+        """Wait for a check, which goes on if the caller gives up: others may wait for the same."""
+        task = self._under_way.get(digest)
+        if task is None:
+            if len(self._under_way) >= _MOST_WAITING:
+                reason = f"{_MOST_WAITING} grammars wait to be checked"
+                raise NoCapacity("router", retry_after_s=COMPILE_S, reason=reason)
+            task = self._under_way[digest] = asyncio.create_task(self._one(digest, grammar))
+        try:
+            async with asyncio.timeout(deadline_s - time.monotonic()):
+                return await asyncio.shield(task)
+        except TimeoutError as error:
+            raise DeadlineExceeded from error
+
+    async def _one(self, digest: bytes, grammar: Grammar) -> str:
+        try:
+            async with self._lock:
+                limit = await self._checked(grammar)
+        finally:
+            del self._under_way[digest]
+        self._results[digest] = limit
+        while len(self._results) > _REMEMBERED:
+            self._results.popitem(last=False)
+        return limit
+
     async def close(self) -> None:
-        """End the process."""
-        async with self._lock:
-            await self._end()
+        """End the process, and checks under way."""
+        tasks = list(self._under_way.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._end()
 
     async def _checked(self, grammar: Grammar) -> str:
         """Return what the grammar must be instead; empty if it is fine."""
@@ -89,7 +117,9 @@ class GrammarChecker:
         )
         assert process.stdin is not None
         try:
-            process.stdin.write(await asyncio.to_thread(self._setup))
+            if not self._setup:
+                self._setup = await asyncio.to_thread(self._written_setup)
+            process.stdin.write(self._setup)
             ready = await self._line(process, _LOAD_S)
         except BaseException:
             await self._end()
@@ -99,7 +129,7 @@ class GrammarChecker:
             raise Unavailable("the process that checks grammars does not start")
         return process
 
-    def _setup(self) -> bytes:
+    def _written_setup(self) -> bytes:
         return json.dumps([self._tokenizer.to_str(), self._vocab_size]).encode() + b"\n"
 
     async def _line(self, process: asyncio.subprocess.Process, timeout_s: float) -> bytes | None:

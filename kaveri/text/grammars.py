@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -21,7 +22,9 @@ from kaveri.errors import InvalidArgument
 from kaveri.models import resolve_model
 
 _KEPT = 64
-"""Compiled grammars that a process keeps: of the largest ones 10 to 100 MB each."""
+"""Compiled grammars that a process keeps."""
+_KEPT_CHARACTERS = 2**19
+"""Of their sources together: a nested schema of 300 kB took 90 MB."""
 _ERROR_CHARACTERS = 200
 _TRIED_TOKENS = 16
 _UNMATCHED = "no text matches it"
@@ -44,7 +47,10 @@ def parser_limits() -> LLParserLimits:
 
 
 def read_tokenizer(model: str) -> str:
-    """Return a model's tokenizer as the JSON of a tokenizer.json. Blocks for up to seconds."""
+    """Return a model's tokenizer as the JSON of a tokenizer.json. Blocks, for seconds where there is no such file."""
+    file = Path(resolve_model(model)) / "tokenizer.json"
+    if file.is_file():
+        return file.read_text()
     from transformers import AutoTokenizer
 
     backend = AutoTokenizer.from_pretrained(resolve_model(model)).backend_tokenizer
@@ -165,6 +171,10 @@ class Grammars:
         return (self._kept(grammar) or self._compile(grammar)).deep_copy()
 
     @property
+    def _kept_characters(self) -> int:
+        return sum(len(source) for _, source in self._compiled)
+
+    @property
     def end_ids(self) -> Sequence[int]:
         """Tokens that end a text for the tokenizer, which need not be those that end the model's answers."""
         assert self._tokenizer is not None, "a grammar has been compiled"
@@ -190,6 +200,6 @@ class Grammars:
         compiled = compile_grammar(self._tokenizer, grammar)
         with self._lock:
             self._compiled[grammar.kind, grammar.source] = compiled
-            while len(self._compiled) > _KEPT:
+            while len(self._compiled) > 1 and (len(self._compiled) > _KEPT or self._kept_characters > _KEPT_CHARACTERS):
                 self._compiled.popitem(last=False)
         return compiled

@@ -171,7 +171,7 @@ class ModelTokenizer:
             raise InvalidArgument("prompt.messages", value, "used with a model that has a chat template")
         if len(messages) > max_tokens:
             raise InvalidArgument("prompt.messages", f"{len(messages)} messages", f"at most {max_tokens} messages")
-        short = _is_short(messages) and not conversation.tools
+        short = _is_short(messages) and not (conversation.tools or conversation.arguments)
         return await self._run(short, deadline_s, lambda: self._encode_chat(conversation, max_tokens, deadline_s))
 
     def _encode_chat(self, conversation: Conversation, max_tokens: int, deadline_s: float) -> tuple[list[int], str]:
@@ -282,6 +282,8 @@ def _options(conversation: Conversation, template: ChatTemplate, marks: _Marks) 
 
 def _is_short(messages: Sequence[Turn]) -> bool:
     if len(messages) > _INLINE_MESSAGES or sum(len(turn.parts) for turn in messages) > _INLINE_MESSAGES:
+        return False
+    if any(turn.tool_calls or turn.tool_call_id or turn.name or turn.reasoning for turn in messages):
         return False
     texts = [text for turn in messages for text in (turn.role, turn.content, *turn.parts)]
     return sum(map(len, texts)) <= _INLINE_CHARACTERS

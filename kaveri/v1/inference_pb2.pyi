@@ -436,7 +436,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def resolved_params(self) -> _sampling_pb2.SamplingParams:
-        """On the first response: temperature, top_p and top_k as they were resolved. A client that re-attaches gives them back in
+        """On the first response: what a model may have defaults for, temperature for example, as it was resolved. A client that re-attaches gives them back in
         GenerateRequest.params: another router may have other defaults.
         """
 
@@ -856,8 +856,13 @@ class TokenizeResponse(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     ANSWER_FORM_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    SHOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Most tokens of prompt and answer together."""
+    show_special_tokens: _builtins.bool
+    """With messages: a request with these token_ids needs SamplingParams.show_special_tokens, because markers of calls or
+    reasoning are special tokens of the model.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """In order."""
@@ -879,10 +884,11 @@ class TokenizeResponse(_message.Message):
         max_model_len: _builtins.int = ...,
         answer_form: Global___AnswerForm | None = ...,
         grammar: _sampling_pb2.Grammar | None = ...,
+        show_special_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answer_form", b"answer_form", "grammar", b"grammar"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_form", b"answer_form", "grammar", b"grammar", "max_model_len", b"max_model_len", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_form", b"answer_form", "grammar", b"grammar", "max_model_len", b"max_model_len", "show_special_tokens", b"show_special_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

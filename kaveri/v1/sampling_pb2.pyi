@@ -243,6 +243,7 @@ class Grammar(_message.Message):
     LARK_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     BEGINS_AFTER_FIELD_NUMBER: _builtins.int
+    WAITS_BEHIND_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """JSON that this JSON Schema allows, on one line, with the properties in the schema's order."""
     regex: _builtins.str
@@ -253,7 +254,13 @@ class Grammar(_message.Message):
     """One of some texts, as a JSON list."""
     @_builtins.property
     def begins_after(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of the answer after which the grammar begins. Set by routers, for instances."""
+        """Tokens of the answer after which the grammar begins. Set by routers, for instances. At most 16."""
+
+    @_builtins.property
+    def waits_behind(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With begins_after: first tokens of answers that begin with reasoning; in others the grammar begins at once. Unset:
+        every answer begins with it. At most 16.
+        """
 
     def __init__(
         self,
@@ -263,10 +270,11 @@ class Grammar(_message.Message):
         lark: _builtins.str = ...,
         choices: _builtins.str = ...,
         begins_after: _abc.Iterable[_builtins.int] | None = ...,
+        waits_behind: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "grammar", b"grammar", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_after", b"begins_after", "choices", b"choices", "grammar", b"grammar", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_after", b"begins_after", "choices", b"choices", "grammar", b"grammar", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex", "waits_behind", b"waits_behind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_grammar: _TypeAlias = _typing.Literal["json_schema", "regex", "lark", "choices"]  # noqa: Y015
     _WhichOneofArgType_grammar: _TypeAlias = _typing.Literal["grammar", b"grammar"]  # noqa: Y015

@@ -129,7 +129,9 @@ def params_from_proto(message: sampling_pb2.SamplingParams, kind: type[ParamsT])
 
 
 def grammar_to_proto(grammar: Grammar) -> sampling_pb2.Grammar:
-    return sampling_pb2.Grammar(**{grammar.kind: grammar.source}, begins_after=grammar.begins_after)
+    return sampling_pb2.Grammar(
+        **{grammar.kind: grammar.source}, begins_after=grammar.begins_after, waits_behind=grammar.waits_behind
+    )
 
 
 def grammar_from_proto(message: sampling_pb2.Grammar) -> Grammar:
@@ -137,7 +139,7 @@ def grammar_from_proto(message: sampling_pb2.Grammar) -> Grammar:
     kind = message.WhichOneof("grammar")
     if kind is None:
         raise InvalidArgument("params.grammar", None, "json_schema, regex, lark or choices")
-    return Grammar(GrammarKind(kind), getattr(message, kind), tuple(message.begins_after))
+    return Grammar(GrammarKind(kind), getattr(message, kind), tuple(message.begins_after), tuple(message.waits_behind))
 
 
 def form_to_proto(form: AnswerForm) -> inference_pb2.AnswerForm:

@@ -56,6 +56,9 @@ class DecodeServer(DecodeServiceServicer):
         self, request: decode_pb2.ReserveRequest, context: aio.ServicerContext[Any, Any]
     ) -> decode_pb2.ReserveResponse:
         try:
+            params = params_from_proto(request.params, ResolvedParams)
+            if params.grammar is not None:
+                await self._instance.prepare(params.grammar)
             if self._prefills():
                 raise Unavailable("an instance that prefills takes no pushes", retry_after_s=0.0)
             ownership = check_ownership(request)
@@ -63,9 +66,6 @@ class DecodeServer(DecodeServiceServicer):
                 raise InvalidArgument("token_ids", [], "at least one token long")
             if not request.timeout_s > 0:
                 raise InvalidArgument("timeout_s", request.timeout_s, "more than 0")
-            params = params_from_proto(request.params, ResolvedParams)
-            if params.grammar is not None:
-                await self._instance.prepare(params.grammar)
             ticket = await self._instance.reserve(
                 request_id=request.request_id,
                 ownership=ownership,

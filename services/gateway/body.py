@@ -18,7 +18,7 @@ from services.gateway.config import HttpLimits
 from services.gateway.connection import ClientGone, header
 from services.gateway.http_errors import CLOSE, HttpError, unavailable
 
-MAX_DEPTH = 16
+MAX_DEPTH = 64
 """Max nesting of objects and lists. Known requests nest at most 5 deep: a content part of a chat message."""
 MAX_VALUES = 2**19
 """Max values in all lists and objects of one body together: half a million token ids."""

@@ -149,7 +149,7 @@ class ParsedRequest:
         return _LOGPROB_BYTES * size
 
     def named(self, error: InvalidArgument) -> InvalidArgument:
-        if error.field == "params.grammar" and (self.grammar_param or self.chat is not None):
+        if error.field == "params.grammar" and (self.grammar_param or self.chat or self.form.tool_parser):
             return InvalidArgument(self.grammar_param or "tools", error.value, error.limit)
         if error.field.startswith("prompt.template_arguments."):
             name = error.field.removeprefix("prompt.template_arguments.")

@@ -96,6 +96,8 @@ async def _show_conversation(
         model=asked.model,
     )
     params = replace(asked.params, grammar=rendered.grammar)
+    if rendered.shows_special:
+        params = replace(params, skip_special_tokens=False)
     shown = ShownPrompt(text, rendered.token_ids if asked.return_token_ids else None)
     tokenized = replace(asked, prompts=(rendered.token_ids,), params=params, chat=None, form=rendered.answer_form)
     return tokenized, [shown]

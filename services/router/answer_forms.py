@@ -15,6 +15,7 @@ from kaveri.parsers.answer import (
     detected_tool_parser,
 )
 from kaveri.parsers.reasoning import THINK_BEGIN, THINK_END
+from kaveri.parsers.tools import inline_schema
 from kaveri.text.chat_template import ChatTemplate
 from kaveri.text.conversation import Conversation
 
@@ -62,14 +63,16 @@ def answer_grammar(
         grammar = Grammar.lark("start: calls\n" + _calls(form, conversation))
     elif grammar is not None and form.tool_parser and grammar.kind is GrammarKind.JSON_SCHEMA:
         # An answer is a call, or what the schema says.
-        schema = f"answer: %json {grammar.source}"
+        schema = f"answer: %json {inline_schema(grammar.source)}"
         grammar = Grammar.lark(f"start: calls | answer\n{schema}\n{_calls(form, conversation)}")
     if grammar is None or not form.reasoning_parser:
         return grammar
-    end_id = token_id_of(THINK_END)
-    if end_id is None:
-        raise InvalidArgument("params.grammar", "set", f"left out: {THINK_END} is no token of this model's vocabulary")
-    return replace(grammar, begins_after=(end_id,))
+    begin_id, end_id = token_id_of(THINK_BEGIN), token_id_of(THINK_END)
+    if end_id is None or (begin_id is None and not form.reasoning_has_begun):
+        limit = f"left out: {THINK_BEGIN} and {THINK_END} are no tokens of this model's vocabulary"
+        raise InvalidArgument("params.grammar", "set", limit)
+    waits_behind = () if form.reasoning_has_begun or begin_id is None else (begin_id,)
+    return replace(grammar, begins_after=(end_id,), waits_behind=waits_behind)
 
 
 def _calls(form: AnswerForm, conversation: Conversation) -> str:

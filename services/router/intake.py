@@ -36,6 +36,8 @@ class TokenizedPrompt:
     form: AnswerForm = PLAIN
     grammar: Grammar | None = None
     """The grammar of the answer, calls of tools included."""
+    shows_special: bool = False
+    """Markers of calls or reasoning are special tokens, which the text must have."""
 
 
 CheckGrammar = Callable[[Grammar, float], Awaitable[None]]
@@ -118,8 +120,7 @@ class Intake:
         if tokenized.grammar is not None:
             await self._check_grammar(tokenized.grammar, deadline_s)
             params = dataclasses.replace(params, grammar=tokenized.grammar)
-        if tokenized.form != PLAIN and self.tokenizer.has_special(MARKERS):
-            # Some models have markers of calls and reasoning that are left out of the text otherwise.
+        if tokenized.shows_special:
             params = dataclasses.replace(params, skip_special_tokens=False)
         room = limit - len(token_ids)
         for field, tokens in (("max_tokens", params.max_tokens or 0), ("min_tokens", params.min_tokens)):
@@ -220,7 +221,7 @@ class Intake:
                 return TokenizedPrompt(token_ids, form, grammar)
         if not token_ids:
             raise InvalidArgument(field, "text without a token", "at least one token long")
-        return TokenizedPrompt(token_ids, form, grammar)
+        return TokenizedPrompt(token_ids, form, grammar, form != PLAIN and self.tokenizer.has_special(MARKERS))
 
     async def _checked(self, field: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
         if len(prompt) > max_tokens:

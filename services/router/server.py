@@ -256,7 +256,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         grammar = None if tokenized.grammar is None else grammar_to_proto(tokenized.grammar)
         form = None if tokenized.form == PLAIN else form_to_proto(tokenized.form)
         return inference_pb2.TokenizeResponse(
-            token_ids=tokenized.token_ids, max_model_len=limit, answer_form=form, grammar=grammar
+            token_ids=tokenized.token_ids,
+            max_model_len=limit,
+            answer_form=form,
+            grammar=grammar,
+            show_special_tokens=tokenized.shows_special,
         )
 
     async def Detokenize(  # noqa: N802

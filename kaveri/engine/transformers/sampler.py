@@ -17,9 +17,12 @@ from torch import Tensor
 from kaveri.domain.sampling import ALL_RULED_OUT, Logprobs
 from kaveri.engine.stepwise.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
 from kaveri.engine.stopping import barred_token_ids
+from kaveri.engine.token_rules import LogitChanges
+from kaveri.errors import EngineError
 from kaveri.telemetry.logs import get_logger
 
 _NO_EOS: frozenset[int] = frozenset()
+_RAISED = "its draw raised"
 _SCORED_TOGETHER = 64
 """Rows of logits converted to float32 at a time: 37 MiB with a vocabulary of 150,000."""
 _MASK_64 = 2**64 - 1
@@ -73,13 +76,14 @@ def draw_tokens(
     before min_tokens.
 
     If drawing raises, rows are drawn one by one, and those that raise get NoToken. Raises if all of several rows raise:
-    that is no fault of a row.
+    that is no fault of a row. A row whose rules fail gets NoToken, and is no such row.
     """
     try:
         return _draw_together(logits, slices, eos_token_ids)
     except Exception as error:
         drawn = [_draw_alone(logits[row : row + 1], piece, eos_token_ids) for row, piece in enumerate(slices)]
-        if len(drawn) > 1 and all(isinstance(token, NoToken) and token.is_final for token in drawn):
+        raised = [isinstance(token, NoToken) and token.reason.startswith(_RAISED) for token in drawn]
+        if len(drawn) > 1 and all(raised):
             raise
         get_logger().warning("draw_failed", error=repr(error), rows=len(drawn))
         return drawn
@@ -89,15 +93,15 @@ def _draw_alone(logits: Tensor, piece: SequenceSlice, eos_token_ids: AbstractSet
     try:
         return _draw_together(logits, [piece], eos_token_ids)[0]
     except Exception as error:
-        return NoToken(f"its draw raised {error!r}", is_final=True)
+        return NoToken(f"{_RAISED} {error!r}", is_final=True)
 
 
 def _draw_together(
     logits: Tensor, slices: Sequence[SequenceSlice], eos_token_ids: AbstractSet[int]
 ) -> list[DrawnToken | NoToken]:
-    raw = logits
+    raw, failed = logits, dict[int, str]()
     if any(piece.rules is not None for piece in slices):
-        logits = _with_rules(logits, slices)
+        logits, failed = _with_rules(logits, slices)
     if any(piece.draw_index < piece.params.min_tokens for piece in slices):
         logits = _without_barred(logits, slices, eos_token_ids)
     # Not argmax, which takes four times as long in bfloat16 on a CPU. The maximum of a row with NaN is NaN.
@@ -118,10 +122,13 @@ def _draw_together(
     logprobs = dict[int, Logprobs]()
     if any(piece.params.logprobs is not None for piece in slices):
         logprobs = _logprobs(raw, slices, token_ids)
-    return [
+    drawn: list[DrawnToken | NoToken] = [
         DrawnToken(token_id, logprobs.get(row)) if usable[row] else _no_token(raw[row], slices[row])
         for row, token_id in enumerate(token_ids)
     ]
+    for row, reason in failed.items():
+        drawn[row] = NoToken(reason, is_final=True)
+    return drawn
 
 
 def _no_token(raw: Tensor, piece: SequenceSlice) -> NoToken:
@@ -130,10 +137,17 @@ def _no_token(raw: Tensor, piece: SequenceSlice) -> NoToken:
     return NoToken(NOT_FINITE)
 
 
-def _with_rules(logits: Tensor, slices: Sequence[SequenceSlice]) -> Tensor:
-    """Return a float32 copy of the logits, changed as the slices' rules say (LogitChanges.apply)."""
-    logits = logits.to(torch.float32, copy=True)
-    found = [(row, piece.rules.changes(piece.draw_index)) for row, piece in enumerate(slices) if piece.rules]
+def _with_rules(logits: Tensor, slices: Sequence[SequenceSlice]) -> tuple[Tensor, dict[int, str]]:
+    """Return a float32 copy of the logits, changed as the slices' rules say (LogitChanges.apply), and the rows whose
+    rules failed, with the reasons."""
+    logits, failed = logits.to(torch.float32, copy=True), dict[int, str]()
+    found: list[tuple[int, LogitChanges]] = []
+    for row, piece in enumerate(slices):
+        if piece.rules is not None:
+            try:
+                found.append((row, piece.rules.changes(piece.draw_index)))
+            except EngineError as error:
+                failed[row] = error.reason
     count = [len(changes.token_ids) for _, changes in found]
     if any(count):
         rows = np.repeat([row for row, _ in found], count)
@@ -150,7 +164,7 @@ def _with_rules(logits: Tensor, slices: Sequence[SequenceSlice]) -> Tensor:
             logits[row, torch.tensor(changes.barred_ids, device=logits.device)] = -torch.inf
         if changes.allowed is not None:
             logits[row].masked_fill_(torch.from_numpy(~changes.allowed).to(logits.device), -torch.inf)
-    return logits
+    return logits, failed
 
 
 def _without_barred(logits: Tensor, slices: Sequence[SequenceSlice], eos_token_ids: AbstractSet[int]) -> Tensor:

@@ -83,7 +83,8 @@ class Draw:
         values = {name: getattr(params, name) for name in names}
         values |= {"seed": params.seed or 0, "answer_start": self.answer_start, "first_index": self.first_index}
         if (grammar := params.grammar) is not None:
-            values["grammar"] = grammar.kind.value, grammar.source, grammar.begins_after
+            begins = grammar.begins_after, grammar.waits_behind
+            values["grammar"] = grammar.kind.value, grammar.source, *begins
         return {_EXTRA_ARG: values | {"eos_token_ids": sorted(self.eos_token_ids)}}
 
     @classmethod
@@ -97,8 +98,8 @@ class Draw:
             # Lists, where it came from another process.
             params = replace(params, bad_token_ids=tuple(map(tuple, params.bad_token_ids)))
         if "grammar" in values:
-            kind, source, begins_after = values["grammar"]
-            params = replace(params, grammar=Grammar(GrammarKind(kind), source, tuple(begins_after)))
+            kind, source, *begins = values["grammar"]
+            params = replace(params, grammar=Grammar(GrammarKind(kind), source, *map(tuple, begins)))
         eos_token_ids = frozenset(values["eos_token_ids"])
         engine_id = engine_id_of(extra_args or {}) if is_engines else ""
         return cls(params, values["answer_start"], values["first_index"], eos_token_ids, engine_id)

@@ -9,9 +9,10 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, RepetitionPenalt
 
 from kaveri.domain.sampling import ALL_RULED_OUT, ResolvedParams
 from kaveri.engine.stepwise.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
-from kaveri.engine.token_rules import TokenRules
+from kaveri.engine.token_rules import LogitChanges, TokenRules
 from kaveri.engine.transformers import sampler
 from kaveri.engine.transformers.sampler import draw_tokens
+from kaveri.errors import EngineError
 
 VOCAB_SIZE = 40
 EOS = frozenset({0})
@@ -30,7 +31,7 @@ def ruled(params: ResolvedParams, prompt: list[int], answer: list[int]) -> Seque
 
 
 def changed(logits: Tensor, piece: SequenceSlice) -> Tensor:
-    return sampler._with_rules(logits, [piece])
+    return sampler._with_rules(logits, [piece])[0]
 
 
 @given(seed=st.integers(0, 99), prompt=token_ids.filter(bool), answer=token_ids, penalty=st.floats(0.5, 2.0, width=32))
@@ -104,7 +105,7 @@ def test_state_that_follows_the_answer_is_the_state_made_anew(
     # The sampler does to several rows at once what apply() does to one.
     piece = SequenceSlice((), 0, (), True, len(answer), params, following)
     rows = random_logits(seed, 3)
-    together = sampler._with_rules(rows, [piece, SequenceSlice((), 0, (), True, 0, ResolvedParams()), piece])
+    together, _ = sampler._with_rules(rows, [piece, SequenceSlice((), 0, (), True, 0, ResolvedParams()), piece])
     alone = rows[0].numpy().copy()
     following.changes(len(answer)).apply(alone)
     np.testing.assert_array_equal(together[0].numpy(), alone)
@@ -151,3 +152,18 @@ def test_row_whose_rules_leave_no_token_is_told_from_logits_that_are_not_finite(
     logits[1] = torch.nan
     drawn = draw_tokens(logits, [ruled(params, [1], []), ruled(params, [1], [])])
     assert drawn == [NoToken(ALL_RULED_OUT, is_final=True), NoToken(NOT_FINITE)]
+
+
+def test_row_whose_rules_fail_ends_alone() -> None:
+    class FailingRules(TokenRules):
+        def changes(self, index: int) -> LogitChanges:
+            raise EngineError("its grammar: too complex")
+
+    params = ResolvedParams(logit_bias=((3, 1.0),))
+    failing = SequenceSlice((), 0, (), True, 0, params, FailingRules(params, [], 0, VOCAB_SIZE, EOS, None))
+    logits = random_logits(5, 2)
+    # Also where all rows of a batch fail: that is the fault of each.
+    assert draw_tokens(logits, [failing, failing]) == [NoToken("its grammar: too complex", is_final=True)] * 2
+    first, second = draw_tokens(logits, [failing, SequenceSlice((), 0, (), True, 0, ResolvedParams())])
+    assert isinstance(first, NoToken)
+    assert isinstance(second, DrawnToken)

@@ -13,6 +13,10 @@ from kaveri.parsers.parts import Content, Part, Reasoning, ToolCall
 
 CALL = '{"name": "look", "arguments": {"at": "the \\"sky\\" {", "times": [1, 2]}}'
 LOOK = ToolCall("look", '{"at": "the \\"sky\\" {", "times": [1, 2]}')
+NO_CALLS = [
+    f"<tool_call>{text}</tool_call>"
+    for text in ('{"name": "g"}', '{"name": "f", "args": {}}', '{"name": "f", "arguments": {"x": NaN}}')
+]
 MARKED = f"<tool_call>{CALL}</tool_call>"
 WRONG = '<tool_call>{"name": "g", "arguments": [1]}</tool_call>'
 LLAMA = '{"name": "look", "parameters": {"at": "x"}}'
@@ -32,7 +36,23 @@ PIECES = (
         "\n",
         " ",
     ),
-    *("\n\n", "{", "}", "[", "]", '"', "\\", ",", "a", "text", "ü🙂", CALL, f"<tool_call>\n{CALL}\n</tool_call>"),
+    *(
+        "\n\n",
+        "\n" * 40,
+        " " * 70,
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        "\\",
+        ",",
+        "a",
+        "text",
+        "ü🙂",
+        CALL,
+        f"<tool_call>\n{CALL}\n</tool_call>",
+    ),
     *(LLAMA, f"[{LLAMA},{LLAMA}]", '{"name": 3}', '{"name": "f", "arguments": "{}"}', '{"name": "g"}', "null"),
 )
 
@@ -85,7 +105,8 @@ def test_any_split_gives_the_parts_of_the_whole(
         ("<tool_call>\nnot JSON\n</tool_call>", [Content("<tool_call>\nnot JSON\n</tool_call>")]),
         (f"<tool_call>{CALL}", [Content(f"<tool_call>{CALL}")]),
         ("1 < 2 <tool", [Content("1 < 2 <tool")]),
-        ('<tool_call>{"name": "g"}</tool_call>', [ToolCall("g", "{}")]),
+        ('<tool_call>{"name": "g", "arguments": {}}</tool_call>', [ToolCall("g", "{}")]),
+        *((text, [Content(text)]) for text in NO_CALLS),
         (WRONG, [Content(WRONG)]),
     ],
 )  # fmt: skip
@@ -102,6 +123,7 @@ def test_calls_of_hermes_and_qwen(text: str, parts: list[Part]) -> None:
         (f"{LLAMA} and so", [ToolCall("look", '{"at": "x"}'), Content(" and so")]),
         (f"Sure: {LLAMA}", [Content(f"Sure: {LLAMA}")]),
         ('{"answer": 42}', [Content('{"answer": 42}')]),
+        ('{"name": "Ann", "age": 5}', [Content('{"name": "Ann", "age": 5}')]),
         ('{"name": "look", "para', [Content('{"name": "look", "para')]),
         ("[]", [Content("[]")]),
         ("", []),

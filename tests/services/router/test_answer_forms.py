@@ -15,7 +15,7 @@ from services.router.answer_forms import answer_form, answer_grammar, model_form
 HERMES = AnswerForm("hermes")
 THINKING = AnswerForm("hermes", "think")
 SCHEMA = Grammar.json_schema({"type": "object"})
-THINK_END_ID = 77
+THINK_BEGIN_ID, THINK_END_ID = 76, 77
 
 
 def asked(**fields: Any) -> Conversation:
@@ -25,7 +25,7 @@ def asked(**fields: Any) -> Conversation:
 
 
 def ids(text: str) -> int | None:
-    return THINK_END_ID if text == "</think>" else None
+    return {"<think>": THINK_BEGIN_ID, "</think>": THINK_END_ID}.get(text)
 
 
 def test_parsers_of_flags_are_checked() -> None:
@@ -75,7 +75,10 @@ def test_grammar_of_calls_and_of_a_schema() -> None:
 def test_grammar_begins_behind_the_reasoning() -> None:
     found = answer_grammar(THINKING, asked(tools=""), SCHEMA, ids)
     assert found is not None
-    assert found.begins_after == (THINK_END_ID,)
+    assert (found.begins_after, found.waits_behind) == ((THINK_END_ID,), (THINK_BEGIN_ID,))
+    begun = answer_grammar(AnswerForm("", "think", True), asked(tools=""), SCHEMA, ids)
+    assert begun is not None
+    assert (begun.begins_after, begun.waits_behind) == ((THINK_END_ID,), ())
     with pytest.raises(InvalidArgument, match=r"params\.grammar"):
         answer_grammar(THINKING, asked(tools=""), SCHEMA, lambda _: None)
 
