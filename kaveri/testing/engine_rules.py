@@ -108,8 +108,8 @@ class RulesConformance:
             # Answers that begin otherwise have no reasoning, and the grammar begins at once.
             think = _BYTES + 50
             either = replace(yes, begins_after=tuple(begin), waits_behind=(think,))
-            for bias, expected in ((ord("y"), None), (think, [think] * 9)):
-                name, given = f"biased to {bias}", {"logit_bias": ((bias, 100.0),), "max_tokens": 9}
+            for forced, expected in ((ord("y"), None), (think, [think] * 9)):
+                name, given = f"biased to {forced}", {"logit_bias": ((forced, 100.0),), "max_tokens": 9}
                 answer = _answer(pair, _asked_again(free, name, ignore_eos=False, grammar=either, **given))
                 assert answer == expected if expected else _text(pair, answer) == "yes"
             wait_until_free(pair.prefill, pair.decode)

@@ -84,7 +84,10 @@ class _Answer:
 
     def take(self, chunk: Chunk, form: AnswerForm) -> None:
         """Store a chunk's text, in its parts."""
-        for part in [Content(chunk.text)] if form == PLAIN else self.read(chunk, form):
+        if form is PLAIN or form == PLAIN:
+            self.text.write(chunk.text)
+            return
+        for part in self.read(chunk, form):
             match part:
                 case Content(text):
                     self.text.write(text)
@@ -93,9 +96,11 @@ class _Answer:
                 case ToolCall():
                     self.calls.append(part)
 
-    def finish_of(self, chunk: Chunk) -> str | None:
-        """Return the finish_reason of OpenAI's API."""
-        return "tool_calls" if self.calls and chunk.finish_reason is FinishReason.STOP else chunk.finish_reason
+    def finish_of(self, chunk: Chunk, last: Part | None = None) -> str:
+        """Return the finish_reason of OpenAI's API for the last chunk. last: a part that is not stored yet."""
+        assert chunk.finish_reason is not None
+        calls = self.calls or isinstance(last, ToolCall)
+        return "tool_calls" if calls and chunk.finish_reason is FinishReason.STOP else chunk.finish_reason
 
     def report_parts(self) -> list[bytes]:
         parts: list[bytes] = []
@@ -128,7 +133,8 @@ class AnswerFormat:
         """Yield the encoded events for a chunk of answer `index`; several only if it has many prompt logprobs, or text
         of several kinds. form: how the text is read."""
         last: Part | None = None
-        if form != PLAIN:
+        # Most answers are text alone, and this runs for every token.
+        if form is not PLAIN and form != PLAIN:
             parts = self._answers[index].read(chunk, form)
             if not parts and self._answers[index].begun and not self._shows_tokens and chunk.finish_reason is None:
                 return
@@ -164,13 +170,10 @@ class AnswerFormat:
         is_first, answer.begun = not answer.begun, True
         answer.token_count += len(chunk.token_ids)
         answer.usage = chunk.usage or answer.usage
-        text = chunk.text if part is None else part.text if isinstance(part, Content) else ""
-        if isinstance(part, ToolCall):
-            answer.calls.append(part)
-        reason = answer.finish_of(chunk)
-        finish = b"null" if reason is None else b'"%s"' % reason.encode()
+        finish = b"null" if chunk.finish_reason is None else b'"%s"' % answer.finish_of(chunk, part).encode()
         report = b"null" if not chunk.logprobs and not prompt else encode(self._report(index, chunk.logprobs, prompt))
         token_ids = b',"token_ids":' + encode(chunk.token_ids) if self._asked.return_token_ids else b""
+        text = chunk.text
         top, beside = b"", b""
         if is_first:
             shown = self._shown_of(index)
@@ -179,10 +182,10 @@ class AnswerFormat:
         end = self._end
         if self._asked.usage_events is UsageEvents.EACH:
             end = b'}],"usage":%s}\n\n' % encode(_usage_object(prompt_tokens, answer.token_count))
-        if part is None or isinstance(part, Content):
+        if part is None:
             message = self._delta(encode_basestring_ascii(text).encode(), is_first)
         else:
-            message = self._delta_of(part, len(answer.calls) - 1, is_first)
+            message = self._delta_of(part, index, is_first)
         return b'%s%s,"choices":[{"index":%d,%s,"logprobs":%s,"finish_reason":%s%s%s%s' % (
             self._start,
             top,
@@ -209,7 +212,7 @@ class AnswerFormat:
         answer.take(chunk, form)
         if self._asked.return_token_ids:
             answer.token_ids.extend(chunk.token_ids)
-        answer.finish = answer.finish_of(chunk)
+        answer.finish = None if chunk.finish_reason is None else answer.finish_of(chunk)
         answer.usage = chunk.usage or answer.usage
         if self._asked.prompt_logprobs:
             for part in _slices(chunk.prompt_tokens):
@@ -266,7 +269,7 @@ class AnswerFormat:
     def _message(self, text: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, object]:
         raise NotImplementedError
 
-    def _delta_of(self, part: Reasoning | ToolCall, call_number: int, is_first: bool) -> bytes:
+    def _delta_of(self, part: Part, index: int, is_first: bool) -> bytes:
         raise NotImplementedError
 
     def _delta(self, text: bytes, is_first: bool) -> bytes:
@@ -348,12 +351,18 @@ class ChatFormat(AnswerFormat):
             message["reasoning_content"] = reasoning
         return {"message": message}
 
-    def _delta_of(self, part: Reasoning | ToolCall, call_number: int, is_first: bool) -> bytes:
-        delta: dict[str, object] = {"role": "assistant"} if is_first else {}
-        if isinstance(part, Reasoning):
-            delta["reasoning_content"] = part.text
-        else:
-            delta["tool_calls"] = [{"index": call_number, **_call_object(part)}]
+    def _delta_of(self, part: Part, index: int, is_first: bool) -> bytes:
+        answer, delta = self._answers[index], dict[str, object]()
+        if is_first:
+            delta["role"] = "assistant"
+        match part:
+            case Content(text):
+                delta["content"] = self._shown_of(index).text + text if is_first else text
+            case Reasoning(text):
+                delta["reasoning_content"] = text
+            case ToolCall():
+                delta["tool_calls"] = [{"index": len(answer.calls), **_call_object(part)}]
+                answer.calls.append(part)
         return b'"delta":' + encode(delta)
 
     def _delta(self, text: bytes, is_first: bool) -> bytes:
