@@ -192,6 +192,9 @@ class SamplingParams(StopConditions):
         check_token_ids("params.logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size)
         if self.grammar is not None:
             check_token_ids("params.grammar", self.grammar.begins_after + self.grammar.waits_behind, vocab_size)
+        # Only ResolvedParams have them.
+        for ids in getattr(self, "bad_token_ids", ()):
+            check_token_ids("params.bad_token_ids", ids, vocab_size)
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -221,11 +224,6 @@ class ResolvedParams(SamplingParams):
                 limit = f"at most {2 * MAX_BAD_WORDS} sequences of 1 to {2 * MAX_BAD_WORD_BYTES} ids"
                 raise InvalidArgument("params.bad_token_ids", f"{len(self.bad_token_ids)} sequences", limit)
         SamplingParams.__post_init__(self)
-
-    def check_known_ids(self, vocab_size: int, token_ids: Sequence[int] = ()) -> None:
-        SamplingParams.check_known_ids(self, vocab_size, token_ids)
-        for ids in self.bad_token_ids:
-            check_token_ids("params.bad_token_ids", ids, vocab_size)
 
     @property
     def has_rules(self) -> bool:

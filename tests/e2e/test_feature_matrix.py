@@ -1,0 +1,20 @@
+"""Some cells of the feature matrix, on the bundled model; `python -m tests.feature_matrix` runs hundreds."""
+
+import pytest
+
+from tests.feature_matrix import draw_cells, run_cells
+
+CELLS = 12
+
+
+def test_cells_cover_all_pairs_that_are_possible() -> None:
+    cells = draw_cells(3, 300)
+    assert len(set(cells)) == 300
+    assert all(cell.is_possible for cell in cells)
+
+
+@pytest.mark.timeout(280)
+async def test_answers_with_features_are_the_same_in_every_way_and_under_every_disturbance() -> None:
+    account = await run_cells("kaveri-tiny", 5, CELLS)
+    assert account["wrong"] == []
+    assert account["cells"] == CELLS
