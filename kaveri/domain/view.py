@@ -14,7 +14,7 @@ ValueT = TypeVar("ValueT")
 ParamsT = ParamSpec("ParamsT")
 
 
-WIRE = 4
+WIRE = 5
 """Version of the contracts (protos/), raised with each incompatible change. Processes ignore other versions."""
 
 
