@@ -13,6 +13,7 @@ from kaveri.domain.view import ClusterView, InstanceLoad, InstanceRecord, Instan
 from kaveri.engine.settings import ENGINES
 from kaveri.hosting.policy_settings import DECODE_PLACEMENTS
 from kaveri.kv.transports import TRANSPORTS
+from kaveri.parsers.answer import TOOL_PARSERS
 from kaveri.policy.demand import Demand
 from kaveri.policy.placement import choose_decode
 from kaveri.policy.plugins import Guarded
@@ -60,5 +61,5 @@ def test_the_policy_of_the_page_decides() -> None:
 def test_the_entry_points_of_the_page_are_in_the_groups_that_are_read() -> None:
     (block,) = _blocks("plugins.md", "toml")
     groups = tomllib.loads(block)["project"]["entry-points"]
-    assert set(groups) == {ENGINES.group, TRANSPORTS.group, DECODE_PLACEMENTS.group}
+    assert set(groups) == {ENGINES.group, TRANSPORTS.group, TOOL_PARSERS.group, DECODE_PLACEMENTS.group}
     assert all(name.startswith(DECODE_PLACEMENTS.prefix) for name in groups[DECODE_PLACEMENTS.group])
