@@ -69,8 +69,7 @@ def test_requests_get_what_vllms_server_gives_them(
     vllm_model.generation_config = given
     theirs = vllm_model.get_diff_sampling_param()
     ours = read_sampling_defaults(given, str(folder))
-    known = {name: value for name, value in theirs.items() if name in ("temperature", "top_p", "top_k", "max_tokens")}
-    assert ours.params.chosen == {**known, **({"top_k": 0} if known.get("top_k") == -1 else {})}
+    assert ours.params.chosen == {**theirs, **({"top_k": 0} if theirs.get("top_k") == -1 else {})}
     override = theirs.get("max_tokens") if source == "elsewhere" else None
     assert ours.most_tokens == override
     for asked in GIVEN:
@@ -78,12 +77,13 @@ def test_requests_get_what_vllms_server_gives_them(
         length = get_max_tokens(ROOM + 10, asked.get("max_tokens"), 10, theirs, override)
         expected = request.to_sampling_params(length, theirs)
         resolved = SamplingParams(**asked).resolved(ours.params)
-        got = (resolved.temperature, resolved.top_p, resolved.top_k)
+        assert resolved.repetition_penalty == expected.repetition_penalty
+        got = (resolved.temperature, resolved.top_p, resolved.top_k, resolved.min_p)
         if resolved.temperature == 0:
-            # vLLM then resets top_p and top_k, which changes nothing.
+            # vLLM then resets top_p, top_k and min_p, which changes nothing.
             assert expected.temperature == 0
         else:
-            assert got == (expected.temperature, expected.top_p, max(0, expected.top_k))
+            assert got == (expected.temperature, expected.top_p, max(0, expected.top_k), expected.min_p)
         assert min(resolved.max_tokens or ROOM, ours.most_tokens or ROOM, ROOM) == expected.max_tokens
 
 
