@@ -27,7 +27,7 @@ VOCAB_SIZE = 131_072
 PROMPT_TOKENS, ANSWER_TOKENS = 1000, 500
 REPEATS = 12
 EOS = frozenset({0})
-SCHEMA = Grammar.json_schema({"type": "array", "items": {"type": "object"}})
+SCHEMA = Grammar.json_schema({"type": "array", "items": {"type": "object"}, "minItems": 100})
 _PENALTIES: dict[str, Any] = {
     "repetition_penalty": 1.2,
     "presence_penalty": 0.5,
