@@ -9,7 +9,7 @@ from typing import Any
 from kaveri.errors import InvalidArgument
 
 MAX_GRAMMAR_BYTES = 2**17
-MAX_BEGIN_TOKENS = 16
+MAX_REASONING_IDS = 16
 _FIELD = "params.grammar"
 
 
@@ -33,16 +33,16 @@ class Grammar:
 
     kind: GrammarKind
     source: str
-    begins_after: tuple[int, ...] = ()
-    """Tokens of the answer after which the grammar begins: those that end the reasoning. Empty: at once."""
-    waits_behind: tuple[int, ...] = ()
-    """With begins_after: first tokens of answers that begin with reasoning; in others the grammar begins at once.
-    Empty: every answer begins with it."""
+    reasoning_end_ids: tuple[int, ...] = ()
+    """The token sequence that ends the reasoning, which the grammar does not constrain. Empty: the answer has none."""
+    reasoning_begin_ids: tuple[int, ...] = ()
+    """Tokens that begin the reasoning, one of them at the answer's start; an answer that starts otherwise has none.
+    Empty, with reasoning_end_ids: the prompt has begun it."""
 
     def __post_init__(self) -> None:
-        for ids in (self.begins_after, self.waits_behind):
-            if len(ids) > MAX_BEGIN_TOKENS:
-                raise InvalidArgument(_FIELD, f"{len(ids)} tokens before it", f"at most {MAX_BEGIN_TOKENS}")
+        for ids in (self.reasoning_end_ids, self.reasoning_begin_ids):
+            if len(ids) > MAX_REASONING_IDS:
+                raise InvalidArgument(_FIELD, f"{len(ids)} tokens around the reasoning", f"at most {MAX_REASONING_IDS}")
         if not isinstance(self.source, str):
             raise InvalidArgument(_FIELD, self.source, "a text")
         try:

@@ -191,7 +191,9 @@ class SamplingParams(StopConditions):
         check_token_ids("params.allowed_token_ids", self.allowed_token_ids, vocab_size)
         check_token_ids("params.logit_bias", [token_id for token_id, _ in self.logit_bias], vocab_size)
         if self.grammar is not None:
-            check_token_ids("params.grammar", self.grammar.begins_after + self.grammar.waits_behind, vocab_size)
+            check_token_ids(
+                "params.grammar", self.grammar.reasoning_end_ids + self.grammar.reasoning_begin_ids, vocab_size
+            )
         # Only ResolvedParams have them.
         for ids in getattr(self, "bad_token_ids", ()):
             check_token_ids("params.bad_token_ids", ids, vocab_size)

@@ -337,8 +337,8 @@ class Engine(Protocol):
         """End a request in any phase. Idempotent; ignores unknown keys. Events in flight may still follow."""
 
     def prepare(self, grammar: Grammar) -> "Future[None]":
-        """Compile a grammar, off the steps, before a request with it is submitted. Otherwise a step compiles it. The
-        result raises InvalidArgument if the grammar cannot be compiled."""
+        """Compile a grammar in the background. Call it before submitting a request with the grammar: otherwise a step
+        waits for the compiler. The result raises InvalidArgument if the grammar cannot be compiled."""
 
     def check_integrity(self) -> None:
         """Assert that every KV block is free, held by a live request, or kept while a transfer may touch it."""

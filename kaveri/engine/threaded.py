@@ -81,6 +81,7 @@ class ThreadedEngine(Generic[OwnerT]):
         # First, while ranks still respond.
         self._copier.close()
         self._transfers.close()
+        self._grammars.close()
         if self._thread.is_alive():
             get_logger().warning("engine_close_timed_out", waited_s=_CLOSE_TIMEOUT_S)
             return

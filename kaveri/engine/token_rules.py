@@ -121,23 +121,23 @@ class TokenRules:
 
     def _allowed_now(self, index: int) -> npt.NDArray[np.bool_] | None:
         """Return the tokens that allowed_token_ids and the grammar allow; None: all."""
-        if self._grammar is None or self._grammar.is_waiting:
+        if self._grammar is None or self._grammar.in_reasoning:
             return self._allowed
         allowed, may_end = self._grammar.allowed(self._vocab_size)
         allowed[self._never_ids] = False
         allowed[self._ending_ids] = False
-        # A whole answer ends, even before min_tokens: nothing else can come.
+        # Once nothing can follow, the answer ends, even before min_tokens.
         if may_end and (index >= self._params.min_tokens or not allowed.any()):
             allowed[self._ending_ids] = True
         if index == 0:
             # The answer may begin with reasoning instead.
-            allowed[list(self._grammar.waits_behind)] = True
+            allowed[list(self._grammar.reasoning_begin_ids)] = True
         return allowed if self._allowed is None else allowed & self._allowed
 
     def _barred(self, index: int) -> list[int]:
         """Return the last token of each of bad_token_ids whose other tokens the answer ends with."""
         # Reasoning that ends the answer would leave out what was asked for.
-        barred = [*self._ending_ids] if self._grammar is not None and self._grammar.is_waiting else []
+        barred = [*self._ending_ids] if self._grammar is not None and self._grammar.in_reasoning else []
         for *before, last in self._params.bad_token_ids:
             stop = self._answer_start + index
             if len(before) <= index and list(self._history[stop - len(before) : stop]) == before:
@@ -150,24 +150,24 @@ class _FollowedGrammar:
 
     def __init__(self, matcher: "LLMatcher", grammar: Grammar) -> None:
         self._matcher = matcher
-        self._begins_after = list(grammar.begins_after)
-        self.waits_behind = grammar.waits_behind
+        self._reasoning_end_ids = list(grammar.reasoning_end_ids)
+        self.reasoning_begin_ids = grammar.reasoning_begin_ids
         self._last: list[int] = []
         self._is_first = True
-        self.is_waiting = bool(grammar.begins_after) and not grammar.waits_behind
+        self.in_reasoning = bool(grammar.reasoning_end_ids) and not grammar.reasoning_begin_ids
         """True while the answer is reasoning, which the grammar does not concern."""
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """Follow further tokens of the answer. Raises EngineError if the grammar does not take them."""
         for number, token_id in enumerate(token_ids):
-            if self._is_first and token_id in self.waits_behind:
-                self.is_waiting = True
-            elif not self.is_waiting:
+            if self._is_first and token_id in self.reasoning_begin_ids:
+                self.in_reasoning = True
+            elif not self.in_reasoning:
                 self._matcher.consume_tokens(list(token_ids[number:]))
                 break
             self._is_first = False
-            self._last = [*self._last, token_id][-len(self._begins_after) :]
-            self.is_waiting = self._last != self._begins_after
+            self._last = [*self._last, token_id][-len(self._reasoning_end_ids) :]
+            self.in_reasoning = self._last != self._reasoning_end_ids
         self._is_first = self._is_first and not token_ids
         self._check()
 

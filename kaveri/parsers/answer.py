@@ -38,9 +38,9 @@ class AnswerForm:
 
 
 MARKERS = (MarkedCalls.BEGIN, MarkedCalls.END, THINK_BEGIN, THINK_END)
-"""Texts that Kaveri's own parsers look for, and that are special tokens of some models."""
+"""Markers of Kaveri's own parsers. In some vocabularies they are special tokens, which detokenizing must keep."""
 PLAIN = AnswerForm()
-"""Of answers that are text alone."""
+"""Plain text: without reasoning or tool calls."""
 
 
 class AnswerParser:

@@ -9,8 +9,6 @@ from kaveri.parsers.parts import Content, Part, Tool, ToolCall
 from kaveri.parsers.tools import call_rules
 
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
-
-
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
 
 
@@ -18,7 +16,7 @@ def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is not JSON")
 
 
-def read_call(value: object) -> ToolCall | None:
+def _read_call(value: object) -> ToolCall | None:
     """Return a decoded JSON value as a call; None if it is none. Arguments are "arguments" or "parameters"."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value.keys() <= _KEYS:
         # An object with other fields is an answer that happens to have a name.
@@ -41,7 +39,7 @@ def _read_calls(text: str) -> list[ToolCall] | None:
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return None
-    calls = [read_call(each) for each in (value if isinstance(value, list) else [value])]
+    calls = [_read_call(each) for each in (value if isinstance(value, list) else [value])]
     return [call for call in calls if call is not None] if calls and None not in calls else None
 
 

@@ -1,4 +1,4 @@
-"""Parts of an answer, and the interfaces of parsers."""
+"""Values that parsers return, and the interface of tool parsers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that the model has thought, and that is no part of its answer."""
+    """Reasoning text, which precedes the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text of the answer."""
+    """Answer text outside reasoning and tool calls."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool, whole."""
+    """A complete call of a tool."""
 
     name: str
     arguments: str
@@ -41,7 +41,7 @@ class Tool:
 
 
 class ToolParser(Protocol):
-    """Parser of one answer's text behind its reasoning."""
+    """Parser of the text that follows one answer's reasoning."""
 
     def feed(self, text: str) -> Iterator[Part]:
         """Take further text; yield the Content and ToolCalls that it completes. Text that may still become a call is

@@ -3,15 +3,13 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from kaveri.errors import InvalidArgument
 from kaveri.parsers.parts import Tool
+from kaveri.parsers.schemas import one_line_schema
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""As for schemas of whole answers."""
 
 
 def read_tools(value: object, field: str = "tools") -> list[Tool]:
@@ -61,8 +59,11 @@ def call_rules(tools: Sequence[Tool], arguments_key: str) -> str:
     lines = [f"call: {' | '.join(names)}"]
     for rule, tool in zip(names, tools, strict=True):
         head = json.dumps(f'{{"name": "{tool.name}", "{arguments_key}": ')
-        # A schema of its own each: references are to its own definitions.
-        schema = {**_as_object(tool.parameters), "x-guidance": _JSON_OPTIONS}
+        # One %json for each tool: a schema's references are to its own definitions.
+        try:
+            schema = one_line_schema({"type": "object", **tool.parameters})
+        except ValueError as error:
+            raise InvalidArgument("tools", f"parameters of {tool.name}", f"a JSON Schema: {error}") from error
         lines += [f'{rule}: {head} {rule}_args "}}"', f"{rule}_args: %json {json.dumps(schema)}"]
     return "\n".join(lines)
 
@@ -70,15 +71,6 @@ def call_rules(tools: Sequence[Tool], arguments_key: str) -> str:
 def inline_schema(source: str) -> str:
     """Return a JSON Schema, given as JSON, for %json in a grammar. Raises InvalidArgument."""
     try:
-        schema = json.loads(source)
+        return json.dumps(one_line_schema(json.loads(source)))
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument("params.grammar", f"{len(source)} characters", f"JSON: {error}") from error
-    if not isinstance(schema, dict) or "x-guidance" in schema:
-        raise InvalidArgument("params.grammar", "a schema", "an object without x-guidance")
-    return json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
-
-
-def _as_object(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    if "x-guidance" in parameters:
-        raise InvalidArgument("tools", "x-guidance", "JSON Schemas without keys of a compiler")
-    return {"type": "object", **parameters}
+        raise InvalidArgument("params.grammar", f"{len(source)} characters", f"a JSON Schema: {error}") from error

@@ -103,6 +103,11 @@ class Pair:
         self.decoded.wait_for_finish(request.key)
         return [first.token_id, *self.decoded.token_ids[request.key]]
 
+    def run(self, request: EngineRequest) -> list[int]:
+        """Hand the request over and wait for its end. Returns all its tokens."""
+        self.hand_over(request)
+        return self.answer(request)
+
 
 def when_there_is_room(call: Callable[[], ResultT]) -> ResultT:
     """Repeat `call` until it no longer raises NoCapacity; return its result."""
@@ -167,6 +172,12 @@ def make_request(
         **{"max_tokens": max_tokens, "temperature": 0.0, "seed": 1, "ignore_eos": True} | params  # type: ignore[arg-type]
     )
     return EngineRequest(EngineKey(name, 1), token_ids, 0, wanted)
+
+
+def with_params(request: EngineRequest, name: str, **params: object) -> EngineRequest:
+    """Return the request with other sampling parameters, and `name` as its id."""
+    changed = replace(request.params, **params)  # type: ignore[arg-type]
+    return replace(request, key=EngineKey(name, 1), params=changed)
 
 
 def request_that_draws(

@@ -8,23 +8,13 @@ from typing import Any
 import pytest
 
 from kaveri.domain.sampling import FinishReason
-from kaveri.engine.contract import EngineKey, EngineRequest
-from kaveri.testing.engine_conformance import EngineHarness, Pair, make_request, request_that_draws, running_pair
+from kaveri.engine.contract import EngineKey
+from kaveri.testing.engine_conformance import EngineHarness, make_request, request_that_draws, running_pair, with_params
 from kaveri.testing.engine_recorder import wait_until_free
-from kaveri.testing.engine_resumption import drawn_so_far, resume
+from kaveri.testing.engine_resumption import assert_continues, drawn_so_far
 
 _TOKENS = 40
 _MIN_TOKENS = 20
-
-
-def _asked_again(request: EngineRequest, name: str, **params: object) -> EngineRequest:
-    changed = replace(request.params, **params)  # type: ignore[arg-type]
-    return replace(request, key=EngineKey(name, 1), params=changed)
-
-
-def _answer(pair: Pair, request: EngineRequest) -> list[int]:
-    pair.hand_over(request)
-    return pair.answer(request)
 
 
 class EndingConformance:
@@ -34,14 +24,14 @@ class EndingConformance:
         sampled: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95} if sampling == "sampled" else {}
         with running_pair(harness) as pair:
             free = make_request(pair.prefill, "free", 19, _TOKENS, **sampled)
-            whole = _answer(pair, free)
+            whole = pair.run(free)
             stop = whole[index]
             first = whole.index(stop)
-            ended = _asked_again(free, "ended", stop_token_ids=(stop,), min_tokens=first)
-            assert _answer(pair, ended) == whole[: first + 1]
+            ended = with_params(free, "ended", stop_token_ids=(stop,), min_tokens=first)
+            assert pair.run(ended) == whole[: first + 1]
             for min_tokens in (first + 1, _MIN_TOKENS, _TOKENS):
-                asked = _asked_again(free, f"min{min_tokens}", stop_token_ids=(stop,), min_tokens=min_tokens)
-                answer = _answer(pair, asked)
+                asked = with_params(free, f"min{min_tokens}", stop_token_ids=(stop,), min_tokens=min_tokens)
+                answer = pair.run(asked)
                 assert answer[:first] == whole[:first]
                 assert stop not in answer[:min_tokens]
                 assert len(answer) >= min_tokens
@@ -53,35 +43,30 @@ class EndingConformance:
         with running_pair(harness) as pair:
             eos_token_ids = pair.decode.info.eos_token_ids
             request, whole, end = request_that_draws(harness, pair.prefill, eos_token_ids)
-            ignoring = _asked_again(request, "ignoring", min_tokens=end + 1)
-            assert _answer(pair, ignoring) == whole
-            asked = _asked_again(request, "asked", min_tokens=end + 1, ignore_eos=False)
-            answer = _answer(pair, asked)
+            ignoring = with_params(request, "ignoring", min_tokens=end + 1)
+            assert pair.run(ignoring) == whole
+            asked = with_params(request, "asked", min_tokens=end + 1, ignore_eos=False)
+            answer = pair.run(asked)
             assert answer[:end] == whole[:end]
             assert not eos_token_ids.intersection(answer[: end + 1])
             # Prefill samples that token.
             placed = drawn_so_far(asked, whole, end, "placed")
-            assert _answer(pair, placed) == answer[end:]
+            assert pair.run(placed) == answer[end:]
             wait_until_free(pair.prefill, pair.decode)
 
     def test_tokens_of_earlier_attempts_count(self, harness: EngineHarness) -> None:
         with running_pair(harness) as pair:
             free = make_request(pair.prefill, "free", 37, _TOKENS)
             stop = harness.answer(free.token_ids, 8)[7]
-            asked = _asked_again(free, "asked", stop_token_ids=(stop,), min_tokens=_MIN_TOKENS)
-            answer = _answer(pair, asked)
+            asked = with_params(free, "asked", stop_token_ids=(stop,), min_tokens=_MIN_TOKENS)
+            answer = pair.run(asked)
             assert stop not in answer[:_MIN_TOKENS]
             for drawn in (1, 7, 8, _MIN_TOKENS - 1):
-                again = drawn_so_far(asked, answer, drawn, f"placed behind {drawn}")
-                assert _answer(pair, again) == answer[drawn:]
-                resumed = drawn_so_far(asked, answer, drawn, f"resumed behind {drawn}")
-                resume(pair, resumed, pair.decode.info.layout.block_tokens)
-                pair.decoded.wait_for_finish(resumed.key)
-                assert pair.decoded.token_ids[resumed.key] == answer[drawn:]
+                assert_continues(pair, asked, answer, drawn)
             # After min_tokens the token is sampled as usual.
             token_ids = asked.token_ids + tuple(answer[:_MIN_TOKENS])
             last = replace(asked, key=EngineKey("last", 1), token_ids=token_ids, generated_count=_MIN_TOKENS)
-            due = _answer(pair, replace(last, params=replace(last.params, stop_token_ids=(), min_tokens=0)))[0]
+            due = pair.run(replace(last, params=replace(last.params, stop_token_ids=(), min_tokens=0)))[0]
             ends = replace(last.params, stop_token_ids=(due,))
-            assert _answer(pair, replace(last, key=EngineKey("ends", 1), params=ends)) == [due]
+            assert pair.run(replace(last, key=EngineKey("ends", 1), params=ends)) == [due]
             wait_until_free(pair.prefill, pair.decode)

@@ -58,6 +58,17 @@ def drawn_so_far(request: EngineRequest, answer: list[int], generated_count: int
     return replace(request, key=EngineKey(name, 2), token_ids=token_ids, generated_count=generated_count)
 
 
+def assert_continues(pair: Pair, request: EngineRequest, answer: list[int], generated_count: int) -> None:
+    """Assert that the rest of an answer is the same when the request is prefilled again after `generated_count` tokens,
+    and when it is resumed there."""
+    prefilled = drawn_so_far(request, answer, generated_count, f"prefilled after {generated_count}")
+    assert pair.run(prefilled) == answer[generated_count:]
+    resumed = drawn_so_far(request, answer, generated_count, f"resumed after {generated_count}")
+    resume(pair, resumed, pair.decode.info.layout.block_tokens)
+    pair.decoded.wait_for_finish(resumed.key)
+    assert pair.decoded.token_ids[resumed.key] == answer[generated_count:]
+
+
 def _logprobs(pair: Pair, key: EngineKey) -> list[Logprobs | None]:
     first = [event.logprobs for event in pair.prefilled.of(FirstToken, key)]
     steps = [step for event in pair.decoded.of(StepTokens) for step in event.steps if step.key == key]

@@ -12,10 +12,10 @@ import pytest
 
 from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import FinishReason
-from kaveri.engine.contract import EngineKey, EngineRequest, RequestFailed
-from kaveri.testing.engine_conformance import EngineHarness, Pair, make_request, running_pair
+from kaveri.engine.contract import RequestFailed
+from kaveri.testing.engine_conformance import EngineHarness, Pair, make_request, running_pair, with_params
 from kaveri.testing.engine_recorder import SOON_S, wait_until_free
-from kaveri.testing.engine_resumption import drawn_so_far, resume
+from kaveri.testing.engine_resumption import assert_continues
 
 _TOKENS = 40
 _BYTES = 256
@@ -24,11 +24,7 @@ _FEW = 12
 _RULES: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.8},
     "presence and frequency": {"presence_penalty": 1.5, "frequency_penalty": 0.7},
-    "all penalties, sampled": {
-        "temperature": 1.0,
-        "min_p": 0.02,
-        **_PENALTIES,
-    },
+    "all penalties, sampled": {"temperature": 1.0, "min_p": 0.02, **_PENALTIES},
 }
 _SCHEMA = {
     "type": "object",
@@ -36,16 +32,6 @@ _SCHEMA = {
     "required": ["size", "kind"],
     "additionalProperties": False,
 }
-
-
-def _asked_again(request: EngineRequest, name: str, **params: object) -> EngineRequest:
-    changed = replace(request.params, **params)  # type: ignore[arg-type]
-    return replace(request, key=EngineKey(name, 1), params=changed)
-
-
-def _answer(pair: Pair, request: EngineRequest) -> list[int]:
-    pair.hand_over(request)
-    return pair.answer(request)
 
 
 def _text(pair: Pair, token_ids: list[int]) -> str:
@@ -65,52 +51,47 @@ class RulesConformance:
             for engine in (pair.prefill, pair.decode):
                 engine.prepare(grammar).result(SOON_S)
             free = make_request(pair.prefill, "free", 37, _TOKENS)
-            asked = _asked_again(free, "asked", ignore_eos=False, grammar=grammar, **rules)
-            answer = _answer(pair, asked)
+            asked = with_params(free, "asked", ignore_eos=False, grammar=grammar, **rules)
+            answer = pair.run(asked)
             found = json.loads(_text(pair, answer))
             assert list(found) == ["size", "kind"]
             assert 0 <= found["size"] <= 9999
             assert found["kind"] in ("ab", "cd")
             for drawn in (1, 2, len(answer) // 2, len(answer) - 1):
-                placed = drawn_so_far(asked, answer, drawn, f"placed behind {drawn}")
-                assert _answer(pair, placed) == answer[drawn:]
-                resumed = drawn_so_far(asked, answer, drawn, f"resumed behind {drawn}")
-                resume(pair, resumed, pair.decode.info.layout.block_tokens)
-                pair.decoded.wait_for_finish(resumed.key)
-                assert pair.decoded.token_ids[resumed.key] == answer[drawn:]
+                assert_continues(pair, asked, answer, drawn)
             wait_until_free(pair.prefill, pair.decode)
 
     def test_grammar_says_where_the_answer_ends(self, harness: EngineHarness) -> None:
         with running_pair(harness) as pair:
             free = make_request(pair.prefill, "free", 19, _TOKENS)
             yes, several = Grammar.choices(["yes"]), Grammar.regex("a{3,}")
-            # A whole answer ends, even before min_tokens; one that may go on does not.
-            whole = _answer(pair, _asked_again(free, "whole", ignore_eos=False, grammar=yes, min_tokens=20))
+            # An answer ends before min_tokens only if its grammar lets nothing follow.
+            whole = pair.run(with_params(free, "whole", ignore_eos=False, grammar=yes, min_tokens=20))
             assert _text(pair, whole) == "yes"
             bias = dict.fromkeys(pair.decode.info.eos_token_ids, 100.0)
-            longer = _asked_again(free, "longer", ignore_eos=False, grammar=several, min_tokens=9, logit_bias=bias)
-            assert len(_answer(pair, longer)) == 10
-            shorter = _asked_again(free, "shorter", ignore_eos=False, grammar=several, logit_bias=bias)
-            assert _text(pair, _answer(pair, shorter)) == "aaa"
+            longer = with_params(free, "longer", ignore_eos=False, grammar=several, min_tokens=9, logit_bias=bias)
+            assert len(pair.run(longer)) == 10
+            shorter = with_params(free, "shorter", ignore_eos=False, grammar=several, logit_bias=bias)
+            assert _text(pair, pair.run(shorter)) == "aaa"
             # A stop token ends it where the grammar may end, and nowhere else.
-            stopped = _asked_again(free, "stopped", ignore_eos=False, grammar=several, stop_token_ids=(300,))
+            stopped = with_params(free, "stopped", ignore_eos=False, grammar=several, stop_token_ids=(300,))
             stopped = replace(stopped, params=replace(stopped.params, logit_bias=((300, 100.0),)))
-            assert _answer(pair, stopped) == [*b"aaa", 300]
-            cut = _asked_again(free, "cut", ignore_eos=False, grammar=Grammar.regex("a{30,}"), max_tokens=7)
-            assert bytes(_answer(pair, cut)) == b"a" * 7
+            assert pair.run(stopped) == [*b"aaa", 300]
+            cut = with_params(free, "cut", ignore_eos=False, grammar=Grammar.regex("a{30,}"), max_tokens=7)
+            assert bytes(pair.run(cut)) == b"a" * 7
             assert pair.decoded.finished[cut.key] is FinishReason.LENGTH
-            # Only what follows the tokens that end the reasoning is masked.
-            begin = _answer(pair, free)[2:4]
-            after = _asked_again(free, "after", ignore_eos=False, grammar=replace(yes, begins_after=tuple(begin)))
-            answer = _answer(pair, after)
-            assert answer[:4] == _answer(pair, _asked_again(free, "free again"))[:4]
+            # Reasoning is not masked, and what follows it is.
+            begin = pair.run(free)[2:4]
+            after = with_params(free, "after", ignore_eos=False, grammar=replace(yes, reasoning_end_ids=tuple(begin)))
+            answer = pair.run(after)
+            assert answer[:4] == pair.run(with_params(free, "free again"))[:4]
             assert _text(pair, answer[4:]) == "yes"
-            # Answers that begin otherwise have no reasoning, and the grammar begins at once.
+            # An answer that does not start with reasoning is masked from its first token.
             think = _BYTES + 50
-            either = replace(yes, begins_after=tuple(begin), waits_behind=(think,))
+            either = replace(yes, reasoning_end_ids=tuple(begin), reasoning_begin_ids=(think,))
             for forced, expected in ((ord("y"), None), (think, [think] * 9)):
                 name, given = f"biased to {forced}", {"logit_bias": ((forced, 100.0),), "max_tokens": 9}
-                answer = _answer(pair, _asked_again(free, name, ignore_eos=False, grammar=either, **given))
+                answer = pair.run(with_params(free, name, ignore_eos=False, grammar=either, **given))
                 assert answer == expected if expected else _text(pair, answer) == "yes"
             wait_until_free(pair.prefill, pair.decode)
 
@@ -119,17 +100,12 @@ class RulesConformance:
         with running_pair(harness) as pair:
             free = make_request(pair.prefill, "free", 37, _TOKENS)
             # Of few tokens, so that they repeat.
-            few = _asked_again(free, "few", allowed_token_ids=tuple(range(_FEW)))
-            asked = _asked_again(few, "asked", **_RULES[rules])
-            answer = _answer(pair, asked)
-            assert answer != _answer(pair, few)
+            few = with_params(free, "few", allowed_token_ids=tuple(range(_FEW)))
+            asked = with_params(few, "asked", **_RULES[rules])
+            answer = pair.run(asked)
+            assert answer != pair.run(few)
             for drawn in (1, 9, _TOKENS - 2):
-                placed = drawn_so_far(asked, answer, drawn, f"placed behind {drawn}")
-                assert _answer(pair, placed) == answer[drawn:]
-                resumed = drawn_so_far(asked, answer, drawn, f"resumed behind {drawn}")
-                resume(pair, resumed, pair.decode.info.layout.block_tokens)
-                pair.decoded.wait_for_finish(resumed.key)
-                assert pair.decoded.token_ids[resumed.key] == answer[drawn:]
+                assert_continues(pair, asked, answer, drawn)
             wait_until_free(pair.prefill, pair.decode)
 
     @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
@@ -137,17 +113,17 @@ class RulesConformance:
         sampled: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95} if sampling == "sampled" else {}
         with running_pair(harness) as pair:
             free = make_request(pair.prefill, "free", 19, _TOKENS, **sampled)
-            whole = _answer(pair, free)
+            whole = pair.run(free)
             repeated = max(whole, key=whole.count)
-            barred = _answer(pair, _asked_again(free, "barred", bad_token_ids=((repeated,),)))
+            barred = pair.run(with_params(free, "barred", bad_token_ids=((repeated,),)))
             assert repeated not in barred
             pairs = list(pairwise(whole))
-            bigrams = _answer(pair, _asked_again(free, "bigrams", bad_token_ids=tuple(pairs[5:6])))
+            bigrams = pair.run(with_params(free, "bigrams", bad_token_ids=tuple(pairs[5:6])))
             assert bigrams[:6] == whole[:6]
             assert pairs[5] not in pairwise(bigrams)
             few = tuple(sorted({*whole[:3], repeated}))
-            assert set(_answer(pair, _asked_again(free, "few", allowed_token_ids=few))) <= set(few)
-            forced = _answer(pair, _asked_again(free, "forced", logit_bias=((repeated, 100.0),)))
+            assert set(pair.run(with_params(free, "few", allowed_token_ids=few))) <= set(few)
+            forced = pair.run(with_params(free, "forced", logit_bias=((repeated, 100.0),)))
             assert set(forced) == {repeated}
             wait_until_free(pair.prefill, pair.decode)
 
@@ -155,10 +131,10 @@ class RulesConformance:
         with running_pair(harness) as pair:
             free = make_request(pair.prefill, "free", 19, _TOKENS)
             token_id = harness.answer(free.token_ids, 1)[0]
-            asked = _asked_again(free, "none", allowed_token_ids=(token_id,), bad_token_ids=((token_id, token_id),))
+            asked = with_params(free, "none", allowed_token_ids=(token_id,), bad_token_ids=((token_id, token_id),))
             pair.hand_over(asked)
             failure = pair.decoded.wait_for(RequestFailed, asked.key)
             assert failure.is_final
             assert "rule out every token" in failure.reason
-            assert _answer(pair, free) == harness.answer(free.token_ids, _TOKENS)
+            assert pair.run(free) == harness.answer(free.token_ids, _TOKENS)
             wait_until_free(pair.prefill, pair.decode)

@@ -13,13 +13,13 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from kaveri.domain.grammar import Grammar, GrammarKind
 from kaveri.errors import InvalidArgument
 from kaveri.models import resolve_model
+from kaveri.parsers.schemas import NOTHING_MATCHES, one_line_schema
 
 _KEPT = 64
 """Compiled grammars that a process keeps."""
@@ -27,9 +27,6 @@ _KEPT_CHARACTERS = 2**19
 """Of their sources together: a nested schema of 300 kB took 90 MB."""
 _ERROR_CHARACTERS = 200
 _TRIED_TOKENS = 16
-_UNMATCHED = "no text matches it"
-_JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""JSON on one line. Models that may write any whitespace at times write nothing else until max_tokens."""
 
 
 def parser_limits() -> LLParserLimits:
@@ -82,10 +79,10 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     if not matcher.is_error():
         mask = matcher.compute_bitmask()
         if not matcher.is_error() and not any(mask):
-            raise _refused(grammar, _UNMATCHED)
+            raise _refused(grammar, NOTHING_MATCHES)
     if matcher.is_error():
         nothing = "NoExtension" in matcher.get_error()
-        raise _refused(grammar, _UNMATCHED if nothing else matcher.get_error())
+        raise _refused(grammar, NOTHING_MATCHES if nothing else matcher.get_error())
     return matcher
 
 
@@ -110,17 +107,7 @@ def _notation_of_llguidance(grammar: Grammar) -> str:
     source = grammar.source
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            schema = json.loads(source)
-            if not isinstance(schema, dict | bool):
-                raise ValueError("a JSON Schema is an object, or true or false")
-            if schema is False:
-                raise ValueError(_UNMATCHED)
-            if schema is True:
-                schema = {}
-            # Its own key, by which a schema would choose options of the compiler.
-            if "x-guidance" in schema:
-                raise ValueError("Unimplemented keys: x-guidance")
-            return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+            return LLMatcher.grammar_from_json_schema(json.dumps(one_line_schema(json.loads(source))))
         case GrammarKind.REGEX:
             return LLMatcher.grammar_from_regex(source)
         case GrammarKind.CHOICES:
@@ -137,7 +124,7 @@ def _refused(grammar: Grammar, reason: str) -> InvalidArgument:
 
 @cache
 def grammars_of(model: str, vocab_size: int, eos_token_ids: frozenset[int]) -> "Grammars":
-    """Return the compiled grammars of this process for a model, so that an engine compiles what its draws look up."""
+    """Return this process's Grammars of a model. vLLM's draws and its engine share it without passing it along."""
     return Grammars(model, vocab_size, eos_token_ids)
 
 
@@ -169,6 +156,12 @@ class Grammars:
         """Return a new matcher at the beginning of the answer. Compiles the grammar if it was not prepared, or is not
         kept any more."""
         return (self._kept(grammar) or self._compile(grammar)).deep_copy()
+
+    def close(self) -> None:
+        """Stop compiling. Grammars not begun are cancelled; prepare() may be called again."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+            self._thread = None
 
     @property
     def _kept_characters(self) -> int:

@@ -249,7 +249,7 @@ class _Marks:
         self.found = False
         """True if a text has control tokens."""
         self.size_bytes = 0
-        """Of all texts."""
+        """UTF-8 size of all marked texts."""
 
     def mark(self, text: str) -> str:
         marked, found = self._control.mark(text)

@@ -229,7 +229,7 @@ class Messages(_message.Message):
     tool_required: _builtins.bool
     """The answer must be calls of tools."""
     tool_name: _builtins.str
-    """The answer must be calls of this tool. Unset: of any."""
+    """The answer must call this tool. Unset: any tool."""
     one_tool_call: _builtins.bool
     """The answer has one call at most, where it must be calls."""
     template_arguments: _builtins.str

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kaveri/v1/sampling.proto\x12\tkaveri.v1\"\xfe\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x15\n\x08logprobs\x18\t \x01(\rH\x05\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\x06\x88\x01\x01\x12\x1b\n\x13show_special_tokens\x18\x0c \x01(\x08\x12\x12\n\x05min_p\x18\r \x01(\x02H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x02H\x08\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x0f \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x10 \x01(\x02\x12<\n\nlogit_bias\x18\x11 \x03(\x0b\x32(.kaveri.v1.SamplingParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\x12 \x03(\t\x12\x1d\n\x11\x61llowed_token_ids\x18\x13 \x03(\rB\x02\x10\x01\x12/\n\rbad_token_ids\x18\x14 \x03(\x0b\x32\x18.kaveri.v1.TokenSequence\x12#\n\x07grammar\x18\x15 \x01(\x0b\x32\x12.kaveri.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x08\n\x06_min_pB\x15\n\x13_repetition_penalty\"\x93\x01\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x03 \x01(\tH\x00\x12\x11\n\x07\x63hoices\x18\x04 \x01(\tH\x00\x12\x18\n\x0c\x62\x65gins_after\x18\x05 \x03(\rB\x02\x10\x01\x12\x18\n\x0cwaits_behind\x18\x06 \x03(\rB\x02\x10\x01\x42\t\n\x07grammar\" \n\rTokenSequence\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"R\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\traw_bytes\x18\x04 \x01(\x0c\"w\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.kaveri.v1.TokenLogprob\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\traw_bytes\x18\x04 \x01(\x0c\x12\x13\n\x0btext_offset\x18\x05 \x01(\r\"]\n\x0ePromptLogprobs\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12%\n\x08logprobs\x18\x02 \x03(\x0b\x32\x13.kaveri.v1.Logprobs\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kaveri/v1/sampling.proto\x12\tkaveri.v1\"\xfe\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x15\n\x08logprobs\x18\t \x01(\rH\x05\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\x06\x88\x01\x01\x12\x1b\n\x13show_special_tokens\x18\x0c \x01(\x08\x12\x12\n\x05min_p\x18\r \x01(\x02H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0e \x01(\x02H\x08\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x0f \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x10 \x01(\x02\x12<\n\nlogit_bias\x18\x11 \x03(\x0b\x32(.kaveri.v1.SamplingParams.LogitBiasEntry\x12\x11\n\tbad_words\x18\x12 \x03(\t\x12\x1d\n\x11\x61llowed_token_ids\x18\x13 \x03(\rB\x02\x10\x01\x12/\n\rbad_token_ids\x18\x14 \x03(\x0b\x32\x18.kaveri.v1.TokenSequence\x12#\n\x07grammar\x18\x15 \x01(\x0b\x32\x12.kaveri.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x08\n\x06_min_pB\x15\n\x13_repetition_penalty\"\x9f\x01\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x03 \x01(\tH\x00\x12\x11\n\x07\x63hoices\x18\x04 \x01(\tH\x00\x12\x1d\n\x11reasoning_end_ids\x18\x05 \x03(\rB\x02\x10\x01\x12\x1f\n\x13reasoning_begin_ids\x18\x06 \x03(\rB\x02\x10\x01\x42\t\n\x07grammar\" \n\rTokenSequence\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"R\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\traw_bytes\x18\x04 \x01(\x0c\"w\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.kaveri.v1.TokenLogprob\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\traw_bytes\x18\x04 \x01(\x0c\x12\x13\n\x0btext_offset\x18\x05 \x01(\r\"]\n\x0ePromptLogprobs\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12%\n\x08logprobs\x18\x02 \x03(\x0b\x32\x13.kaveri.v1.Logprobs\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,28 +35,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_SAMPLINGPARAMS'].fields_by_name['allowed_token_ids']._loaded_options = None
   _globals['_SAMPLINGPARAMS'].fields_by_name['allowed_token_ids']._serialized_options = b'\020\001'
-  _globals['_GRAMMAR'].fields_by_name['begins_after']._loaded_options = None
-  _globals['_GRAMMAR'].fields_by_name['begins_after']._serialized_options = b'\020\001'
-  _globals['_GRAMMAR'].fields_by_name['waits_behind']._loaded_options = None
-  _globals['_GRAMMAR'].fields_by_name['waits_behind']._serialized_options = b'\020\001'
+  _globals['_GRAMMAR'].fields_by_name['reasoning_end_ids']._loaded_options = None
+  _globals['_GRAMMAR'].fields_by_name['reasoning_end_ids']._serialized_options = b'\020\001'
+  _globals['_GRAMMAR'].fields_by_name['reasoning_begin_ids']._loaded_options = None
+  _globals['_GRAMMAR'].fields_by_name['reasoning_begin_ids']._serialized_options = b'\020\001'
   _globals['_TOKENSEQUENCE'].fields_by_name['ids']._loaded_options = None
   _globals['_TOKENSEQUENCE'].fields_by_name['ids']._serialized_options = b'\020\001'
   _globals['_PROMPTLOGPROBS'].fields_by_name['token_ids']._loaded_options = None
   _globals['_PROMPTLOGPROBS'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_FINISHREASON']._serialized_start=1292
-  _globals['_FINISHREASON']._serialized_end=1416
+  _globals['_FINISHREASON']._serialized_start=1304
+  _globals['_FINISHREASON']._serialized_end=1428
   _globals['_SAMPLINGPARAMS']._serialized_start=40
   _globals['_SAMPLINGPARAMS']._serialized_end=806
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=632
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=680
   _globals['_GRAMMAR']._serialized_start=809
-  _globals['_GRAMMAR']._serialized_end=956
-  _globals['_TOKENSEQUENCE']._serialized_start=958
-  _globals['_TOKENSEQUENCE']._serialized_end=990
-  _globals['_TOKENLOGPROB']._serialized_start=992
-  _globals['_TOKENLOGPROB']._serialized_end=1074
-  _globals['_LOGPROBS']._serialized_start=1076
-  _globals['_LOGPROBS']._serialized_end=1195
-  _globals['_PROMPTLOGPROBS']._serialized_start=1197
-  _globals['_PROMPTLOGPROBS']._serialized_end=1290
+  _globals['_GRAMMAR']._serialized_end=968
+  _globals['_TOKENSEQUENCE']._serialized_start=970
+  _globals['_TOKENSEQUENCE']._serialized_end=1002
+  _globals['_TOKENLOGPROB']._serialized_start=1004
+  _globals['_TOKENLOGPROB']._serialized_end=1086
+  _globals['_LOGPROBS']._serialized_start=1088
+  _globals['_LOGPROBS']._serialized_end=1207
+  _globals['_PROMPTLOGPROBS']._serialized_start=1209
+  _globals['_PROMPTLOGPROBS']._serialized_end=1302
 # @@protoc_insertion_point(module_scope)

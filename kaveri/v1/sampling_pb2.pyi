@@ -242,8 +242,8 @@ class Grammar(_message.Message):
     REGEX_FIELD_NUMBER: _builtins.int
     LARK_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
-    BEGINS_AFTER_FIELD_NUMBER: _builtins.int
-    WAITS_BEHIND_FIELD_NUMBER: _builtins.int
+    REASONING_END_IDS_FIELD_NUMBER: _builtins.int
+    REASONING_BEGIN_IDS_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """JSON that this JSON Schema allows, on one line, with the properties in the schema's order."""
     regex: _builtins.str
@@ -253,13 +253,15 @@ class Grammar(_message.Message):
     choices: _builtins.str
     """One of some texts, as a JSON list."""
     @_builtins.property
-    def begins_after(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of the answer after which the grammar begins. Set by routers, for instances. At most 16."""
+    def reasoning_end_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The token sequence that ends the reasoning, which the grammar does not constrain. Set by routers, for instances. At
+        most 16.
+        """
 
     @_builtins.property
-    def waits_behind(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """With begins_after: first tokens of answers that begin with reasoning; in others the grammar begins at once. Unset:
-        every answer begins with it. At most 16.
+    def reasoning_begin_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that begin the reasoning, one of them at the answer's start; an answer that starts otherwise has none. Unset,
+        with reasoning_end_ids: the prompt has begun it. At most 16.
         """
 
     def __init__(
@@ -269,12 +271,12 @@ class Grammar(_message.Message):
         regex: _builtins.str = ...,
         lark: _builtins.str = ...,
         choices: _builtins.str = ...,
-        begins_after: _abc.Iterable[_builtins.int] | None = ...,
-        waits_behind: _abc.Iterable[_builtins.int] | None = ...,
+        reasoning_end_ids: _abc.Iterable[_builtins.int] | None = ...,
+        reasoning_begin_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "grammar", b"grammar", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_after", b"begins_after", "choices", b"choices", "grammar", b"grammar", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex", "waits_behind", b"waits_behind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "grammar", b"grammar", "json_schema", b"json_schema", "lark", b"lark", "reasoning_begin_ids", b"reasoning_begin_ids", "reasoning_end_ids", b"reasoning_end_ids", "regex", b"regex"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_grammar: _TypeAlias = _typing.Literal["json_schema", "regex", "lark", "choices"]  # noqa: Y015
     _WhichOneofArgType_grammar: _TypeAlias = _typing.Literal["grammar", b"grammar"]  # noqa: Y015

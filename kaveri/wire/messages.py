@@ -130,7 +130,9 @@ def params_from_proto(message: sampling_pb2.SamplingParams, kind: type[ParamsT])
 
 def grammar_to_proto(grammar: Grammar) -> sampling_pb2.Grammar:
     return sampling_pb2.Grammar(
-        **{grammar.kind: grammar.source}, begins_after=grammar.begins_after, waits_behind=grammar.waits_behind
+        **{grammar.kind: grammar.source},
+        reasoning_end_ids=grammar.reasoning_end_ids,
+        reasoning_begin_ids=grammar.reasoning_begin_ids,
     )
 
 
@@ -139,7 +141,9 @@ def grammar_from_proto(message: sampling_pb2.Grammar) -> Grammar:
     kind = message.WhichOneof("grammar")
     if kind is None:
         raise InvalidArgument("params.grammar", None, "json_schema, regex, lark or choices")
-    return Grammar(GrammarKind(kind), getattr(message, kind), tuple(message.begins_after), tuple(message.waits_behind))
+    return Grammar(
+        GrammarKind(kind), getattr(message, kind), tuple(message.reasoning_end_ids), tuple(message.reasoning_begin_ids)
+    )
 
 
 def form_to_proto(form: AnswerForm) -> inference_pb2.AnswerForm:

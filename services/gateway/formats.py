@@ -83,7 +83,7 @@ class _Answer:
         return parts
 
     def take(self, chunk: Chunk, form: AnswerForm) -> None:
-        """Store a chunk's text, in its parts."""
+        """Append a chunk's text to the answer: content, reasoning and tool calls."""
         if form is PLAIN or form == PLAIN:
             self.text.write(chunk.text)
             return

@@ -55,7 +55,7 @@ def _choice(value: Any) -> str:
     name = function.text("name")
     choice.refuse_rest({})
     function.refuse_rest({})
-    if not name or name in ("auto", "required"):
+    if not name or name in ("none", "auto", "required"):
         raise InvalidArgument("tool_choice.function.name", name, "the name of a tool")
     return name
 

@@ -71,8 +71,8 @@ def answer_grammar(
     if end_id is None or (begin_id is None and not form.reasoning_has_begun):
         limit = f"left out: {THINK_BEGIN} and {THINK_END} are no tokens of this model's vocabulary"
         raise InvalidArgument("params.grammar", "set", limit)
-    waits_behind = () if form.reasoning_has_begun or begin_id is None else (begin_id,)
-    return replace(grammar, begins_after=(end_id,), waits_behind=waits_behind)
+    reasoning_begin_ids = () if form.reasoning_has_begun or begin_id is None else (begin_id,)
+    return replace(grammar, reasoning_end_ids=(end_id,), reasoning_begin_ids=reasoning_begin_ids)
 
 
 def _calls(form: AnswerForm, conversation: Conversation) -> str:

@@ -190,8 +190,8 @@ class StaleKv(Exception):
 
 
 class FakeRunner:
-    """ModelRunner that computes FakeModel. Reads the rules, and the sampling parameters that end an answer, no others;
-    makes up logprobs."""
+    """ModelRunner of FakeModel. Of the sampling parameters it uses `rules` and those that end an answer; its
+    log-probabilities are made up."""
 
     name = "fake"
     device = "cpu"

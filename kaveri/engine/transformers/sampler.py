@@ -22,7 +22,6 @@ from kaveri.errors import EngineError
 from kaveri.telemetry.logs import get_logger
 
 _NO_EOS: frozenset[int] = frozenset()
-_RAISED = "its draw raised"
 _SCORED_TOGETHER = 64
 """Rows of logits converted to float32 at a time: 37 MiB with a vocabulary of 150,000."""
 _MASK_64 = 2**64 - 1
@@ -81,19 +80,17 @@ def draw_tokens(
     try:
         return _draw_together(logits, slices, eos_token_ids)
     except Exception as error:
-        drawn = [_draw_alone(logits[row : row + 1], piece, eos_token_ids) for row, piece in enumerate(slices)]
-        raised = [isinstance(token, NoToken) and token.reason.startswith(_RAISED) for token in drawn]
-        if len(drawn) > 1 and all(raised):
+        drawn, raised = list[DrawnToken | NoToken](), 0
+        for row, piece in enumerate(slices):
+            try:
+                drawn += _draw_together(logits[row : row + 1], [piece], eos_token_ids)
+            except Exception as row_error:
+                drawn.append(NoToken(f"its draw raised {row_error!r}", is_final=True))
+                raised += 1
+        if raised == len(drawn) > 1:
             raise
         get_logger().warning("draw_failed", error=repr(error), rows=len(drawn))
         return drawn
-
-
-def _draw_alone(logits: Tensor, piece: SequenceSlice, eos_token_ids: AbstractSet[int]) -> DrawnToken | NoToken:
-    try:
-        return _draw_together(logits, [piece], eos_token_ids)[0]
-    except Exception as error:
-        return NoToken(f"{_RAISED} {error!r}", is_final=True)
 
 
 def _draw_together(

@@ -83,7 +83,7 @@ class Draw:
         values = {name: getattr(params, name) for name in names}
         values |= {"seed": params.seed or 0, "answer_start": self.answer_start, "first_index": self.first_index}
         if (grammar := params.grammar) is not None:
-            begins = grammar.begins_after, grammar.waits_behind
+            begins = grammar.reasoning_end_ids, grammar.reasoning_begin_ids
             values["grammar"] = grammar.kind.value, grammar.source, *begins
         return {_EXTRA_ARG: values | {"eos_token_ids": sorted(self.eos_token_ids)}}
 

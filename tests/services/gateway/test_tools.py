@@ -179,6 +179,10 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "allowed_tools"}, "tools": _function()}, "tool_choice.type"),
     ({"tool_choice": {"type": "function"}, "tools": _function()}, "tool_choice.function"),
     ({"tool_choice": 7}, "tool_choice"),
+    *(
+        ({"tool_choice": _function(name=name)[0], "tools": _function()}, "tool_choice.function.name")
+        for name in ("none", "auto", "required")
+    ),
     ({"parallel_tool_calls": "no", "tools": _function()}, "parallel_tool_calls"),
     ({"tool_choice": "required", "tools": _function(parameters={"properties": {"a": {"not": {}}}})}, "tools"),
     ({"tool_choice": "required", "tools": _function(parameters={"$ref": "#"})}, "tools"),

@@ -68,6 +68,13 @@ def test_grammar_of_calls_and_of_a_schema() -> None:
     either = answer_grammar(HERMES, asked(), SCHEMA, ids)
     assert either is not None
     assert either.source.startswith("start: calls | answer\n")
+    anything = answer_grammar(HERMES, asked(), Grammar.json_schema(True), ids)
+    assert anything is not None
+    assert "answer: %json {" in anything.source
+    for wrong in (False, [], "[", {"x-guidance": {}}):
+        schema = Grammar.json_schema(wrong if isinstance(wrong, str) else json.dumps(wrong))
+        with pytest.raises(InvalidArgument, match=r"params\.grammar"):
+            answer_grammar(HERMES, asked(), schema, ids)
     with pytest.raises(InvalidArgument, match="tool_choice"):
         answer_grammar(HERMES, asked(tool_required=True), SCHEMA, ids)
 
@@ -75,10 +82,10 @@ def test_grammar_of_calls_and_of_a_schema() -> None:
 def test_grammar_begins_behind_the_reasoning() -> None:
     found = answer_grammar(THINKING, asked(tools=""), SCHEMA, ids)
     assert found is not None
-    assert (found.begins_after, found.waits_behind) == ((THINK_END_ID,), (THINK_BEGIN_ID,))
+    assert (found.reasoning_end_ids, found.reasoning_begin_ids) == ((THINK_END_ID,), (THINK_BEGIN_ID,))
     begun = answer_grammar(AnswerForm("", "think", True), asked(tools=""), SCHEMA, ids)
     assert begun is not None
-    assert (begun.begins_after, begun.waits_behind) == ((THINK_END_ID,), ())
+    assert (begun.reasoning_end_ids, begun.reasoning_begin_ids) == ((THINK_END_ID,), ())
     with pytest.raises(InvalidArgument, match=r"params\.grammar"):
         answer_grammar(THINKING, asked(tools=""), SCHEMA, lambda _: None)
 
