@@ -81,7 +81,8 @@ class EngineServer:
 
     def _answer_later(self, number: int, done: "Future[Any]") -> None:
         error = done.exception()
-        self._send(number, None if error is not None else done.result(), error)
+        # No KV has moved, and the caller waits.
+        self._send(number, None if error is not None else done.result(), error, with_kv_flow=False)
 
     def _send_events(self, events: Sequence[EngineEvent]) -> None:
         is_due = time.monotonic() >= self._flow_sent_s + _KV_FLOW_EVERY_S
