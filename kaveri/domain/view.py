@@ -15,7 +15,8 @@ ParamsT = ParamSpec("ParamsT")
 
 
 WIRE = 5
-"""Version of the contracts (protos/), raised with each incompatible change. Processes ignore other versions."""
+"""Version of the contracts (protos/) and of llguidance, raised with each incompatible change. Processes ignore other
+versions."""
 
 
 class Role(enum.StrEnum):
