@@ -1,4 +1,4 @@
-"""What an answer's text must look like: a grammar of a request, as a domain value."""
+"""Grammars that the text of an answer must match, as domain values."""
 
 import enum
 import json

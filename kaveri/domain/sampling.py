@@ -29,7 +29,7 @@ MAX_COPIED_TOKENS = 2**20
 MAX_COPIED_CHARACTERS = 2**24
 """Max prompt characters of one call in total, before the prompts are tokenized; see MAX_COPIED_TOKENS."""
 ALL_RULED_OUT = "the request's parameters rule out every token here"
-"""Reason of a request's end if only its parameters leave no token. Another instance would find the same."""
+"""Reason of a request's failure if its parameters exclude every token. Any other instance would fail likewise."""
 _UINT32_MAX = 2**32 - 1
 _UINT64_MAX = 2**64 - 1
 _FLOAT32_MAX = 3.4028234e38
@@ -229,7 +229,7 @@ class ResolvedParams(SamplingParams):
 
     @property
     def has_rules(self) -> bool:
-        """True if a token's logit depends on more than the model: on penalties, biases, or tokens ruled out by them."""
+        """True if penalties, biases, token lists or a grammar change or exclude logits before sampling."""
         return bool(
             self.repetition_penalty != 1
             or self.presence_penalty

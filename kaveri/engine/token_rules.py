@@ -1,8 +1,8 @@
-"""Which tokens a request may draw next, and how its parameters change their logits. Needs no torch.
+"""Decides which tokens a request may draw next, and how its parameters change their logits. Needs no torch.
 
-A function of the parameters, the prompt and the answer so far, so that the answer is the same on every engine and after
-every resume. The state kept here is a cache: it follows the answer token by token, and is made anew if the answer is
-shorter than what it has seen.
+The rules depend only on the parameters, the prompt and the answer so far, so the answer is the same on every engine and
+after every resume. The state kept here is a cache: it follows the answer token by token, and is rebuilt if the answer
+becomes shorter.
 
 Logits change in vLLM's order: logit_bias, repetition_penalty, frequency_penalty, presence_penalty; then some tokens are
 ruled out. Temperature, top_k, top_p and min_p come after.
@@ -41,7 +41,7 @@ class LogitChanges:
     """Changes of one row of logits, for one draw. Arrays may be views that the next draw changes."""
 
     token_ids: npt.NDArray[np.int64]
-    """Tokens whose logits change, each once: shape [changed]; so of the next four."""
+    """Tokens whose logits change, without duplicates: shape [changed], as for the next four arrays."""
     bias: Floats
     repetition: Floats
     """Divides positive logits, and multiplies the others."""
@@ -87,7 +87,7 @@ class TokenRules:
             self._allowed = np.zeros(vocab_size, np.bool_)
             self._allowed[list(params.allowed_token_ids)] = True
         self._vocab_size = vocab_size
-        # Where the answer ends. A request with a grammar does not ignore the model's own.
+        # Tokens that end the answer, always with the model's own: ignore_eos is refused with a grammar.
         self._ending_ids = sorted({*params.stop_token_ids, *eos_token_ids})
         self._never_ids: list[int] = []
         self._grammars = grammars
@@ -135,8 +135,8 @@ class TokenRules:
         return allowed if self._allowed is None else allowed & self._allowed
 
     def _barred(self, index: int) -> list[int]:
-        """Return the last token of each of bad_token_ids whose other tokens the answer ends with."""
-        # Reasoning that ends the answer would leave out what was asked for.
+        """Return the tokens that would complete a bad word and, within reasoning, those that would end the answer."""
+        # An answer that ends within its reasoning would lack the text that the grammar requires.
         barred = [*self._ending_ids] if self._grammar is not None and self._grammar.in_reasoning else []
         for *before, last in self._params.bad_token_ids:
             stop = self._answer_start + index
@@ -187,7 +187,7 @@ class _FollowedGrammar:
 
 
 class _ChangedTokens:
-    """Tokens whose logits change, in arrays that grow: each draw touches these tokens alone."""
+    """Growing arrays of the tokens whose logits change. Each draw touches only these tokens."""
 
     def __init__(self, params: ResolvedParams) -> None:
         self._params = params
@@ -226,7 +226,7 @@ class _ChangedTokens:
         return LogitChanges(self._token_ids[:count], bias, repetition, frequency, presence, barred_ids, allowed)
 
     def _place(self, token_id: int) -> int:
-        """Return a token's place in the arrays, which are others afterwards if they had no room."""
+        """Return a token's index in the arrays; a new token is added, and full arrays are reallocated."""
         place = self._places.get(token_id)
         if place is not None:
             return place

@@ -63,7 +63,7 @@ class InstanceOrders:
             response = await self.call(record, "SetPhases", request)
             accepted = response.accepted
         finally:
-            # No load may ever show it. If the instance carried it out without an answer, its load does by now.
+            # If it failed, no load will ever show it; if only its answer was lost, the load shows it by now.
             if not accepted and self.under_way.get(record.instance_id) is ordered:
                 del self.under_way[record.instance_id]
         return response
@@ -93,7 +93,7 @@ class InstanceOrders:
     async def call(self, record: InstanceRecord, method: str, request: Any, authorization: bytes | None = None) -> Any:
         """Call a method of another process's InstanceService. Raises KaveriError."""
         metadata = (("authorization", authorization.decode()),) if authorization else None
-        # Two hops within the time of the caller's.
+        # Longer for a router: it may forward the call, so that the time covers two hops.
         timeout_s = _FORWARD_TIMEOUT_S if record.role is Role.ROUTER else _CALL_TIMEOUT_S
         with self._channels.calling(InstanceServiceStub, record.address) as stub:
             try:

@@ -47,7 +47,7 @@ class ServedPhases:
                 service.drain(0.0)
         self._order = FIRST_ORDER
         self._settled = self.ordered
-        """Phases of the newest order that was carried out: those to go back to."""
+        """Phases of the last completed order, restored if the newest one is taken back."""
         self._fault = ""
         self._way = DrainWay.MIGRATE
         """What the newest order does with the requests of phases that it has switched off."""
@@ -127,7 +127,7 @@ class ServedPhases:
         self.on_change()
 
     async def _carry_out(self, deadline_s: float | None) -> None:
-        # Not before the order is answered: a line takes as long as the change itself.
+        # Log only after order() has returned: writing a line takes as long as the change itself.
         get_logger().info("phases_ordered", phases=sorted(self.ordered), phase_order=self._order)
         ending = [service for phase, service in self.services.items() if phase not in self.ordered]
         with contextlib.suppress(TimeoutError):
@@ -149,7 +149,7 @@ class ServedPhases:
         served = tuple(phase for phase in self.services if phase in self.ordered or phase in ending)
         # load() also lets a service forget ended requests, so it is called for phases that are not served, too.
         all_loads = {phase: service.load() for phase, service in self.services.items()}
-        # Without a phase it still has an engine, whose blocks every phase reports.
+        # With no phase served, report through the first service: all services report the engine's blocks.
         loads = {phase: all_loads[phase] for phase in served or tuple(self.services)[:1]}
         self.on_loads(loads, () if self._stopping else self.ordered)
         combined, decode = _combined(loads), all_loads.get(Phase.DECODE)

@@ -1,5 +1,5 @@
-"""Reads tool calls and reasoning from the text of answers, as families of models write them. Pure.
+"""Reads tool calls and reasoning from the text of answers, in the formats of several model families. Pure.
 
-A parser takes the text in any pieces, and what it gives depends on their whole alone: parts of one kind that follow
-each other, joined, are the same for every split. So a gateway that goes on with an answer needs the text alone.
+Results do not depend on how the text is split into pieces: adjacent parts of one kind, joined, are the same for every
+split. A gateway that resumes an answer therefore needs only its text.
 """

@@ -9,7 +9,7 @@ from kaveri.parsers.reasoning import THINK_BEGIN, THINK_END, ThinkParser
 from kaveri.plugins.registry import PluginPoint
 
 AUTO, NONE = "auto", "none"
-"""Values of --tool-parser and --reasoning-parser that are no parsers: by the chat template, none."""
+"""Special values of --tool-parser and --reasoning-parser: detect the parser from the chat template; use no parser."""
 _CALLS = "kaveri.parsers.json_calls"
 TOOL_PARSERS = PluginPoint(
     kind="tool-parser",
@@ -51,7 +51,7 @@ class AnswerParser:
         self._reasoning = ThinkParser(has_begun=form.reasoning_has_begun) if form.reasoning_parser else None
 
     def feed(self, text: str) -> Iterator[Part]:
-        """Take further text; yield the parts that it decides."""
+        """Parse more text; yield the parts that later text cannot change."""
         if self._reasoning is None:
             yield from self._behind(Content(text))
             return
@@ -59,7 +59,7 @@ class AnswerParser:
             yield from self._behind(part)
 
     def close(self) -> Iterator[Part]:
-        """Yield what was held back, at the end of the answer."""
+        """End the answer; yield the text that was still held back."""
         if self._reasoning is not None:
             for part in self._reasoning.close():
                 yield from self._behind(part)

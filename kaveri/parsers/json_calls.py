@@ -17,7 +17,7 @@ def _no_constant(text: str) -> None:
 
 
 def _read_call(value: object) -> ToolCall | None:
-    """Return a decoded JSON value as a call; None if it is none. Arguments are "arguments" or "parameters"."""
+    """Convert a decoded JSON value to a call; None if it is not one. Accepts "arguments" or "parameters" as the key."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value.keys() <= _KEYS:
         # An object with other fields is an answer that happens to have a name.
         return None
@@ -34,7 +34,7 @@ def _read_call(value: object) -> ToolCall | None:
 
 
 def _read_calls(text: str) -> list[ToolCall] | None:
-    """Return the call, or the list of calls, that a JSON text has; None if it is not JSON of calls alone."""
+    """Parse a JSON text that is one call or a list of calls; None if it is anything else."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
@@ -98,13 +98,13 @@ class MarkedCalls:
 
 
 class LeadingCalls:
-    """Parser of answers that are calls as a whole: JSON objects with semicolons between them, or a list of them. The
-    first may come behind `prefix`: Llama 3.x has <|python_tag|>."""
+    """Parser of answers that begin with calls: JSON objects separated by semicolons, or a JSON list of objects.
+    `prefix` may precede the first one, such as <|python_tag|> in Llama 3.x. Text after the calls is Content."""
 
     _separator = ";"
 
     def __init__(self, prefix: str = "", arguments_key: str = "arguments") -> None:
-        """arguments_key: of calls that the grammar asks for; all are read alike."""
+        """arguments_key: name of the arguments in grammar(). feed() accepts "arguments" and "parameters" alike."""
         self._prefix = prefix
         self._arguments_key = arguments_key
         self._before = ""
@@ -155,7 +155,7 @@ class LeadingCalls:
             yield from _content(held)
 
     def _start(self, text: str) -> int | None:
-        """Return where the next JSON value begins; None: open; -1: none begins."""
+        """Return the index at which the next JSON value begins; None: not known yet; -1: there is none."""
         if space_length(text) > MOST_SPACE:
             return -1
         skipped = self._separator if self._has_calls else self._prefix

@@ -1,7 +1,7 @@
 """Searches a marker in text that comes in pieces."""
 
 MOST_SPACE = 64
-"""Most characters of white space around markers that count as markup, so that none is looked at again and again."""
+"""Most white space around a marker that counts as markup, in characters: bounds the text that is scanned again."""
 
 
 def bare_length(text: str) -> int:

@@ -48,8 +48,8 @@ class ToolParser(Protocol):
         held back. Calls that are malformed are Content, unchanged."""
 
     def close(self) -> Iterator[Part]:
-        """Yield what was held back, at the end of the answer."""
+        """End the answer; yield the text that was still held back."""
 
     def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """Return a grammar of answers that are calls of these tools, in Lark's notation with llguidance's %json. Its
-        rule "calls" is the answer; names of rules begin with "call". several: more than one call may come."""
+        """Return a Lark grammar, with llguidance's %json, of answers that consist of calls of these tools. Its rule
+        "calls" matches the whole answer; rule names begin with "call". several: allow more than one call."""

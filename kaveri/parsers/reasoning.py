@@ -17,7 +17,7 @@ class ThinkParser:
         self._held = ""
 
     def feed(self, text: str) -> Iterator[Part]:
-        """Take further text; yield the parts that it decides."""
+        """Parse more text; yield the parts that later text cannot change."""
         text, self._held = self._held + text, ""
         if self._state == "before":
             beginning = text.lstrip()
@@ -44,7 +44,7 @@ class ThinkParser:
             yield Content(text)
 
     def close(self) -> Iterator[Part]:
-        """Yield what was held back, at the end of the answer."""
+        """End the answer; yield the text that was still held back."""
         held, self._held = self._held, ""
         if held:
             yield Reasoning(held) if self._state == "inside" else Content(held)

@@ -4,7 +4,7 @@ from typing import Any
 
 NOTHING_MATCHES = "no text matches it"
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""JSON on one line. Models that may write any whitespace at times write nothing else until max_tokens."""
+"""Restricts JSON to one line: with free white space, some models generate nothing else until max_tokens."""
 
 
 def one_line_schema(schema: object) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def read_tools(value: object, field: str = "tools") -> list[Tool]:
     names = [tool.name for tool in tools]
     for number, name in enumerate(names):
         if name in names[:number]:
-            raise InvalidArgument(f"{field}[{number}].function.name", name, "the name of no other tool")
+            raise InvalidArgument(f"{field}[{number}].function.name", name, "unique among the tools")
     return tools
 
 
@@ -45,7 +45,7 @@ def _read_tool(value: object, path: str) -> Tool:
 
 
 def chosen_tools(tools: Sequence[Tool], name: str) -> Sequence[Tool]:
-    """Return the tool of this name alone, or all where it is empty. Raises InvalidArgument if there is none."""
+    """Return only the tool of this name, or all tools if it is empty. Raises InvalidArgument if no tool matches."""
     found = [tool for tool in tools if name in ("", tool.name)]
     if not found:
         limit = "left out without tools" if not tools else f"one of {', '.join(tool.name for tool in tools)}"
@@ -59,7 +59,7 @@ def call_rules(tools: Sequence[Tool], arguments_key: str) -> str:
     lines = [f"call: {' | '.join(names)}"]
     for rule, tool in zip(names, tools, strict=True):
         head = json.dumps(f'{{"name": "{tool.name}", "{arguments_key}": ')
-        # One %json for each tool: a schema's references are to its own definitions.
+        # One %json per tool: references in a schema resolve within that schema.
         try:
             schema = one_line_schema({"type": "object", **tool.parameters})
         except ValueError as error:

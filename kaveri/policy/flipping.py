@@ -104,7 +104,7 @@ class FlipRules:
 
 
 def first_prefill_count(instances: int, rules: FlipRules) -> int:
-    """Return how many of so many instances that change phase start with prefill: half of them, within the minima."""
+    """Return how many of `instances` dynamic instances start with prefill: half of them, within the minima."""
     return max(rules.min_prefill, min((instances + 1) // 2, instances - rules.min_decode))
 
 
@@ -159,8 +159,8 @@ class StepModel:
         )
 
     def scaled(self, context_tokens: float, step_s: float, share: float) -> float:
-        """Return the step time of a batch `share` times as large as one that takes step_s: along the line, and without
-        enough spread of measurements in proportion, which is at most too much."""
+        """Return the step time of a batch `share` times as large as one that takes step_s: by the slope of the line or,
+        if the contexts measured hardly differ, in proportion, which is too high for share > 1."""
         spread = self.weight * self.context_2 - self.context**2
         if spread <= 1e-3 * self.weight * self.context_2:
             return step_s * share
@@ -283,13 +283,13 @@ def _smoothed(backlog_s: float | None, elapsed_s: float, former_s: float) -> flo
 def _step_s(decodes: Sequence[ViewedInstance], steps: StepModel, count: int) -> float:
     """Model the time per token if `count` instances shared the requests of `decodes` evenly.
 
-    A request that waits for a place in a batch makes the time per token longer by as much as the batch is too small."""
+    If requests wait for a place in a batch, the time grows by the ratio of requests to batch places."""
     running = [one for one in decodes if one.load.step_s > 0]
     if not running:
         return 0.0
     context = sum(one.load.context_tokens for one in running) / len(running)
     step_s = sum(one.load.step_s for one in running) / len(running)
-    # Instances without requests count: those of the others could be theirs.
+    # Idle instances count as well: they could take over requests of the others.
     share = len(running) / count
     ran = sum(one.load.running_requests for one in running)
     waited = sum(one.load.waiting_requests for one in decodes)
@@ -370,8 +370,8 @@ def _replacement(phases: _Phases) -> FlipOrder | None:
 
 
 def _separation(phases: _Phases) -> FlipOrder | None:
-    """Let an instance that was ordered to serve both phases, as the only one left, serve one again once others are
-    back: the phase that fewer of them serve."""
+    """Flip an instance that was ordered to serve both phases as the only one left, once others are back, to the phase
+    that fewer of them serve."""
     ordered = [one for one in phases.both if one.load.phase_order > FIRST_ORDER]
     if not ordered or not (phases.prefill or phases.decode):
         return None

@@ -1,7 +1,7 @@
-"""Checks grammars of strangers in a process of its own, which is killed when a grammar takes too much.
+"""Checks untrusted grammars in a child process with limits on time and memory.
 
-Limits on steps do not cover all: llguidance allocates the whole of {"minItems": 1000000000} at once, and a failed
-allocation ends its process. Engines compile only what has been checked.
+Step limits are not enough: llguidance allocates all of {"minItems": 1000000000} at once, and a failed allocation
+aborts its process. Engines compile only grammars that passed the check.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class GrammarChecker:
         await self._end()
 
     async def _checked(self, grammar: Grammar) -> str:
-        """Return what the grammar must be instead; empty if it is fine."""
+        """Return the limit that the grammar breaks, worded for InvalidArgument; empty if the grammar is valid."""
         process = self._process or await self._start()
         assert process.stdin is not None
         try:
@@ -111,7 +111,7 @@ class GrammarChecker:
             *(sys.executable, "-P", "-m", "kaveri.text.grammar_check"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            # Rust's last words, when memory ends.
+            # Discard Rust's abort message when an allocation fails.
             stderr=asyncio.subprocess.DEVNULL,
             limit=_LINE_BYTES,
         )
@@ -146,7 +146,7 @@ class GrammarChecker:
         process, self._process = self._process, None
         if process is None:
             return
-        # One that has ended by itself is not killed: asyncio would lose its exit status, and say so.
+        # Do not kill a process that has exited: asyncio would lose its exit status and log a warning.
         assert process.stdout is not None
         if not process.stdout.at_eof():
             with contextlib.suppress(ProcessLookupError):

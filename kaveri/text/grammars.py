@@ -22,9 +22,9 @@ from kaveri.models import resolve_model
 from kaveri.parsers.schemas import NOTHING_MATCHES, one_line_schema
 
 _KEPT = 64
-"""Compiled grammars that a process keeps."""
+"""Most compiled grammars that a process keeps."""
 _KEPT_CHARACTERS = 2**19
-"""Of their sources together: a nested schema of 300 kB took 90 MB."""
+"""Most characters of the kept grammars' sources together: a nested schema of 300 kB took 90 MB."""
 _ERROR_CHARACTERS = 200
 _TRIED_TOKENS = 16
 
@@ -57,7 +57,7 @@ def read_tokenizer(model: str) -> str:
 
 
 def grammar_tokenizer(tokenizer_json: str | None, vocab_size: int, eos_token_ids: AbstractSet[int]) -> LLTokenizer:
-    """Return the tokens that masks are about. tokenizer_json: None for a model whose tokens 0 to 255 are bytes."""
+    """Build the tokenizer that masks refer to. tokenizer_json: None for a model whose tokens 0 to 255 are bytes."""
     if tokenizer_json is None:
         return LLTokenizer("byte")
     eos_token = sorted(eos_token_ids) or None
@@ -87,8 +87,8 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 
 def check_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> None:
-    """Compile a grammar, and follow a short made-up answer. Raises InvalidArgument as compile_grammar(), and if the
-    answer shows that the grammar is too complex."""
+    """Compile a grammar and try it on a short made-up answer. Raises InvalidArgument as compile_grammar() does, and if
+    the grammar is too complex for that answer."""
     matcher, rng = compile_grammar(tokenizer, grammar), random.Random(0)
     for _ in range(_TRIED_TOKENS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -124,7 +124,7 @@ def _refused(grammar: Grammar, reason: str) -> InvalidArgument:
 
 @cache
 def grammars_of(model: str, vocab_size: int, eos_token_ids: frozenset[int]) -> "Grammars":
-    """Return this process's Grammars of a model. vLLM's draws and its engine share it without passing it along."""
+    """Return this process's Grammars of a model: vLLM's engine and its logits processor share one instance."""
     return Grammars(model, vocab_size, eos_token_ids)
 
 
@@ -132,8 +132,8 @@ class Grammars:
     """Compiled grammars of an engine's model, by content. Thread-safe."""
 
     def __init__(self, model: str | None, vocab_size: int, eos_token_ids: AbstractSet[int]) -> None:
-        """model: a path, a hub id or a bundled name, whose tokenizer is read when a grammar is first asked for; None:
-        of bytes, see grammar_tokenizer()."""
+        """model: a path, a hub id or a bundled name; its tokenizer is read when the first grammar is compiled. None:
+        byte tokens, see grammar_tokenizer()."""
         self._model = model
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -169,7 +169,7 @@ class Grammars:
 
     @property
     def end_ids(self) -> Sequence[int]:
-        """Tokens that end a text for the tokenizer, which need not be those that end the model's answers."""
+        """The tokenizer's end-of-text tokens, which may differ from the model's end-of-answer tokens."""
         assert self._tokenizer is not None, "a grammar has been compiled"
         return self._tokenizer.eos_tokens
 

@@ -40,10 +40,10 @@ def model_form(tool_parser: str, reasoning_parser: str, template: ChatTemplate |
 
 def answer_form(model: AnswerForm, conversation: Conversation, prompt_end: str) -> AnswerForm:
     """Return how the answer to a conversation is read. model: how the model's answers are read. prompt_end: end of the
-    rendered prompt. Raises InvalidArgument for tools that a model of unknown form must call."""
+    rendered prompt. Raises InvalidArgument if calls are required but the model has no tool parser."""
     tool_parser = model.tool_parser if conversation.tools else ""
     if conversation.wanted and not tool_parser:
-        limit = "left out or auto: the router knows no form of this model's calls (--tool-parser)"
+        limit = "left out or auto: the router has no tool parser for this model (--tool-parser)"
         raise InvalidArgument("tool_choice", "required", limit)
     end = prompt_end.rstrip()
     if not model.reasoning_parser or conversation.continues or end.endswith(THINK_END):
@@ -59,7 +59,7 @@ def answer_grammar(
     returns the id of a token of the model's vocabulary. Raises InvalidArgument."""
     if conversation.wanted:
         if grammar is not None:
-            raise InvalidArgument("tool_choice", "required", "left out or auto beside a grammar of the answer")
+            raise InvalidArgument("tool_choice", "required", "left out or auto if the request has a grammar")
         grammar = Grammar.lark("start: calls\n" + _calls(form, conversation))
     elif grammar is not None and form.tool_parser and grammar.kind is GrammarKind.JSON_SCHEMA:
         # An answer is a call, or what the schema says.

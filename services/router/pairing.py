@@ -30,7 +30,7 @@ class Pairing:
             await asyncio.sleep(interval_s)
             token = self._monitor.fencing_token
             if token != self._fencing_token:
-                # Another router may have led meanwhile and given other orders: the loads show them.
+                # Another router may have led in between and sent newer orders; the loads show the present partners.
                 self._fencing_token = token
                 self._orders.partners.clear()
             if token:

@@ -74,8 +74,8 @@ def draw_tokens(
     row's token depends on its own logits, params, draw_index and rules alone. eos_token_ids: the model's; not drawn
     before min_tokens.
 
-    If drawing raises, rows are drawn one by one, and those that raise get NoToken. Raises if all of several rows raise:
-    that is no fault of a row. A row whose rules fail gets NoToken, and is no such row.
+    If drawing raises, rows are drawn one by one, and those that raise get NoToken. If all of several rows raise, the
+    cause is not in the rows, and the error is raised. A row whose rules fail gets NoToken and does not count as raised.
     """
     try:
         return _draw_together(logits, slices, eos_token_ids)
@@ -166,7 +166,7 @@ def _with_rules(logits: Tensor, slices: Sequence[SequenceSlice]) -> tuple[Tensor
 
 def _without_barred(logits: Tensor, slices: Sequence[SequenceSlice], eos_token_ids: AbstractSet[int]) -> Tensor:
     """Return logits (a copy if changed) with -inf for tokens that would end an answer before its min_tokens."""
-    # A grammar says itself where an answer ends: see TokenRules.
+    # With a grammar, TokenRules decides where the answer may end.
     pairs = [
         (row, token_id)
         for row, piece in enumerate(slices)

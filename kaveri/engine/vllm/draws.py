@@ -51,7 +51,7 @@ class Draw:
     """Sampling inputs of one request besides the logits. Sent in vLLM's SamplingParams.extra_args."""
 
     params: ResolvedParams
-    """Temperature, top_k, top_p, min_p and seed; with min_tokens also what ends an answer, with rules also these."""
+    """Temperature, top_k, top_p, min_p and seed; with min_tokens also _ENDING, with has_rules also _RULES."""
     answer_start: int
     """Number of tokens before the answer: a token's index is its position minus this."""
     first_index: int
@@ -61,7 +61,7 @@ class Draw:
     engine_id: str = ""
     """Id under which a failed sampling is recorded. Empty if sampling runs in another process, where it raises."""
     rules: TokenRules | None = None
-    """Changes of the logits that params ask for. Made in vLLM's process; None: none, or not there."""
+    """Applies params to the logits. Set in vLLM's process only; None if params has no rules."""
 
     @property
     def changes_logits(self) -> bool:
@@ -117,7 +117,7 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
         parallel = getattr(vllm_config, "parallel_config", None)
         self._is_engines = parallel is not None and parallel.world_size == 1
         self._model = vllm_config.model_config if parallel is not None else None
-        # Of the newer runner.
+        # Token ids of all slots; only the newer runner passes them.
         self._tokens = next((each for each in rest if isinstance(each, LogitsProcRequestState)), None)
         # By row or slot: the request; for the older runner its sampled tokens (vLLM's own, growing list) and the number
         # of tokens before them.
@@ -251,7 +251,7 @@ def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
 
 def _bar(logits: Tensor, row: int, draw: Draw, index: int) -> None:
     barred = barred_token_ids(draw.params, draw.eos_token_ids, index)
-    # A grammar says itself where an answer ends: see TokenRules.
+    # With a grammar, TokenRules decides where the answer may end.
     if barred and draw.params.grammar is None:
         logits[row, torch.tensor(sorted(barred), device=logits.device)] = -torch.inf
 
