@@ -179,9 +179,7 @@ class OwnProcessEngine:
         source: KvLayout | None = None,
         held_tokens: int | None = None,
     ) -> "Future[Ticket]":
-        # Most pushing engines have this engine's layout, which need not be sent.
-        sent_source = None if source == self.info.layout else source
-        return self._ask("reserve", request, expires_in_s, sent_source, held_tokens)
+        return self._ask("reserve", request, expires_in_s, source, held_tokens)
 
     def prepare(self, grammar: Grammar) -> "Future[None]":
         return self._ask("prepare", grammar)

@@ -81,8 +81,7 @@ class EngineServer:
 
     def _answer_later(self, number: int, done: "Future[Any]") -> None:
         error = done.exception()
-        # No KV has moved, and the caller waits.
-        self._send(number, None if error is not None else done.result(), error, with_kv_flow=False)
+        self._send(number, None if error is not None else done.result(), error)
 
     def _send_events(self, events: Sequence[EngineEvent]) -> None:
         is_due = time.monotonic() >= self._flow_sent_s + _KV_FLOW_EVERY_S

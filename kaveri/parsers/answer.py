@@ -53,20 +53,21 @@ class AnswerParser:
     def feed(self, text: str) -> Iterator[Part]:
         """Parse more text; yield the parts that later text cannot change."""
         if self._reasoning is None:
-            yield from self._behind(Content(text))
+            yield from self._with_calls(Content(text))
             return
         for part in self._reasoning.feed(text):
-            yield from self._behind(part)
+            yield from self._with_calls(part)
 
     def close(self) -> Iterator[Part]:
         """End the answer; yield the text that was still held back."""
         if self._reasoning is not None:
             for part in self._reasoning.close():
-                yield from self._behind(part)
+                yield from self._with_calls(part)
         if self._tools is not None:
             yield from self._tools.close()
 
-    def _behind(self, part: Part) -> Iterator[Part]:
+    def _with_calls(self, part: Part) -> Iterator[Part]:
+        """Parse the tool calls of content; pass reasoning on."""
         if isinstance(part, Content) and self._tools is not None:
             yield from self._tools.feed(part.text)
         elif not isinstance(part, Content) or part.text:

@@ -44,8 +44,8 @@ class ToolParser(Protocol):
     """Parser of the text that follows one answer's reasoning."""
 
     def feed(self, text: str) -> Iterator[Part]:
-        """Take further text; yield the Content and ToolCalls that it completes. Text that may still become a call is
-        held back. Calls that are malformed are Content, unchanged."""
+        """Parse more text; yield the Content and ToolCalls that later text cannot change. Text that may still become a
+        call is held back. Malformed calls are Content, unchanged."""
 
     def close(self) -> Iterator[Part]:
         """End the answer; yield the text that was still held back."""

@@ -29,11 +29,11 @@ class ThinkParser:
             if beginning.startswith(THINK_BEGIN):
                 self._state, text = "inside", beginning.removeprefix(THINK_BEGIN)
             else:
-                self._state = "behind"
+                self._state = "after"
         if self._state == "inside":
             thought, marker, rest = text.partition(THINK_END)
             if marker:
-                self._state = "behind"
+                self._state = "after"
             else:
                 held = held_length(text, THINK_END)
                 thought, self._held = text[: len(text) - held], text[len(text) - held :]

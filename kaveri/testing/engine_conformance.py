@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pytest
 
@@ -174,9 +174,9 @@ def make_request(
     return EngineRequest(EngineKey(name, 1), token_ids, 0, wanted)
 
 
-def with_params(request: EngineRequest, name: str, **params: object) -> EngineRequest:
+def with_params(request: EngineRequest, name: str, **params: Any) -> EngineRequest:
     """Return the request with other sampling parameters, and `name` as its id."""
-    changed = replace(request.params, **params)  # type: ignore[arg-type]
+    changed = replace(request.params, **params)
     return replace(request, key=EngineKey(name, 1), params=changed)
 
 

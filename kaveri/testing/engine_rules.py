@@ -80,7 +80,7 @@ class RulesConformance:
             cut = with_params(free, "cut", ignore_eos=False, grammar=Grammar.regex("a{30,}"), max_tokens=7)
             assert bytes(pair.run(cut)) == b"a" * 7
             assert pair.decoded.finished[cut.key] is FinishReason.LENGTH
-            # Reasoning is not masked, and what follows it is.
+            # The grammar masks the tokens after the reasoning, and not those of the reasoning.
             begin = pair.run(free)[2:4]
             after = with_params(free, "after", ignore_eos=False, grammar=replace(yes, reasoning_end_ids=tuple(begin)))
             answer = pair.run(after)

@@ -22,9 +22,9 @@ from kaveri.models import resolve_model
 from kaveri.parsers.schemas import NOTHING_MATCHES, one_line_schema
 
 _KEPT = 64
-"""Most compiled grammars that a process keeps."""
+"""Limit on the number of compiled grammars that are cached."""
 _KEPT_CHARACTERS = 2**19
-"""Most characters of the kept grammars' sources together: a nested schema of 300 kB took 90 MB."""
+"""Limit on their total source length, in characters: one nested schema of 300 kB took 90 MB."""
 _ERROR_CHARACTERS = 200
 _TRIED_TOKENS = 16
 

@@ -79,7 +79,7 @@ def test_grammar_of_calls_and_of_a_schema() -> None:
         answer_grammar(HERMES, asked(tool_required=True), SCHEMA, ids)
 
 
-def test_grammar_begins_behind_the_reasoning() -> None:
+def test_grammar_begins_after_the_reasoning() -> None:
     found = answer_grammar(THINKING, asked(tools=""), SCHEMA, ids)
     assert found is not None
     assert (found.reasoning_end_ids, found.reasoning_begin_ids) == ((THINK_END_ID,), (THINK_BEGIN_ID,))

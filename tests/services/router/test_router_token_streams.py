@@ -148,7 +148,7 @@ async def test_a_placement_is_lost_when_the_view_then_names_another_life(
         assert responses[-1].timing.attempts == 2
 
 
-async def test_an_attempt_that_reasoning_end_ids_its_abort_is_aborted_again(
+async def test_an_attempt_that_begins_after_its_abort_is_aborted_again(
     cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_feeds, "CALL_TIMEOUT_S", 0.2)
