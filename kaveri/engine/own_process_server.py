@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _IDLE_S = 0.25
 """Seconds after which statistics are sent that changed without an event."""
+_SETTLED_S = 0.01
+"""The same after calls, for example abort(), which frees blocks without an event."""
 _KV_FLOW_EVERY_S = 0.05
 """Most seconds between two KvFlows while tokens are generated."""
 _SWITCH_INTERVAL_S = 0.0005
@@ -48,7 +50,7 @@ class EngineServer:
     def serve(self) -> None:
         """Serve calls until close() is called or the connection ends."""
         while True:
-            if not self._connection.poll(_IDLE_S):
+            if not self._connection.poll(_IDLE_S if self._taken_count == self._sent_state[0] else _SETTLED_S):
                 if (self._taken_count, self._engine.stats()) != self._sent_state:
                     self._send(None, ())
                 continue
