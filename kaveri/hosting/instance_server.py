@@ -61,11 +61,10 @@ class InstanceServer(InstanceServiceServicer):
             accepted = self._order(request)
         except KaveriError as error:
             await abort(context, error)
-        load = self._process.load()
+        newest = request.order if accepted else phase_order_to_proto(self._process.load().phase_order)
         return instance_pb2.SetPhasesResponse(
             accepted=accepted,
-            order=phase_order_to_proto(load.phase_order),
-            requests=_requests(load),
+            order=newest,
             incarnation=self._process.record.incarnation,
         )
 

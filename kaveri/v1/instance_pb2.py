@@ -25,27 +25,27 @@ _sym_db = _symbol_database.Default()
 from kaveri.v1 import cluster_pb2 as kaveri_dot_v1_dot_cluster__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kaveri/v1/instance.proto\x12\tkaveri.v1\x1a\x17kaveri/v1/cluster.proto\"\xcf\x01\n\x10SetPhasesRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12 \n\x06phases\x18\x03 \x03(\x0e\x32\x10.kaveri.v1.Phase\x12$\n\x05order\x18\x04 \x01(\x0b\x32\x15.kaveri.v1.PhaseOrder\x12\x12\n\ndeadline_s\x18\x05 \x01(\x01\x12\"\n\x05\x64rain\x18\x07 \x01(\x0e\x32\x13.kaveri.v1.DrainWay\x12\x11\n\tforwarded\x18\x06 \x01(\x08\"r\n\x11SetPhasesResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12$\n\x05order\x18\x02 \x01(\x0b\x32\x15.kaveri.v1.PhaseOrder\x12\x10\n\x08requests\x18\x03 \x01(\r\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04\"w\n\x11SetPartnerRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x12\n\npartner_id\x18\x03 \x01(\t\x12$\n\x05order\x18\x04 \x01(\x0b\x32\x15.kaveri.v1.PhaseOrder\"&\n\x12SetPartnerResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\"1\n\x0c\x44rainRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"2\n\rDrainResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\x12\x10\n\x08requests\x18\x02 \x01(\r*h\n\x08\x44rainWay\x12\x19\n\x15\x44RAIN_WAY_UNSPECIFIED\x10\x00\x12\x14\n\x10\x44RAIN_WAY_FINISH\x10\x01\x12\x14\n\x10\x44RAIN_WAY_RETURN\x10\x02\x12\x15\n\x11\x44RAIN_WAY_MIGRATE\x10\x03\x32\xe0\x01\n\x0fInstanceService\x12\x46\n\tSetPhases\x12\x1b.kaveri.v1.SetPhasesRequest\x1a\x1c.kaveri.v1.SetPhasesResponse\x12I\n\nSetPartner\x12\x1c.kaveri.v1.SetPartnerRequest\x1a\x1d.kaveri.v1.SetPartnerResponse\x12:\n\x05\x44rain\x12\x17.kaveri.v1.DrainRequest\x1a\x18.kaveri.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kaveri/v1/instance.proto\x12\tkaveri.v1\x1a\x17kaveri/v1/cluster.proto\"\xcf\x01\n\x10SetPhasesRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12 \n\x06phases\x18\x03 \x03(\x0e\x32\x10.kaveri.v1.Phase\x12$\n\x05order\x18\x04 \x01(\x0b\x32\x15.kaveri.v1.PhaseOrder\x12\x12\n\ndeadline_s\x18\x05 \x01(\x01\x12\"\n\x05\x64rain\x18\x07 \x01(\x0e\x32\x13.kaveri.v1.DrainWay\x12\x11\n\tforwarded\x18\x06 \x01(\x08\"f\n\x11SetPhasesResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12$\n\x05order\x18\x02 \x01(\x0b\x32\x15.kaveri.v1.PhaseOrder\x12\x13\n\x0bincarnation\x18\x04 \x01(\x04J\x04\x08\x03\x10\x04\"w\n\x11SetPartnerRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x12\n\npartner_id\x18\x03 \x01(\t\x12$\n\x05order\x18\x04 \x01(\x0b\x32\x15.kaveri.v1.PhaseOrder\"&\n\x12SetPartnerResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\"1\n\x0c\x44rainRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"2\n\rDrainResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\x12\x10\n\x08requests\x18\x02 \x01(\r*h\n\x08\x44rainWay\x12\x19\n\x15\x44RAIN_WAY_UNSPECIFIED\x10\x00\x12\x14\n\x10\x44RAIN_WAY_FINISH\x10\x01\x12\x14\n\x10\x44RAIN_WAY_RETURN\x10\x02\x12\x15\n\x11\x44RAIN_WAY_MIGRATE\x10\x03\x32\xe0\x01\n\x0fInstanceService\x12\x46\n\tSetPhases\x12\x1b.kaveri.v1.SetPhasesRequest\x1a\x1c.kaveri.v1.SetPhasesResponse\x12I\n\nSetPartner\x12\x1c.kaveri.v1.SetPartnerRequest\x1a\x1d.kaveri.v1.SetPartnerResponse\x12:\n\x05\x44rain\x12\x17.kaveri.v1.DrainRequest\x1a\x18.kaveri.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kaveri.v1.instance_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DRAINWAY']._serialized_start=654
-  _globals['_DRAINWAY']._serialized_end=758
+  _globals['_DRAINWAY']._serialized_start=642
+  _globals['_DRAINWAY']._serialized_end=746
   _globals['_SETPHASESREQUEST']._serialized_start=65
   _globals['_SETPHASESREQUEST']._serialized_end=272
   _globals['_SETPHASESRESPONSE']._serialized_start=274
-  _globals['_SETPHASESRESPONSE']._serialized_end=388
-  _globals['_SETPARTNERREQUEST']._serialized_start=390
-  _globals['_SETPARTNERREQUEST']._serialized_end=509
-  _globals['_SETPARTNERRESPONSE']._serialized_start=511
-  _globals['_SETPARTNERRESPONSE']._serialized_end=549
-  _globals['_DRAINREQUEST']._serialized_start=551
-  _globals['_DRAINREQUEST']._serialized_end=600
-  _globals['_DRAINRESPONSE']._serialized_start=602
-  _globals['_DRAINRESPONSE']._serialized_end=652
-  _globals['_INSTANCESERVICE']._serialized_start=761
-  _globals['_INSTANCESERVICE']._serialized_end=985
+  _globals['_SETPHASESRESPONSE']._serialized_end=376
+  _globals['_SETPARTNERREQUEST']._serialized_start=378
+  _globals['_SETPARTNERREQUEST']._serialized_end=497
+  _globals['_SETPARTNERRESPONSE']._serialized_start=499
+  _globals['_SETPARTNERRESPONSE']._serialized_end=537
+  _globals['_DRAINREQUEST']._serialized_start=539
+  _globals['_DRAINREQUEST']._serialized_end=588
+  _globals['_DRAINRESPONSE']._serialized_start=590
+  _globals['_DRAINRESPONSE']._serialized_end=640
+  _globals['_INSTANCESERVICE']._serialized_start=749
+  _globals['_INSTANCESERVICE']._serialized_end=973
 # @@protoc_insertion_point(module_scope)

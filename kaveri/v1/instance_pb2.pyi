@@ -112,12 +112,9 @@ class SetPhasesResponse(_message.Message):
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
-    REQUESTS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     accepted: _builtins.bool
     """False: the instance has a newer order. The order that it has already is accepted again."""
-    requests: _builtins.int
-    """Requests that it still has, in all phases."""
     incarnation: _builtins.int
     """The process run that answers. The next one serves what its command says."""
     @_builtins.property
@@ -129,12 +126,11 @@ class SetPhasesResponse(_message.Message):
         *,
         accepted: _builtins.bool = ...,
         order: _cluster_pb2.PhaseOrder | None = ...,
-        requests: _builtins.int = ...,
         incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "incarnation", b"incarnation", "order", b"order", "requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "incarnation", b"incarnation", "order", b"order"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,7 +100,7 @@ async def test_a_service_whose_redis_user_lacks_permissions_ends_with_one_line_t
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KAVERI_")}
     async with run_redis() as redis, Redis.from_url(redis.url) as client:
         await client.execute_command(
-            "ACL", "SETUSER", "limited", "on", ">word", "+@all", "-@scripting", "~*", "&kaveri:*"
+            "ACL", "SETUSER", "limited", "resetchannels", "on", ">word", "+@all", "-@scripting", "~*", "&kaveri:*"
         )
         url = redis.url.replace("redis://", "redis://limited:word@")
         process = await asyncio.create_subprocess_exec(
