@@ -15,6 +15,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import uvloop
@@ -86,6 +87,7 @@ async def _measure_engine(engine: str, settings: dict[str, Any], count: int, rep
         channels = [open_channel(address) for address in (leader.record.address, record.address, *stack.targets)]
         to_leader, to_instance, *routers = channels
         newest = PhaseOrder()
+        by_leader, to_itself = InstanceServiceStub(to_leader).SetPhases, InstanceServiceStub(to_instance).SetPhases
 
         async def order(to: Phase, *, by_hand: bool) -> None:
             nonlocal newest
@@ -93,15 +95,16 @@ async def _measure_engine(engine: str, settings: dict[str, Any], count: int, rep
             if not by_hand:
                 request.incarnation = record.incarnation
                 request.order.CopyFrom(phase_order_to_proto(newest._replace(number=newest.number + 1)))
-            answer = await InstanceServiceStub(to_leader if by_hand else to_instance).SetPhases(request, timeout=RPC_S)
+            answer = await (by_leader if by_hand else to_itself)(request, timeout=RPC_S)
             assert answer.accepted
             newest = phase_order_from_proto(answer.order)
 
         async def until_work(to: Phase, number: int, *, by_hand: bool) -> None:
+            work = _work(to_instance, record, to, request_id := f"flip-{number}")
             began_s = time.monotonic()
             await order(to, by_hand=by_hand)
             answered_s = time.monotonic()
-            await _accepted(to_instance, record, to, request_id := f"flip-{number}")
+            await _accepted(work)
             work_s = time.monotonic()
             hand = "by hand: " if by_hand else ""
             timed.setdefault(f"{hand}order answered", []).append(answered_s - began_s)
@@ -168,12 +171,14 @@ async def _seen_in(store: RedisStore, to: Phase) -> float:
     return time.monotonic()
 
 
-async def _accepted(channel: aio.Channel, record: InstanceRecord, to: Phase, request_id: str) -> None:
+def _work(channel: aio.Channel, record: InstanceRecord, to: Phase, request_id: str) -> Callable[[], Any]:
+    """Return a call that gives the instance a request of this phase."""
     call: Callable[..., Any]
-    term, params = term_pb2.Term(attempt=1), sampling_pb2.SamplingParams(max_tokens=1, seed=0)
     message: Any
+    term = term_pb2.Term(attempt=1)
     if to is Phase.PREFILL:
         call = PrefillServiceStub(channel).Submit
+        params = sampling_pb2.SamplingParams(max_tokens=1, seed=0)
         message = prefill_pb2.SubmitRequest(
             request_id=request_id, term=term, router_id="flip", token_ids=PROMPT, params=params, timeout_s=RPC_S
         )
@@ -189,10 +194,14 @@ async def _accepted(channel: aio.Channel, record: InstanceRecord, to: Phase, req
             timeout_s=RPC_S,
             layout=layout_to_proto(record.layout),
         )
+    return partial(call, message, timeout=RPC_S)
+
+
+async def _accepted(work: Callable[[], Any]) -> None:
     until_s = time.monotonic() + RPC_S
     while True:
         try:
-            await call(message, timeout=RPC_S)
+            await work()
         except aio.AioRpcError:
             if time.monotonic() > until_s:
                 raise

@@ -2,7 +2,8 @@
 
 Messages from the service: lists of calls (number, method, arguments), carried out in order; number is None if no answer
 is expected. Messages to the service: (calls carried out, number, result, error, stats, KvFlow): an answer to the call
-`number` or, if it is None, packed events as result. stats: fields of EngineStats. KvFlow: None if about as before.
+`number` or, if it is None, packed events as result. stats: fields of EngineStats. KvFlow: None if about as before, or
+if it follows soon.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 _IDLE_S = 0.25
 """Seconds after which statistics are sent that changed without an event."""
 _SETTLED_S = 0.01
-"""The same after calls, for example abort(), which frees blocks without an event."""
+"""The same after a call, for example abort(), which frees blocks without an event. Also the delay of the KvFlow after
+an answer, which is sent without it."""
 _KV_FLOW_EVERY_S = 0.05
 """Most seconds between two KvFlows while tokens are generated."""
 _SWITCH_INTERVAL_S = 0.0005
@@ -46,15 +48,19 @@ class EngineServer:
         self._taken_count = 0
         self._sent_state = 0, engine.stats()
         self._flow_sent_s = 0.0
+        self._owes_flow = False
+        self._asked_count = self._answered_count = 0
+        """Calls that are to be answered, and answers."""
 
     def serve(self) -> None:
         """Serve calls until close() is called or the connection ends."""
         while True:
-            if not self._connection.poll(_IDLE_S if self._taken_count == self._sent_state[0] else _SETTLED_S):
-                if (self._taken_count, self._engine.stats()) != self._sent_state:
+            if not self._connection.poll(_IDLE_S if self._is_settled else _SETTLED_S):
+                if self._owes_flow or (self._taken_count, self._engine.stats()) != self._sent_state:
                     self._send(None, ())
                 continue
             for number, method, arguments in receive(self._connection):
+                self._asked_count += number is not None
                 if method == "start":
                     self._engine.start(self._send_events)
                 elif method in ("reserve", "prepare"):
@@ -66,6 +72,12 @@ class EngineServer:
                         return
                     continue
                 self._taken_count += 1
+
+    @property
+    def _is_settled(self) -> bool:
+        """True if nothing that the calls so far have changed is still to be sent."""
+        is_answered = self._asked_count == self._answered_count and not self._owes_flow
+        return is_answered and self._taken_count == self._sent_state[0]
 
     def _call(self, number: int | None, method: str, arguments: Sequence[Any]) -> None:
         result, error = None, None
@@ -83,7 +95,7 @@ class EngineServer:
 
     def _answer_later(self, number: int, done: "Future[Any]") -> None:
         error = done.exception()
-        self._send(number, None if error is not None else done.result(), error)
+        self._send(number, None if error is not None else done.result(), error, with_kv_flow=False)
 
     def _send_events(self, events: Sequence[EngineEvent]) -> None:
         is_due = time.monotonic() >= self._flow_sent_s + _KV_FLOW_EVERY_S
@@ -100,6 +112,8 @@ class EngineServer:
             kv_flow = None
             if with_kv_flow:
                 kv_flow, self._flow_sent_s = self._engine.kv_flow(), time.monotonic()
+            self._owes_flow = not with_kv_flow and (self._owes_flow or number is not None)
+            self._answered_count += number is not None
             send(self._connection, (taken_count, number, result, error, tuple(stats), kv_flow))
 
 
