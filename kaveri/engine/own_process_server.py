@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 _IDLE_S = 0.25
 """Seconds after which statistics are sent that changed without an event."""
-_SETTLED_S = 0.01
-"""The same after a call, for example abort(), which frees blocks without an event. Also the delay of the KvFlow after
-an answer, which is sent without it."""
+_NEWS_AFTER_S = 0.01
+"""Seconds after a call by which a message has brought the statistics, for example of blocks that abort() has freed, and
+the KvFlow, which an answer leaves out to be fast."""
 _KV_FLOW_EVERY_S = 0.05
 """Most seconds between two KvFlows while tokens are generated."""
 _SWITCH_INTERVAL_S = 0.0005
@@ -44,23 +44,27 @@ class EngineServer:
     def __init__(self, connection: "Connection[Any, Any]", engine: Any) -> None:
         self._connection = connection
         self._engine = engine
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._taken_count = 0
         self._sent_state = 0, engine.stats()
         self._flow_sent_s = 0.0
         self._owes_flow = False
-        self._asked_count = self._answered_count = 0
-        """Calls that are to be answered, and answers."""
+        self._news_due_s: float | None = None
+        """Time by which the news of the last calls must have been sent. None: they have been."""
 
     def serve(self) -> None:
         """Serve calls until close() is called or the connection ends."""
         while True:
-            if not self._connection.poll(_IDLE_S if self._is_settled else _SETTLED_S):
-                if self._owes_flow or (self._taken_count, self._engine.stats()) != self._sent_state:
+            due_s = self._news_due_s
+            if not self._connection.poll(_IDLE_S if due_s is None else max(0.0, due_s - time.monotonic())):
+                if due_s is None and (self._taken_count, self._engine.stats()) != self._sent_state:
                     self._send(None, ())
+                self._send_news()
                 continue
-            for number, method, arguments in receive(self._connection):
-                self._asked_count += number is not None
+            calls = receive(self._connection)
+            if due_s is None:
+                self._news_due_s = time.monotonic() + _NEWS_AFTER_S
+            for number, method, arguments in calls:
                 if method == "start":
                     self._engine.start(self._send_events)
                 elif method in ("reserve", "prepare"):
@@ -72,12 +76,15 @@ class EngineServer:
                         return
                     continue
                 self._taken_count += 1
+            self._send_news()
 
-    @property
-    def _is_settled(self) -> bool:
-        """True if nothing that the calls so far have changed is still to be sent."""
-        is_answered = self._asked_count == self._answered_count and not self._owes_flow
-        return is_answered and self._taken_count == self._sent_state[0]
+    def _send_news(self) -> None:
+        """Once they are due, send the statistics and the KvFlow that no message since the last calls has brought."""
+        with self._lock:
+            if self._news_due_s is not None and time.monotonic() >= self._news_due_s:
+                self._news_due_s = None
+                if self._owes_flow or self._taken_count != self._sent_state[0]:
+                    self._send(None, ())
 
     def _call(self, number: int | None, method: str, arguments: Sequence[Any]) -> None:
         result, error = None, None
@@ -95,7 +102,10 @@ class EngineServer:
 
     def _answer_later(self, number: int, done: "Future[Any]") -> None:
         error = done.exception()
-        self._send(number, None if error is not None else done.result(), error, with_kv_flow=False)
+        with self._lock:
+            # One that took long need not be fast: no news will follow it.
+            with_kv_flow = self._news_due_s is None
+            self._send(number, None if error is not None else done.result(), error, with_kv_flow=with_kv_flow)
 
     def _send_events(self, events: Sequence[EngineEvent]) -> None:
         is_due = time.monotonic() >= self._flow_sent_s + _KV_FLOW_EVERY_S
@@ -113,7 +123,6 @@ class EngineServer:
             if with_kv_flow:
                 kv_flow, self._flow_sent_s = self._engine.kv_flow(), time.monotonic()
             self._owes_flow = not with_kv_flow and (self._owes_flow or number is not None)
-            self._answered_count += number is not None
             send(self._connection, (taken_count, number, result, error, tuple(stats), kv_flow))
 
 

@@ -224,7 +224,7 @@ def _start(
         except Exception as error:  # vLLM has no common class for unsupported options
             raise refusal(folder, values, error, "vllm") from error
         if meeting is None:
-            _let_gloo_wait()
+            _lower_gloo_threads()
             return llm, (_worker_side().plane,)
         try:
             return llm, meeting.ranks()
@@ -233,9 +233,9 @@ def _start(
             raise
 
 
-def _let_gloo_wait() -> None:
-    """Let the threads of gloo's process groups run only while nothing else does. A group of one rank sends nothing, but
-    each of vLLM's (39 on the CPU) has a thread that wakes a hundred times per second."""
+def _lower_gloo_threads() -> None:
+    """Give the threads of gloo's process groups the lowest priority. A group of one rank sends nothing, but each of
+    vLLM's (39 on the CPU) has a thread that wakes a hundred times per second."""
     for comm in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):
             if comm.read_text().strip() == _GLOO_THREAD:

@@ -5,8 +5,9 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from typing import Any
 import pytest
 
 from kaveri.engine import own_process, own_process_server
-from kaveri.engine.contract import EngineStopped, FirstToken, RequestFailed
+from kaveri.engine.contract import EngineStats, EngineStopped, FirstToken, RequestFailed
+from kaveri.engine.factory import build_engine
 from kaveri.engine.own_process import OwnProcessEngine
+from kaveri.engine.own_process_server import EngineServer
 from kaveri.engine.settings import EngineSettings
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError, EngineError, NoCapacity, RequestAlreadyExists
+from kaveri.kv.transfer.flow import KvFlow
 from kaveri.testing.engine_conformance import make_request, running_pair
 from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free, wait_until_idle
 from tests.support.engine_suite import EngineSuite, ReplicaStores
@@ -202,6 +206,34 @@ def test_a_prompt_that_is_refused_does_not_keep_the_engine_busy(pids: list[int])
     assert engine.stats().is_busy, "it has not been heard to have taken the prompt"
     wait_until_idle(engine)
     engine.close()
+
+
+def test_what_calls_have_changed_is_sent_soon_also_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing waits for the look that an idle engine takes now and then.
+    monkeypatch.setattr(own_process_server, "_IDLE_S", 10 * SOON_S)
+    ours, theirs = multiprocessing.Pipe()
+    engine = build_engine(_settings())
+    server = threading.Thread(target=EngineServer(theirs, engine).serve, daemon=True)
+    server.start()
+
+    def received(fits: Callable[[int | None, EngineStats, KvFlow | None], bool]) -> KvFlow | None:
+        while True:
+            assert ours.poll(SOON_S), "nothing came"
+            _, number, _, error, stats, kv_flow = own_process.receive(ours)
+            assert error is None
+            if fits(number, EngineStats(*stats), kv_flow):
+                return kv_flow
+
+    request = make_request(engine, "r", 40, 20)
+    own_process.send(ours, [(None, "start", ()), (0, "reserve", (request, 10 * SOON_S))])
+    assert received(lambda number, *_: number == 0) is None, "the answer is fast"
+    received(lambda _, __, kv_flow: kv_flow is not None and kv_flow.receiving.leased_block_count > 0)
+    own_process.send(ours, [(None, "abort", (request.key,))])
+    received(lambda _, stats, __: stats.free_blocks == engine.info.total_blocks)
+    own_process.send(ours, [(1, "close", ())])
+    received(lambda number, *_: number == 1)
+    server.join(SOON_S)
+    assert not server.is_alive()
 
 
 def test_a_setting_that_the_engine_refuses_is_refused_here(pids: list[int]) -> None:
