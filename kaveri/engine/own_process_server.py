@@ -9,6 +9,7 @@ if it follows soon.
 import contextlib
 import gc
 import os
+import select
 import signal
 import sys
 import threading
@@ -54,9 +55,13 @@ class EngineServer:
 
     def serve(self) -> None:
         """Serve calls until close() is called or the connection ends."""
+        # Connection.poll() would make such an object each time.
+        arriving = select.poll()
+        arriving.register(self._connection, select.POLLIN)
         while True:
             due_s = self._news_due_s
-            if not self._connection.poll(_IDLE_S if due_s is None else max(0.0, due_s - time.monotonic())):
+            wait_s = _IDLE_S if due_s is None else max(0.0, due_s - time.monotonic())
+            if not arriving.poll(1e3 * wait_s):
                 if due_s is None and (self._taken_count, self._engine.stats()) != self._sent_state:
                     self._send(None, ())
                 self._send_news()
