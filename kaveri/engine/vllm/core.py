@@ -5,6 +5,8 @@ import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from vllm.v1.engine import EngineCoreRequest
+
 from kaveri.engine.vllm.connector import KaveriConnector
 from kaveri.engine.vllm.connector_scheduler import SchedulerSide, transfer_params
 from kaveri.engine.vllm.rank import Rank
@@ -58,11 +60,26 @@ class VllmCore:
         """Queue a request in vLLM. Prompts are computed in the order of these calls; their blocks are reserved, by
         preempting decoding requests if necessary. Raises vLLM's error if vLLM rejects it."""
         params.extra_args = {**(params.extra_args or {}), **transfer_params(engine_id)}
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            # vLLM's limits on what is asked for. Of the other parameters it gets only those that it knows to be valid.
+            params.verify(self._llm.model_config, None, None, None)
         self._count += 1
-        priority = _PROMPT if is_prefill else _DECODING
-        # An input as vLLM's renderer makes it, which takes longer than the rest of the call.
-        prompt = {"type": "token", "prompt_token_ids": list(token_ids)}
-        self._llm.add_request(engine_id, prompt, params, arrival_time=float(self._count), priority=priority)
+        # What LLMEngine.add_request() does, without its checks: the engine has made them, and they take as long again.
+        request = EngineCoreRequest(
+            request_id=f"{engine_id}-{self._count}",
+            external_req_id=engine_id,
+            prompt_token_ids=list(token_ids),
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=float(self._count),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+            priority=_PROMPT if is_prefill else _DECODING,
+        )
+        self._llm.output_processor.add_request(request, None)
+        self._llm.engine_core.add_request(request)
 
     def begin_answer(self, request: Any, first_token_id: int | None) -> None:
         """Start to decode a request whose KV has arrived. first_token_id: its last token, whose KV the next step
