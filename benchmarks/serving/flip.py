@@ -7,10 +7,11 @@ counted from the order to the instance, sent as the leading router sends what it
 from `kaveri flip`'s call to that router, one hop earlier. "Seen by the routers" are views asked of both, each
 millisecond; "seen by prefill instances" is a view that follows the same broadcasts as theirs, in this process. Of the
 flips by hand every other pair is timed to the first work, and the others until they are seen: the questions would delay
-the work. The caller runs the event loop of the services, uvloop.
+the work. The caller runs the services' event loop, uvloop, and like them takes its objects out of garbage collection.
 """
 
 import asyncio
+import gc
 import itertools
 import statistics
 import time
@@ -87,6 +88,8 @@ async def _measure_engine(engine: str, settings: dict[str, Any], count: int, rep
         channels = [open_channel(address) for address in (leader.record.address, record.address, *stack.targets)]
         to_leader, to_instance, *routers = channels
         newest = PhaseOrder()
+        gc.collect()
+        gc.freeze()
         by_leader, to_itself = InstanceServiceStub(to_leader).SetPhases, InstanceServiceStub(to_instance).SetPhases
 
         async def order(to: Phase, *, by_hand: bool) -> None:
