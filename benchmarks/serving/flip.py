@@ -126,7 +126,7 @@ async def _measure_engine(engine: str, settings: dict[str, Any], count: int, rep
                         found[name].append(seen_s - began_s)
                 else:
                     await until_work(to, number, by_hand=True)
-            # After all flips by hand: the leader would go on with smaller numbers.
+            # Last: the instance would refuse the leader's later orders, whose numbers are smaller than these.
             for number, to in enumerate(itertools.islice(directions, count // 2), count):
                 await asyncio.sleep(REST_S)
                 await until_work(to, number, by_hand=False)
@@ -177,7 +177,7 @@ async def _seen_in(store: RedisStore, to: Phase) -> float:
 
 
 def _work(channel: aio.Channel, record: InstanceRecord, to: Phase, request_id: str) -> Callable[[], Any]:
-    """Return a call that gives the instance a request of this phase."""
+    """Return a function that sends the instance a request of this phase."""
     call: Callable[..., Any]
     message: Any
     term = term_pb2.Term(attempt=1)

@@ -3,7 +3,7 @@
 Messages from the service: lists of calls (number, method, arguments), carried out in order; number is None if no answer
 is expected. Messages to the service: (calls carried out, number, result, error, stats, KvFlow): an answer to the call
 `number` or, if it is None, packed events as result. stats: fields of EngineStats. KvFlow: None if about as before, or
-if it follows soon.
+if it follows within _AFTER_CALL_S.
 """
 
 import contextlib
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 _IDLE_S = 0.25
-"""Seconds after which statistics are sent that changed without an event."""
-_NEWS_AFTER_S = 0.01
-"""Seconds after a call by which a message has brought the statistics, for example of blocks that abort() has freed, and
-the KvFlow, which an answer leaves out to be fast."""
+"""Interval, in seconds, at which an engine is checked for statistics that changed without an event."""
+_AFTER_CALL_S = 0.01
+"""Longest delay of that check after a call: abort(), for example, frees blocks without an event."""
 _KV_FLOW_EVERY_S = 0.05
 """Most seconds between two KvFlows while tokens are generated."""
 _SWITCH_INTERVAL_S = 0.0005
@@ -50,46 +49,40 @@ class EngineServer:
         self._sent_state = 0, engine.stats()
         self._flow_sent_s = 0.0
         self._owes_flow = False
-        self._news_due_s: float | None = None
-        """Time by which the news of the last calls must have been sent. None: they have been."""
+        """True if an answer was sent without a KvFlow, and none has been sent since."""
+        self._check_at_s = 0.0
+        """Time of the next check for changes."""
 
     def serve(self) -> None:
         """Serve calls until close() is called or the connection ends."""
-        # Connection.poll() would make such an object each time.
+        # Reused: Connection.poll() builds a selector each time.
         arriving = select.poll()
         arriving.register(self._connection, select.POLLIN)
         while True:
-            due_s = self._news_due_s
-            wait_s = _IDLE_S if due_s is None else max(0.0, due_s - time.monotonic())
-            if not arriving.poll(1e3 * wait_s):
-                if due_s is None and (self._taken_count, self._engine.stats()) != self._sent_state:
-                    self._send(None, ())
-                self._send_news()
-                continue
-            calls = receive(self._connection)
-            if due_s is None:
-                self._news_due_s = time.monotonic() + _NEWS_AFTER_S
-            for number, method, arguments in calls:
-                if method == "start":
-                    self._engine.start(self._send_events)
-                elif method in ("reserve", "prepare"):
-                    answer: Future[Any] = getattr(self._engine, method)(*arguments)
-                    answer.add_done_callback(partial(self._answer_later, number))
-                else:
-                    self._call(number, method, arguments)
-                    if method == "close":
-                        return
-                    continue
-                self._taken_count += 1
-            self._send_news()
+            if arriving.poll(1e3 * max(0.0, self._check_at_s - time.monotonic())):
+                calls = receive(self._connection)
+                self._check_at_s = min(self._check_at_s, time.monotonic() + _AFTER_CALL_S)
+                for number, method, arguments in calls:
+                    if method == "start":
+                        self._engine.start(self._send_events)
+                    elif method in ("reserve", "prepare"):
+                        answer: Future[Any] = getattr(self._engine, method)(*arguments)
+                        answer.add_done_callback(partial(self._answer_later, number))
+                    else:
+                        self._call(number, method, arguments)
+                        if method == "close":
+                            return
+                        continue
+                    self._taken_count += 1
+            if time.monotonic() >= self._check_at_s:
+                self._send_changes()
 
-    def _send_news(self) -> None:
-        """Once they are due, send the statistics and the KvFlow that no message since the last calls has brought."""
+    def _send_changes(self) -> None:
+        """Send the statistics if they have changed since the last message, and the KvFlow that an answer lacked."""
         with self._lock:
-            if self._news_due_s is not None and time.monotonic() >= self._news_due_s:
-                self._news_due_s = None
-                if self._owes_flow or self._taken_count != self._sent_state[0]:
-                    self._send(None, ())
+            self._check_at_s = time.monotonic() + _IDLE_S
+            if self._owes_flow or (self._taken_count, self._engine.stats()) != self._sent_state:
+                self._send(None, ())
 
     def _call(self, number: int | None, method: str, arguments: Sequence[Any]) -> None:
         result, error = None, None
@@ -108,8 +101,8 @@ class EngineServer:
     def _answer_later(self, number: int, done: "Future[Any]") -> None:
         error = done.exception()
         with self._lock:
-            # One that took long need not be fast: no news will follow it.
-            with_kv_flow = self._news_due_s is None
+            # A KvFlow takes time that the caller waits for. It is left out if the next check sends it soon.
+            with_kv_flow = self._check_at_s - time.monotonic() > _AFTER_CALL_S
             self._send(number, None if error is not None else done.result(), error, with_kv_flow=with_kv_flow)
 
     def _send_events(self, events: Sequence[EngineEvent]) -> None:

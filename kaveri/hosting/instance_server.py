@@ -62,11 +62,8 @@ class InstanceServer(InstanceServiceServicer):
         except KaveriError as error:
             await abort(context, error)
         newest = request.order if accepted else phase_order_to_proto(self._process.load().phase_order)
-        return instance_pb2.SetPhasesResponse(
-            accepted=accepted,
-            order=newest,
-            incarnation=self._process.record.incarnation,
-        )
+        incarnation = self._process.record.incarnation
+        return instance_pb2.SetPhasesResponse(accepted=accepted, order=newest, incarnation=incarnation)
 
     async def SetPartner(  # noqa: N802
         self, request: instance_pb2.SetPartnerRequest, context: aio.ServicerContext[Any, Any]

@@ -67,7 +67,7 @@ class AnswerParser:
             yield from self._tools.close()
 
     def _with_calls(self, part: Part) -> Iterator[Part]:
-        """Parse the tool calls of content; pass reasoning on."""
+        """Parse the tool calls in a part with content; yield a part with reasoning unchanged."""
         if isinstance(part, Content) and self._tools is not None:
             yield from self._tools.feed(part.text)
         elif not isinstance(part, Content) or part.text:

@@ -150,7 +150,7 @@ class LeadingCalls:
     def close(self) -> Iterator[Part]:
         held = "".join((self._before, *self._value))
         self._before, self._value = "", []
-        # White space and a separator after the last call are markup.
+        # Drop white space and a separator after the last call: they belong to the markup.
         if not self._has_calls or held.strip().strip(self._separator).strip():
             yield from _content(held)
 

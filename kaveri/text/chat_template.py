@@ -100,7 +100,8 @@ class ChatTemplate:
         `most_characters`; DeadlineExceeded when time.monotonic() reaches `deadline_s`."""
         lacking, mark = None, ""
         if options.continues:
-            # Marks the end of the last message: the template may write more after it. Noncharacters, which no text has.
+            # Marks the end of the last message, after which the template may add text. Made of Unicode noncharacters,
+            # which no text contains.
             mark = "".join(chr(0xFDD0 + secrets.randbelow(32)) for _ in range(8))
             *others, last = turns
             turns = [*others, replace(last, texts=[*last.texts[:-1], last.texts[-1] + mark])]

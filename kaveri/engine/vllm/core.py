@@ -61,10 +61,10 @@ class VllmCore:
         preempting decoding requests if necessary. Raises vLLM's error if vLLM rejects it."""
         params.extra_args = {**(params.extra_args or {}), **transfer_params(engine_id)}
         if params.logprobs is not None or params.prompt_logprobs is not None:
-            # vLLM's limits on what is asked for. Of the other parameters it gets only those that it knows to be valid.
+            # Checks vLLM's max_logprobs. The engine has checked the other parameters.
             params.verify(self._llm.model_config, None, None, None)
         self._count += 1
-        # What LLMEngine.add_request() does, without its checks: the engine has made them, and they take as long again.
+        # Like LLMEngine.add_request(), but without its validation, which repeats the engine's and doubles the time.
         request = EngineCoreRequest(
             request_id=f"{engine_id}-{self._count}",
             external_req_id=engine_id,

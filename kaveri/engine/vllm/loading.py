@@ -234,8 +234,8 @@ def _start(
 
 
 def _lower_gloo_threads() -> None:
-    """Give the threads of gloo's process groups the lowest priority. A group of one rank sends nothing, but each of
-    vLLM's (39 on the CPU) has a thread that wakes a hundred times per second."""
+    """Set SCHED_IDLE for gloo's threads. vLLM creates 39 process groups on the CPU; each has a thread that polls 100
+    times per second, although a group of one rank has nothing to receive."""
     for comm in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):
             if comm.read_text().strip() == _GLOO_THREAD:

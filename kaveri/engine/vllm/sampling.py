@@ -44,8 +44,6 @@ def decode_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> Vllm
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args=draw.to_extra_args(),
-        # vLLM need not copy these parameters: they are made for this request and never changed.
-        skip_clone=True,
     )
 
 

@@ -209,7 +209,7 @@ def test_a_prompt_that_is_refused_does_not_keep_the_engine_busy(pids: list[int])
 
 
 def test_what_calls_have_changed_is_sent_soon_also_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Nothing waits for the look that an idle engine takes now and then.
+    # Only the check after a call may send them, not the regular one of an idle engine.
     monkeypatch.setattr(own_process_server, "_IDLE_S", 10 * SOON_S)
     ours, theirs = multiprocessing.Pipe()
     engine = build_engine(_settings())
