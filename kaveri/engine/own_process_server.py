@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _IDLE_S = 0.25
 """Interval, in seconds, at which an engine is checked for statistics that changed without an event."""
 _AFTER_CALL_S = 0.01
-"""Longest delay of that check after a call: abort(), for example, frees blocks without an event."""
+"""Delay of that check after the first call since the last one: abort(), for example, frees blocks without an event."""
 _KV_FLOW_EVERY_S = 0.05
 """Most seconds between two KvFlows while tokens are generated."""
 _SWITCH_INTERVAL_S = 0.0005
@@ -52,6 +52,8 @@ class EngineServer:
         """True if an answer was sent without a KvFlow, and none has been sent since."""
         self._check_at_s = 0.0
         """Time of the next check for changes."""
+        self._has_called = False
+        """True if a call has been carried out since the last check."""
 
     def serve(self) -> None:
         """Serve calls until close() is called or the connection ends."""
@@ -61,7 +63,9 @@ class EngineServer:
         while True:
             if arriving.poll(1e3 * max(0.0, self._check_at_s - time.monotonic())):
                 calls = receive(self._connection)
-                self._check_at_s = min(self._check_at_s, time.monotonic() + _AFTER_CALL_S)
+                if not self._has_called:
+                    # Not earlier: the check would compete with the call.
+                    self._has_called, self._check_at_s = True, time.monotonic() + _AFTER_CALL_S
                 for number, method, arguments in calls:
                     if method == "start":
                         self._engine.start(self._send_events)
@@ -80,7 +84,7 @@ class EngineServer:
     def _send_changes(self) -> None:
         """Send the statistics if they have changed since the last message, and the KvFlow that an answer lacked."""
         with self._lock:
-            self._check_at_s = time.monotonic() + _IDLE_S
+            self._has_called, self._check_at_s = False, time.monotonic() + _IDLE_S
             if self._owes_flow or (self._taken_count, self._engine.stats()) != self._sent_state:
                 self._send(None, ())
 
@@ -101,9 +105,11 @@ class EngineServer:
     def _answer_later(self, number: int, done: "Future[Any]") -> None:
         error = done.exception()
         with self._lock:
+            result = None if error is not None else done.result()
             # A KvFlow takes time that the caller waits for. It is left out if the next check sends it soon.
-            with_kv_flow = self._check_at_s - time.monotonic() > _AFTER_CALL_S
-            self._send(number, None if error is not None else done.result(), error, with_kv_flow=with_kv_flow)
+            self._send(number, result, error, with_kv_flow=not self._has_called)
+        # The reader may be queued on this core, where it would wait for the end of the engine's turn (SCHED_BATCH).
+        os.sched_yield()
 
     def _send_events(self, events: Sequence[EngineEvent]) -> None:
         is_due = time.monotonic() >= self._flow_sent_s + _KV_FLOW_EVERY_S
