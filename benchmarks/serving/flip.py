@@ -15,7 +15,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -92,20 +92,26 @@ async def _measure_engine(engine: str, settings: dict[str, Any], count: int, rep
         gc.freeze()
         by_leader, to_itself = InstanceServiceStub(to_leader).SetPhases, InstanceServiceStub(to_instance).SetPhases
 
-        async def order(to: Phase, *, by_hand: bool) -> None:
-            nonlocal newest
+        def order_to(to: Phase, *, by_hand: bool) -> Callable[[], Awaitable[None]]:
             request = instance_pb2.SetPhasesRequest(instance_id=NAME, phases=phases_to_proto((to,)))
             if not by_hand:
                 request.incarnation = record.incarnation
                 request.order.CopyFrom(phase_order_to_proto(newest._replace(number=newest.number + 1)))
-            answer = await (by_leader if by_hand else to_itself)(request, timeout=RPC_S)
-            assert answer.accepted
-            newest = phase_order_from_proto(answer.order)
+            call = partial(by_leader if by_hand else to_itself, request, timeout=RPC_S)
+
+            async def order() -> None:
+                nonlocal newest
+                answer = await call()
+                assert answer.accepted
+                newest = phase_order_from_proto(answer.order)
+
+            return order
 
         async def until_work(to: Phase, number: int, *, by_hand: bool) -> None:
             work = _work(to_instance, record, to, request_id := f"flip-{number}")
+            order = order_to(to, by_hand=by_hand)
             began_s = time.monotonic()
-            await order(to, by_hand=by_hand)
+            await order()
             answered_s = time.monotonic()
             await _accepted(work)
             work_s = time.monotonic()
@@ -119,9 +125,10 @@ async def _measure_engine(engine: str, settings: dict[str, Any], count: int, rep
             for number, to in enumerate(itertools.islice(directions, count)):
                 await asyncio.sleep(REST_S)
                 if number // 2 % 2:
+                    order = order_to(to, by_hand=True)
                     began_s = time.monotonic()
                     seeing = asyncio.gather(_seen_by_routers(routers, to), _seen_in(followed, to))
-                    await order(to, by_hand=True)
+                    await order()
                     for name, seen_s in zip(found, await seeing, strict=True):
                         found[name].append(seen_s - began_s)
                 else:

@@ -383,7 +383,8 @@ class DecodeInstance:
         if granting.done():
             self._answered(request, granting)
         else:
-            asyncio.wrap_future(granting).add_done_callback(partial(self._answered, request))
+            in_loop, answered = asyncio.get_running_loop().call_soon_threadsafe, partial(self._answered, request)
+            granting.add_done_callback(partial(in_loop, answered))
 
     def _turn_away(self, request: DecodeRequest) -> None:
         refusal = self._room.refusal(self._free_room(), time.monotonic())
@@ -398,7 +399,7 @@ class DecodeInstance:
             self._take(request, decoding.BareEvent.CALL_ENDED)
             raise
 
-    def _answered(self, request: DecodeRequest, granting: "Future[Ticket] | asyncio.Future[Ticket]") -> None:
+    def _answered(self, request: DecodeRequest, granting: "Future[Ticket]") -> None:
         """Handle the engine's answer to a reservation; the request may have ended meanwhile."""
         error = granting.exception()
         if isinstance(request.state, Ended):

@@ -23,14 +23,14 @@ def prefill_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> Vll
     return params
 
 
-def decode_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> VllmSamplingParams:
-    """Return vLLM's parameters for a request over request.token_ids that generates the rest of the answer. vLLM ends it
-    under the same conditions as kaveri.engine.stopping."""
+def decode_params(request: EngineRequest, eos_token_ids: frozenset[int], drawn_count: int = 0) -> VllmSamplingParams:
+    """Return vLLM's parameters for a request that generates the rest of the answer. vLLM ends it under the same
+    conditions as kaveri.engine.stopping. drawn_count: number of tokens that the request has after its token_ids."""
     params = request.params
     assert params.max_tokens is not None, "an EngineRequest says how many tokens it wants"
     stop_token_ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
-    generated = request.generated_count
-    draw = Draw(request.params, len(request.token_ids) - generated, generated, eos_token_ids)
+    generated = request.generated_count + drawn_count
+    draw = Draw(params, request.prompt_tokens, generated, eos_token_ids)
     return VllmSamplingParams(
         # Greedy among the tokens that KeyedDraws leaves, which also enforces min_tokens: vLLM would count only the
         # tokens of this placement.
@@ -39,7 +39,7 @@ def decode_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> Vllm
         # vLLM would add the ids of the checkpoint's generation config; ours are in stop_token_ids.
         ignore_eos=True,
         stop_token_ids=sorted(set(stop_token_ids)),
-        logprobs=request.params.logprobs,
+        logprobs=params.logprobs,
         # The router handles texts, and stop texts.
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,

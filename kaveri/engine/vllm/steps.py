@@ -2,7 +2,6 @@
 requests. Only this thread calls vLLM; during a step vLLM's scheduler calls stepping()."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from kaveri.engine.blame import StepMember
@@ -158,9 +157,8 @@ class Steps:
     def _give_decode(self, request: VllmRequest, drawn: Sequence[int]) -> None:
         """Submit a request of the decode side to vLLM. drawn: tokens to append to its prompt."""
         given = request.request
-        token_ids = (*given.token_ids, *drawn)
-        extended = replace(given, token_ids=token_ids, generated_count=given.generated_count + len(drawn))
-        self._give(request, token_ids, decode_params(extended, self._info.eos_token_ids))
+        params = decode_params(given, self._info.eos_token_ids, len(drawn))
+        self._give(request, (*given.token_ids, *drawn), params)
 
     def _give(self, request: VllmRequest, token_ids: Sequence[int], params: Any, *, is_prefill: bool = False) -> None:
         try:
