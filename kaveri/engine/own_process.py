@@ -103,7 +103,7 @@ class OwnProcessEngine:
     Calls are carried out in order. Calls that can be refused (push_to, replicate, prefill if blocks may be short) wait
     for the answer, a fraction of a millisecond; no other call waits. Calls without an answer from one event loop
     iteration are sent together in the next one. A prompt that is refused later becomes a RequestFailed. stats() are
-    those of the last message; kv_flow() may be 50 ms older while tokens are generated, and 10 ms after an answer.
+    those of the last message; kv_flow() may be 50 ms older while tokens are generated, and 10 ms older after an answer.
     """
 
     info: EngineInfo

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _IDLE_S = 0.25
 """Interval, in seconds, at which an engine is checked for statistics that changed without an event."""
 _AFTER_CALL_S = 0.01
-"""Delay of that check after the first call since the last one: abort(), for example, frees blocks without an event."""
+"""Delay of a check after calls: abort(), for example, frees blocks without an event."""
 _KV_FLOW_EVERY_S = 0.05
 """Most seconds between two KvFlows while tokens are generated."""
 _SWITCH_INTERVAL_S = 0.0005
@@ -52,8 +52,10 @@ class EngineServer:
         """True if an answer was sent without a KvFlow, and none has been sent since."""
         self._check_at_s = 0.0
         """Time of the next check for changes."""
-        self._has_called = False
-        """True if a call has been carried out since the last check."""
+        self._called_s = 0.0
+        """Time at which the last calls arrived."""
+        self._is_soon = False
+        """True if the next check is due to calls: at most _AFTER_CALL_S away."""
 
     def serve(self) -> None:
         """Serve calls until close() is called or the connection ends."""
@@ -63,9 +65,10 @@ class EngineServer:
         while True:
             if arriving.poll(1e3 * max(0.0, self._check_at_s - time.monotonic())):
                 calls = receive(self._connection)
-                if not self._has_called:
-                    # Not earlier: the check would compete with the call.
-                    self._has_called, self._check_at_s = True, time.monotonic() + _AFTER_CALL_S
+                self._called_s = time.monotonic()
+                if not self._is_soon:
+                    # Also postpones a regular check that is due now, which would delay the answer.
+                    self._is_soon, self._check_at_s = True, self._called_s + _AFTER_CALL_S
                 for number, method, arguments in calls:
                     if method == "start":
                         self._engine.start(self._send_events)
@@ -84,7 +87,10 @@ class EngineServer:
     def _send_changes(self) -> None:
         """Send the statistics if they have changed since the last message, and the KvFlow that an answer lacked."""
         with self._lock:
-            self._has_called, self._check_at_s = False, time.monotonic() + _IDLE_S
+            now_s, after_calls_s = time.monotonic(), self._called_s + _AFTER_CALL_S
+            # The effects of calls that came since the first one may show later.
+            self._is_soon = now_s < after_calls_s
+            self._check_at_s = after_calls_s if self._is_soon else now_s + _IDLE_S
             if self._owes_flow or (self._taken_count, self._engine.stats()) != self._sent_state:
                 self._send(None, ())
 
@@ -107,9 +113,11 @@ class EngineServer:
         with self._lock:
             result = None if error is not None else done.result()
             # A KvFlow takes time that the caller waits for. It is left out if the next check sends it soon.
-            self._send(number, result, error, with_kv_flow=not self._has_called)
-        # The reader may be queued on this core, where it would wait for the end of the engine's turn (SCHED_BATCH).
-        os.sched_yield()
+            self._send(number, result, error, with_kv_flow=not self._is_soon)
+            is_idle = not self._sent_state[1].running_requests
+        if is_idle:
+            # The reader runs under SCHED_BATCH: queued on this core, it would wait until this thread sleeps.
+            os.sched_yield()
 
     def _send_events(self, events: Sequence[EngineEvent]) -> None:
         is_due = time.monotonic() >= self._flow_sent_s + _KV_FLOW_EVERY_S

@@ -46,7 +46,8 @@ class VllmCore:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self._llm = llm
-        # Replaces the arrival time, by which vLLM orders requests of one priority.
+        # Number of requests so far. Makes their ids unique, and replaces their arrival times, by which vLLM orders
+        # requests of one priority.
         self._count = 0
         self._scheduler = llm.engine_core.engine_core.scheduler
         self._seat_count = self._scheduler.max_num_active_reqs

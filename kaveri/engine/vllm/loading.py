@@ -224,7 +224,7 @@ def _start(
         except Exception as error:  # vLLM has no common class for unsupported options
             raise refusal(folder, values, error, "vllm") from error
         if meeting is None:
-            _lower_gloo_threads()
+            _lower_gloo_priority()
             return llm, (_worker_side().plane,)
         try:
             return llm, meeting.ranks()
@@ -233,7 +233,7 @@ def _start(
             raise
 
 
-def _lower_gloo_threads() -> None:
+def _lower_gloo_priority() -> None:
     """Set SCHED_IDLE for gloo's threads. vLLM creates 39 process groups on the CPU; each has a thread that polls 100
     times per second, although a group of one rank has nothing to receive."""
     for comm in Path("/proc/self/task").glob("*/comm"):

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from kaveri.engine.own_process_server import EngineServer
 from kaveri.engine.settings import EngineSettings
 from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.errors import ConfigError, EngineError, NoCapacity, RequestAlreadyExists
-from kaveri.kv.transfer.flow import KvFlow
+from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
 from kaveri.testing.engine_conformance import make_request, running_pair
 from kaveri.testing.engine_recorder import SOON_S, EngineRecorder, wait_until_free, wait_until_idle
 from tests.support.engine_suite import EngineSuite, ReplicaStores
@@ -208,32 +209,98 @@ def test_a_prompt_that_is_refused_does_not_keep_the_engine_busy(pids: list[int])
     engine.close()
 
 
-def test_what_calls_have_changed_is_sent_soon_also_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Only the check after a call may send them, not the regular one of an idle engine.
-    monkeypatch.setattr(own_process_server, "_IDLE_S", 10 * SOON_S)
-    ours, theirs = multiprocessing.Pipe()
-    engine = build_engine(_settings())
-    server = threading.Thread(target=EngineServer(theirs, engine).serve, daemon=True)
-    server.start()
+class _Served:
+    """An EngineServer on a thread, and the service's end of its connection."""
 
-    def received(fits: Callable[[int | None, EngineStats, KvFlow | None], bool]) -> KvFlow | None:
+    def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Only checks after calls may send anything, not the regular one of an idle engine.
+        monkeypatch.setattr(own_process_server, "_IDLE_S", 10 * SOON_S)
+        monkeypatch.setattr(own_process_server, "_AFTER_CALL_S", 0.3)
+        self._ours, theirs = multiprocessing.Pipe()
+        self.server = EngineServer(theirs, engine)
+        self._thread = threading.Thread(target=self.server.serve, daemon=True)
+        self._thread.start()
+
+    def call(self, *calls: tuple[Any, ...]) -> None:
+        own_process.send(self._ours, list(calls))
+
+    def received(self, fits: Callable[[int | None, EngineStats, KvFlow | None], bool]) -> KvFlow | None:
+        """Return the KvFlow of the next message that fits. fits: given its number, statistics and KvFlow."""
         while True:
-            assert ours.poll(SOON_S), "nothing came"
-            _, number, _, error, stats, kv_flow = own_process.receive(ours)
+            assert self._ours.poll(SOON_S), "nothing came"
+            _, number, _, error, stats, kv_flow = own_process.receive(self._ours)
             assert error is None
             if fits(number, EngineStats(*stats), kv_flow):
                 return kv_flow
 
+    def close(self) -> None:
+        self.call((9, "close", ()))
+        self.received(lambda number, *_: number == 9)
+        self._thread.join(SOON_S)
+        assert not self._thread.is_alive()
+
+
+class _Granting:
+    """An engine whose statistics never change, and which answers reserve() when it is told to."""
+
+    def __init__(self) -> None:
+        self.ticket: Future[str] = Future()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(1, 0, 0, 0, 0)
+
+    def kv_flow(self) -> KvFlow:
+        return KvFlow(SenderFlow(), ReceiverFlow())
+
+    def reserve(self) -> Future[str]:
+        return self.ticket
+
+    def check_integrity(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_what_calls_have_changed_is_sent_soon_also_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build_engine(_settings())
+    served = _Served(engine, monkeypatch)
     request = make_request(engine, "r", 40, 20)
-    own_process.send(ours, [(None, "start", ()), (0, "reserve", (request, 10 * SOON_S))])
-    assert received(lambda number, *_: number == 0) is None, "the answer is fast"
-    received(lambda _, __, kv_flow: kv_flow is not None and kv_flow.receiving.leased_block_count > 0)
-    own_process.send(ours, [(None, "abort", (request.key,))])
-    received(lambda _, stats, __: stats.free_blocks == engine.info.total_blocks)
-    own_process.send(ours, [(1, "close", ())])
-    received(lambda number, *_: number == 1)
-    server.join(SOON_S)
-    assert not server.is_alive()
+    served.call((None, "start", ()), (0, "reserve", (request, 10 * SOON_S)))
+    served.received(lambda _, __, kv_flow: kv_flow is not None and kv_flow.receiving.leased_block_count > 0)
+    served.call((None, "abort", (request.key,)))
+    served.received(lambda _, stats, __: stats.free_blocks == engine.info.total_blocks)
+    served.close()
+
+
+def test_an_answer_has_no_kv_flow_if_one_follows_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _Granting()
+    served = _Served(engine, monkeypatch)
+    served.call((0, "reserve", ()), (1, "check_integrity", ()))
+    served.received(lambda number, *_: number == 1)
+    engine.ticket.set_result("a ticket")
+    assert served.received(lambda number, *_: number == 0) is None
+    assert served.received(lambda number, *_: number is None) is not None, "nothing else has changed"
+    served.close()
+
+
+def test_an_answer_after_the_check_has_a_kv_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _Granting()
+    served = _Served(engine, monkeypatch)
+    served.call((0, "reserve", ()))
+    served.received(lambda number, *_: number is None)
+    engine.ticket.set_result("a ticket")
+    assert served.received(lambda number, *_: number == 0) is not None
+    served.close()
+
+
+def test_a_check_right_after_a_call_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_process_server, "_AFTER_CALL_S", SOON_S)
+    server = EngineServer(multiprocessing.Pipe()[0], _Granting())
+    server._called_s = time.monotonic()
+    server._send_changes()
+    assert server._check_at_s == server._called_s + SOON_S
+    server._called_s -= SOON_S
+    server._send_changes()
+    assert server._check_at_s < time.monotonic() + SOON_S, "the regular check of an idle engine"
 
 
 def test_a_setting_that_the_engine_refuses_is_refused_here(pids: list[int]) -> None:
