@@ -45,6 +45,7 @@ _Packed = list[tuple[Any, ...]] | EngineEvent
 _ANSWER_TIMEOUT_S = 10.0
 """A process that does not answer for this many seconds is presumed stuck and killed."""
 _INTEGRITY_TIMEOUT_S = 60.0
+_STOPPED = EngineStopped("its process has ended")
 _CLOSE_TIMEOUT_S = 15.0
 """Longer than an engine takes to close."""
 
@@ -136,7 +137,7 @@ class OwnProcessEngine:
     def start(self, listener: EngineListener) -> None:
         self._listener = listener
         if self._is_over:
-            listener([_stopped()])
+            listener([_STOPPED])
         else:
             # If it has just ended, the listener is called for that.
             with contextlib.suppress(EngineError):
@@ -325,7 +326,7 @@ class OwnProcessEngine:
         for answer in answers:
             answer.set_exception(_ended())
         if self._listener is not None and not self._closing:
-            self._listener([_stopped()])
+            self._listener([_STOPPED])
         # It has closed the connection, or cannot be reached any more.
         try:
             self._process.wait(_CLOSE_TIMEOUT_S)
@@ -336,7 +337,3 @@ class OwnProcessEngine:
 
 def _ended() -> EngineError:
     return EngineError("its process has ended")
-
-
-def _stopped() -> EngineStopped:
-    return EngineStopped("its process has ended")

@@ -121,7 +121,10 @@ class EngineServer:
 
     def _send_events(self, events: Sequence[EngineEvent]) -> None:
         is_due = time.monotonic() >= self._flow_sent_s + _KV_FLOW_EVERY_S
-        self._send(None, pack(events), with_kv_flow=is_due or not all(map(_only_continues, events)))
+        only_continue = all(
+            isinstance(event, StepTokens) and all(step.finish is None for step in event.steps) for event in events
+        )
+        self._send(None, pack(events), with_kv_flow=is_due or not only_continue)
 
     def _send(
         self, number: int | None, result: object, error: BaseException | None = None, *, with_kv_flow: bool = True
@@ -136,10 +139,6 @@ class EngineServer:
                 kv_flow, self._flow_sent_s = self._engine.kv_flow(), time.monotonic()
             self._owes_flow = not with_kv_flow and (self._owes_flow or number is not None)
             send(self._connection, (taken_count, number, result, error, tuple(stats), kv_flow))
-
-
-def _only_continues(event: EngineEvent) -> bool:
-    return isinstance(event, StepTokens) and all(step.finish is None for step in event.steps)
 
 
 def serve(connection: "Connection[Any, Any]") -> None:

@@ -90,7 +90,8 @@ class InstanceServer(InstanceServiceServicer):
             changed = await (self._process.undrain() if request.undo else self._process.drain())
         except KaveriError as error:
             await abort(context, error)
-        return instance_pb2.DrainResponse(changed=changed, requests=_requests(self._process.load()))
+        load = self._process.load()
+        return instance_pb2.DrainResponse(changed=changed, requests=load.waiting_requests + load.running_requests)
 
     def _check_operator(self, context: aio.ServicerContext[Any, Any]) -> None:
         if self._operators is not None:
@@ -131,7 +132,7 @@ class InstanceServer(InstanceServiceServicer):
             return response
         leader, forwarded = self._store.view().leader(), instance_pb2.SetPhasesRequest()
         if leader is None or request.forwarded or leader.record.instance_id == self._process.record.instance_id:
-            raise _no_leader()
+            raise Unavailable("no router leads the cluster now", retry_after_s=LEADER_LEASE_S)
         forwarded.CopyFrom(request)
         forwarded.forwarded = True
         # The leader checks the caller as well.
@@ -165,11 +166,3 @@ def _phases(request: instance_pb2.SetPhasesRequest) -> tuple[Phase, ...]:
     if len(set(phases)) < len(request.phases):
         raise InvalidArgument("phases", str(list(request.phases)), f"of {', '.join(Phase)}, each once")
     return phases
-
-
-def _no_leader() -> Unavailable:
-    return Unavailable("no router leads the cluster now", retry_after_s=LEADER_LEASE_S)
-
-
-def _requests(load: InstanceLoad) -> int:
-    return load.waiting_requests + load.running_requests

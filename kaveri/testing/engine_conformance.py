@@ -121,21 +121,15 @@ def when_there_is_room(call: Callable[[], ResultT]) -> ResultT:
             threading.Event().wait(0.002)
 
 
-def _has_ended(recorder: EngineRecorder, key: EngineKey) -> bool:
-    return key in recorder.finished or bool(recorder.of(RequestFailed, key))
-
-
 def finish_when_there_is_room(engine: PrefillEngine, recorder: EngineRecorder, request: EngineRequest) -> list[int]:
-    """Wait for the end of an answer, and return its tokens. A prompt that the engine refuses by an event, as it may for
-    want of blocks, is submitted again."""
-    while True:
-        key = request.key
-        recorder.wait_until(partial(_has_ended, recorder, key), f"end of {key}")
-        if key in recorder.finished:
-            return recorder.token_ids[key]
-        assert not recorder.of(RequestFailed, key)[0].is_final
-        request = replace(request, key=key._replace(serial=key.serial + 1))
-        when_there_is_room(partial(engine.prefill, request))
+    """Return an answer's tokens after its end. A prompt that is refused by an event is submitted again."""
+    key = request.key
+    recorder.wait_until(lambda: key in recorder.finished or bool(recorder.of(RequestFailed, key)), f"end of {key}")
+    if key in recorder.finished:
+        return recorder.token_ids[key]
+    again = replace(request, key=key._replace(serial=key.serial + 1))
+    when_there_is_room(partial(engine.prefill, again))
+    return finish_when_there_is_room(engine, recorder, again)
 
 
 @contextmanager

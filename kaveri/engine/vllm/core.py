@@ -3,6 +3,7 @@ by the thread that constructs the engine, then by the engine thread alone."""
 
 import contextlib
 from collections.abc import Collection, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from vllm.v1.engine import EngineCoreRequest
@@ -116,7 +117,7 @@ class VllmCore:
             # vLLM keeps a slot for each held request.
             scheduler.max_num_active_reqs = self._seat_count - len(left_out)
         # Decoding requests precede prompts under way, which would take all tokens of the step.
-        scheduler.running = sorted(computed, key=_is_prompt)
+        scheduler.running = sorted(computed, key=attrgetter("is_prefill_chunk"))
         try:
             outputs = self._llm.engine_core.get_output().outputs
         finally:
@@ -181,7 +182,3 @@ class VllmCore:
             rank.shutdown()
         with contextlib.suppress(Exception):
             self._llm.engine_core.shutdown()
-
-
-def _is_prompt(request: Any) -> bool:
-    return bool(request.is_prefill_chunk)
