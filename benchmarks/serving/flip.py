@@ -189,7 +189,7 @@ async def _seen_in(store: RedisStore, to: Phase) -> float:
 
 
 def _work(channel: aio.Channel, record: InstanceRecord, to: Phase, request_id: str) -> Callable[[], Any]:
-    """Return a function that sends the instance a request of this phase."""
+    """Return a function that calls Submit (prefill) or Reserve (decode) on the instance."""
     call: Callable[..., Any]
     message: Any
     term = term_pb2.Term(attempt=1)

@@ -51,11 +51,11 @@ class EngineServer:
         self._owes_flow = False
         """True if an answer was sent without a KvFlow, and none has been sent since."""
         self._check_at_s = 0.0
-        """Time of the next check for changes."""
+        """Value of time.monotonic() at which to check next if the statistics have changed."""
         self._called_s = 0.0
-        """Time at which the last calls arrived."""
+        """Value of time.monotonic() when the latest calls arrived."""
         self._is_soon = False
-        """True if the next check is due to calls: at most _AFTER_CALL_S away."""
+        """True if calls have arrived since the last check, so that the next is at most _AFTER_CALL_S away."""
 
     def serve(self) -> None:
         """Serve calls until close() is called or the connection ends."""
@@ -67,7 +67,7 @@ class EngineServer:
                 calls = receive(self._connection)
                 self._called_s = time.monotonic()
                 if not self._is_soon:
-                    # Also postpones a regular check that is due now, which would delay the answer.
+                    # A regular check that is due now is postponed: it would delay the answer.
                     self._is_soon, self._check_at_s = True, self._called_s + _AFTER_CALL_S
                 for number, method, arguments in calls:
                     if method == "start":
@@ -88,7 +88,7 @@ class EngineServer:
         """Send the statistics if they have changed since the last message, and the KvFlow that an answer lacked."""
         with self._lock:
             now_s, after_calls_s = time.monotonic(), self._called_s + _AFTER_CALL_S
-            # The effects of calls that came since the first one may show later.
+            # The latest calls may change the statistics after this check.
             self._is_soon = now_s < after_calls_s
             self._check_at_s = after_calls_s if self._is_soon else now_s + _IDLE_S
             if self._owes_flow or (self._taken_count, self._engine.stats()) != self._sent_state:
@@ -112,11 +112,11 @@ class EngineServer:
         error = done.exception()
         with self._lock:
             result = None if error is not None else done.result()
-            # A KvFlow takes time that the caller waits for. It is left out if the next check sends it soon.
+            # Computing a KvFlow would delay the answer. If a check is due soon, that sends it instead.
             self._send(number, result, error, with_kv_flow=not self._is_soon)
             is_idle = not self._sent_state[1].running_requests
         if is_idle:
-            # The reader runs under SCHED_BATCH: queued on this core, it would wait until this thread sleeps.
+            # The process that reads the answer runs under SCHED_BATCH: it does not preempt this thread on its core.
             os.sched_yield()
 
     def _send_events(self, events: Sequence[EngineEvent]) -> None:

@@ -210,7 +210,7 @@ def test_a_prompt_that_is_refused_does_not_keep_the_engine_busy(pids: list[int])
 
 
 class _Served:
-    """An EngineServer on a thread, and the service's end of its connection."""
+    """EngineServer on a thread, and a connection to it that is used as a service would."""
 
     def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         # Only checks after calls may send anything, not the regular one of an idle engine.
@@ -241,7 +241,7 @@ class _Served:
 
 
 class _Granting:
-    """An engine whose statistics never change, and which answers reserve() when it is told to."""
+    """Engine with constant statistics. A test completes reserve() by setting the result of `ticket`."""
 
     def __init__(self) -> None:
         self.ticket: Future[str] = Future()
