@@ -144,9 +144,6 @@ class AsyncStream:
         self._sessions.note_cancelled()
         return not self._closed and not self._sessions.received.is_complete
 
-    def _cancel_when_known(self) -> None:
-        self._sessions.cancel_when_known()
-
     async def __aenter__(self) -> Self:
         return self
 
@@ -357,7 +354,7 @@ class AsyncClient:
         if not response.found:
             # A router may not have received the request yet.
             for stream in own:
-                stream._cancel_when_known()
+                stream._sessions.cancel_when_known()
         return response.found or bool(own)
 
     async def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:

@@ -186,20 +186,16 @@ def _print_help(config_type: type[Any], program: str) -> None:
         default = "required" if entry.default is MISSING else f"default: {_shown(entry.default)}"
         text = entry.metadata["help"]
         unit = entry.name.split("_")[-1]
-        groups[_group_title(_declaring_class(config_type, entry.name))].append(
+        declared_by = next(each for each in config_type.__mro__ if entry.name in inspect.get_annotations(each))
+        groups[_group_title(declared_by)].append(
             (f"{flag_of(entry.name)} <{unit}>", f"{text[0].upper()}{text[1:]}.  [env var: {variables}; {default}]")
         )
     with quiet_output():
         print(_help_text(program, config_type.__doc__ or "", groups))
 
 
-def _declaring_class(config_type: type[Any], name: str) -> type[Any]:
-    return next(each for each in config_type.__mro__ if name in inspect.get_annotations(each))
-
-
 def _group_title(config_type: type[Any]) -> str:
-    title: str = vars(config_type).get("HELP_TITLE", OPTIONS)
-    return title
+    return str(vars(config_type).get("HELP_TITLE", OPTIONS))
 
 
 def _help_text(program: str, doc: str, groups: Mapping[str, Sequence[tuple[str, str]]]) -> str:

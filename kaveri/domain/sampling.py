@@ -171,7 +171,10 @@ class SamplingParams(StopConditions):
         check_counts(0, 0, len(pairs), len(bad_words), len(allowed))
         for text in bad_words:
             _check_text("bad_words", text, MAX_BAD_WORD_BYTES)
-        bias = {_whole("logit_bias", token_id, 0, _UINT32_MAX): _bias(value) for token_id, value in pairs}
+        bias = {
+            _whole("logit_bias", token_id, 0, _UINT32_MAX): _number("logit_bias", added, -_MAX_BIAS, _MAX_BIAS)
+            for token_id, added in pairs
+        }
         return {
             "logit_bias": tuple(sorted(bias.items())),
             "bad_words": bad_words,
@@ -321,10 +324,6 @@ def _pair(value: object) -> tuple[object, object]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise InvalidArgument("params.logit_bias", value, "a token id and the number added to its logit")
     return value[0], value[1]
-
-
-def _bias(value: object) -> float:
-    return _number("logit_bias", value, -_MAX_BIAS, _MAX_BIAS)
 
 
 def _check_text(name: str, text: object, most_bytes: int) -> None:

@@ -58,7 +58,7 @@ def pair_up(instances: Iterable[ViewedInstance], partners: Mapping[str, str]) ->
     }
     alone = [one for name, one in by_id.items() if name not in paired and not is_late(one)]
     free = [one for one in alone if _holds(one)]
-    for group_of in (_kind_and_host, _kind):
+    for group_of in (lambda one: (_kind(one), one.record.address.rpartition(":")[0]), _kind):
         groups = defaultdict[Hashable, list[ViewedInstance]](list)
         for one in free:
             groups[group_of(one)].append(one)
@@ -82,10 +82,6 @@ def _holds(one: ViewedInstance) -> bool:
 
 def _kind(one: ViewedInstance) -> Hashable:
     return one.record.model, one.record.layout
-
-
-def _kind_and_host(one: ViewedInstance) -> Hashable:
-    return _kind(one), one.record.address.rpartition(":")[0]
 
 
 def _pairs(group: Sequence[ViewedInstance]) -> Iterator[tuple[ViewedInstance, ViewedInstance]]:

@@ -224,11 +224,7 @@ def _holders_elsewhere(view: ClusterView, owner: InstanceRecord, holders: _Holde
     if not domain:
         return holders.ready
     key = ("holders elsewhere", owner.model, id(owner.layout), domain)
-    return view.derive(key, _find_elsewhere, holders, domain)
-
-
-def _find_elsewhere(holders: _Holders, domain: str) -> tuple[ViewedInstance, ...]:
-    return tuple(instance for instance in holders.ready if instance.record.failure_domain != domain)
+    return view.derive(key, lambda: tuple(each for each in holders.ready if each.record.failure_domain != domain))
 
 
 def is_worth_a_resume(replica: ReplicaLocation, context_tokens: int, view: ClusterView, model: str) -> bool:

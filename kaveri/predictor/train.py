@@ -296,12 +296,8 @@ def _trainer(data: _TrainingData, work: Path, settings: TrainSettings) -> Any:
         data_collator=collate,
         train_dataset=data.examples[Split.TRAIN],
         eval_dataset=data.examples[Split.VALIDATION],
-        compute_metrics=_accuracy,
+        compute_metrics=lambda found: {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())},
     )
-
-
-def _accuracy(prediction: Any) -> dict[str, float]:
-    return {"accuracy": float((prediction.predictions.argmax(axis=-1) == prediction.label_ids).mean())}
 
 
 def _last_whole_checkpoint(work: Path) -> Path | None:

@@ -58,7 +58,7 @@ def measure_steps(
     for number in range(rounds + 1):
         shuffle(prefills)
         # Steps with the same context are adjacent: writing the context takes longer than the steps.
-        for step in sorted((*prefills, *decodes), key=_context_order):
+        for step in sorted((*prefills, *decodes), key=lambda step: step.ranges[0][1] if step.ranges[0][0] else 0):
             taken_s = [bench.run(step, clock)]
             while number > 0 and sum(taken_s) < _ROUND_S and len(taken_s) < _ROUND_RUNS:
                 taken_s.append(bench.run(step, clock))
@@ -75,11 +75,6 @@ def measure_steps(
             for step in decodes
         ),
     )
-
-
-def _context_order(step: _Step) -> int:
-    start, stop = step.ranges[0]
-    return stop if start > 0 else 0
 
 
 def _token_count(step: _Step) -> int:

@@ -5,6 +5,7 @@ It mirrors services/prefill: role.py, room_finder.py and decode_placer.py, event
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 
 from kaveri.domain.view import ClusterView, InstanceRecord, ViewedInstance
 from kaveri.engine.stepwise.sequence import SequencePhase
@@ -138,13 +139,10 @@ class SimulatedPrefill(SimulatedInstance):
                 if seeking.reserved is not None and isinstance(attempt.decode, SimulatedDecode):
                     attempt.decode.give_back(seeking.reserved)
             error = Unavailable(f"{self.record.instance_id} has died")
-            self._timeline.post(self._report_lost, (attempt, error))
+            self._timeline.post(partial(self._router.lost, attempt), error)
         self._live.clear()
         self._searches.clear()
         self._seeking.clear()
-
-    def _report_lost(self, lost: tuple[SimulatedAttempt, KaveriError]) -> None:
-        self._router.lost(*lost)
 
     def _submit(self) -> None:
         while (attempt := self._queue.next()) is not None:

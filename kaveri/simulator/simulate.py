@@ -235,11 +235,3 @@ class Simulation:
     def _request(self, number: int, planned: PlannedRequest, due_s: float) -> SimulatedRequest:
         lengths = planned.lengths
         return SimulatedRequest(number, due_s, lengths.prompt_tokens, lengths.output_tokens)
-
-    def check_conservation(self) -> None:
-        """Assert that each request ended exactly once, and that no request or block is left anywhere."""
-        assert all(ends == 1 for ends in self.table.ends), "a request ended never, or more than once"
-        empty = {name: one.is_empty() for name, one in self.prefills.items()}
-        empty |= {name: one.is_empty() for name, one in self.decodes.items()}
-        assert all(empty.values()), f"something is left at an instance: {empty}"
-        assert self.router.is_empty(), "something is left at the router"

@@ -29,11 +29,6 @@ class ControlTokens:
         self.backend = _without_marker(backend, control, self._marker)
         """Copy of the tokenizer that drops markers once it has searched for control tokens."""
 
-    def mark_all(self, texts: Iterable[str]) -> tuple[list[str], bool]:
-        """Mark several texts. Returns them and True if any of them has control tokens."""
-        marked = [self.mark(text) for text in texts]
-        return [text for text, _ in marked], any(found for _, found in marked)
-
     def mark(self, text: str) -> tuple[str, bool]:
         """Break each control token in `text` with a marker. Returns the text, to be encoded with `backend`, and True if
         it has control tokens, also after normalization."""

@@ -24,12 +24,10 @@ _TOKEN_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0
 _TEXTS: Schema = {"type": "array", "items": _TEXT, "minItems": 1}
 
 
-def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
 def _object(properties: dict[str, Schema], required: tuple[str, ...] = (), *, is_open: bool = False) -> Schema:
-    optional = {name: schema if name in required else _or_null(schema) for name, schema in properties.items()}
+    optional = {
+        name: one if name in required else {"anyOf": [one, {"type": "null"}]} for name, one in properties.items()
+    }
     return {"type": "object", "properties": optional, "required": [*required], "additionalProperties": is_open}
 
 

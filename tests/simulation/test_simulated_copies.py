@@ -16,6 +16,7 @@ from kaveri.workload.requests import PlannedRequest, RequestLengths
 from tests.simulation.cluster.directed import cluster, request, story
 from tests.simulation.cluster.plan import Fault, FaultKind
 from tests.simulation.cluster.schedule import run_schedule
+from tests.support.conservation import check_conservation
 
 BLOCK_TOKENS = 16
 POOL_BLOCKS = 2000
@@ -90,7 +91,7 @@ def of_simulator(mode: ReplicationMode, killed: str) -> GoneOn:
     lengths = RequestLengths(PROMPT_TOKENS, ANSWER_TOKENS)
     simulation = Simulation(spec, [PlannedRequest(number, at_s, lengths) for number, at_s in enumerate(ARRIVALS_S)])
     run = simulation.run().columns()
-    simulation.check_conservation()
+    check_conservation(simulation)
     resumed = run.server["resumes"] > 0
     attempts = sum(simulation.table.attempts)
     return GoneOn(

@@ -10,8 +10,8 @@ from kaveri.kv.layout.regions import RegionCopy, TokenPlaces, map_regions
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """Conversion from a source pool's blocks to those of a destination pool with another layout, for the layers and KV
-    heads that both hold. Made by map_blocks().
+    """Conversion from a source pool's blocks to those of a destination pool with another layout, whose layers and KV
+    heads are the source's or some of them. Made by map_blocks().
 
     >>> whole = KvLayout("model", 4, block_tokens=32, kv_head_count=2, head_dim=8, dtype="float16")
     >>> upper = KvLayout("model", 2, 16, 1, 8, "float16", first_layer=2, first_kv_head=1)
@@ -47,11 +47,10 @@ class BlockMap:
             block_tokens = self.destination.block_tokens
             stop = destination_first + -(-(tokens.stop - destination_first) // block_tokens) * block_tokens
             tokens = range(tokens.start, stop)
-        heads = _common(self.source.kv_heads, self.destination.kv_heads)
+        heads = self.destination.kv_heads
         source_head = heads.start - self.source.first_kv_head
-        destination_head = heads.start - self.destination.first_kv_head
         source = TokenPlaces.of_blocks(self.source, source_ids, source_head, source_first)
-        destination = TokenPlaces.of_blocks(self.destination, destination_ids, destination_head, destination_first)
+        destination = TokenPlaces.of_blocks(self.destination, destination_ids, 0, destination_first)
         head_bytes = self.source.head_dim * ELEMENT_BYTES[self.source.dtype]
         return map_regions(tokens, len(heads), head_bytes, source, destination)
 
@@ -62,7 +61,3 @@ def map_blocks(source: KvLayout, destination: KvLayout) -> BlockMap:
     of them. Raises LayoutMismatch if the blocks cannot be converted."""
     source.require_part(destination)
     return BlockMap(source, destination)
-
-
-def _common(one: range, other: range) -> range:
-    return range(max(one.start, other.start), min(one.stop, other.stop))

@@ -21,6 +21,7 @@ from services.decode import holder, replicator
 from services.router.recovery import holders
 from tests.library.simulator.test_failures import dying
 from tests.library.simulator.test_simulate import LATENCY, colocated_of, decoder_of, poisson, run_whole, spec_of
+from tests.support.conservation import check_conservation
 
 LONE = [PlannedRequest(0, 0.0, RequestLengths(400, 100))]
 PREFILL_S = LATENCY.step_s([(0, 400)])
@@ -201,7 +202,7 @@ def test_a_request_that_its_holder_has_no_room_for_is_computed_again() -> None:
     simulation.timeline.at(0.05, fill, 3)
     simulation.timeline.at(DIES_S + 0.5, fill, pool.free_count)
     run = simulation.run().columns()
-    simulation.check_conservation()
+    check_conservation(simulation)
     assert losses(run) == (0, 0, 442)
 
 

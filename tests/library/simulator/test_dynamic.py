@@ -26,6 +26,7 @@ from kaveri.simulator.simulate import Simulation
 from kaveri.simulator.spec import ClusterSpec, CopySpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec
 from kaveri.workload.requests import PlannedRequest, RequestLengths, WorkloadClass, draw_lengths, plan_requests
 from tests.library.simulator.test_simulate import LATENCY, poisson, run_whole, spec_of
+from tests.support.conservation import check_conservation
 
 SLO = FlipRules(policy=FlipPolicy.SLO, ttft_s=1.0, tpot_s=0.03)
 PREFILL, DECODE = (Phase.PREFILL,), (Phase.DECODE,)
@@ -77,7 +78,7 @@ def run_ordered(
     for number, (at_s, _, _) in enumerate(orders, 1):
         simulation.timeline.at(at_s, carry_out, number)
     assert simulation.run().columns().answered.all()
-    simulation.check_conservation()
+    check_conservation(simulation)
     return simulation
 
 
@@ -296,7 +297,7 @@ def test_an_instance_that_begins_to_decode_takes_its_share_of_the_answers_that_r
         assert isinstance(other, SimulatedDynamic)
         simulation.timeline.at(2.0, lambda _: other.order(DECODE, PhaseOrder(1, 1)))
         run = simulation.run().columns()
-        simulation.check_conservation()
+        check_conservation(simulation)
         assert run.answered.all()
         assert bool(simulation.router.moved_count) is copies
         return float(run.last_s.max())

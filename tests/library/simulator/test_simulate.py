@@ -41,6 +41,7 @@ from services.instance import service
 from services.prefill import decode_placer
 from services.router import request_placer
 from services.router.recovery import losses
+from tests.support.conservation import check_conservation
 
 LATENCY = load_latency_model("opt-13b-a100-tp2")
 NO_OTHERS = {"prefill_count": 0, "decode_count": 0, "colocated_count": 1}
@@ -64,7 +65,7 @@ def run_whole(spec: ClusterSpec, requests: list[PlannedRequest], concurrency: in
     """Run a simulation in which every request must be answered; check that tokens and blocks are conserved."""
     simulation = Simulation(spec, requests, concurrency)
     run = simulation.run().columns()
-    simulation.check_conservation()
+    check_conservation(simulation)
     assert run.answered.all()
     assert (run.tokens.received == run.tokens.planned).all(), "tokens drawn are not those asked for"
     assert (run.first_s >= run.due_s).all()
