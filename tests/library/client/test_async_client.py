@@ -228,7 +228,7 @@ async def test_a_cancel_that_overtakes_its_request_is_not_lost(target: str) -> N
 async def test_a_cancel_that_reaches_no_router_is_given_up_at_the_requests_deadline() -> None:
     async with AsyncClient(f"127.0.0.1:{free_port()}") as client:
         stream = client.stream("unread", request_id="late", timeout_s=0.3)
-        stream._cancel_when_known()
+        stream._sessions.cancel_when_known()
         cancelling = stream._sessions._cancellation.task
         assert cancelling is not None
         await until(cancelling.done, "the cancel is given up")

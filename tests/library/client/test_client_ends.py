@@ -22,7 +22,7 @@ async def test_a_request_that_has_failed_is_not_cancelled_any_more(
     service.error = NoCapacity("router", 0.25, "queue full")
     async with AsyncClient(target) as client:
         stream = client.stream("error", request_id="mine")
-        stream._cancel_when_known()
+        stream._sessions.cancel_when_known()
         cancelling = stream._sessions._cancellation.task
         assert cancelling is not None
         with pytest.raises(NoCapacity):
