@@ -75,15 +75,17 @@ def computing(engine: str, block_tokens: int) -> OverheadCase:
     )
 
 
-def in_pools(case: OverheadCase) -> OverheadCase:
-    """The same with copies in the pools of pairs."""
-    return replace(case, name=f"{case.name}, copies in pools", copies=PAIRS)
+def in_pools(case: OverheadCase, pool: str) -> OverheadCase:
+    """The same with copies in the pools of pairs. `pool` is as large as a pool and the host memory for copies together:
+    in a smaller one, copies give way to requests and are made again."""
+    settings = case.settings | {"kv_cache_memory": pool}
+    return replace(case, name=f"{case.name}, copies in pools", settings=settings, copies=PAIRS)
 
 
 CASES = (
     timed(64 * 1024, 32, 96, "640MiB"),
     timed(800 * 1024, 6, 160, "1400MiB"),
-    in_pools(timed(800 * 1024, 6, 160, "1400MiB")),
+    in_pools(timed(800 * 1024, 6, 160, "1400MiB"), "2800MiB"),
     computing("transformers", 16),
 )
 
