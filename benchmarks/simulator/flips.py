@@ -38,6 +38,7 @@ from kaveri.simulator.simulate import Simulation
 from kaveri.simulator.spec import ClusterSpec, DecodeSpec, Overheads, PoolSpec, PrefillSpec
 from kaveri.workload.requests import PlannedRequest, RequestLengths, WorkloadClass, draw_lengths, plan_requests
 from kaveri.workload.summary import Slo
+from tests.support.conservation import check_conservation
 
 ValueT = TypeVar("ValueT")
 LATENCY_MODEL = "opt-13b-a100-tp2"
@@ -218,7 +219,7 @@ def _calm_outcome(stream_and_load: tuple[_Stream, float]) -> _Outcome:
 def _simulate(kind: str, requests: Sequence[PlannedRequest], seed: int) -> _Outcome:
     simulation = Simulation(_cluster(kind, seed), requests)
     met = SLO.met(simulation.run().columns())
-    simulation.check_conservation()
+    check_conservation(simulation)
     return _Outcome(float(met.mean()), simulation.flip_count)
 
 

@@ -22,6 +22,7 @@ from kaveri.simulator.simulate import Simulation
 from kaveri.simulator.spec import ClusterSpec, DecodeSpec, PoolSpec, PrefillSpec
 from kaveri.workload.requests import RequestLengths, gamma_arrivals, plan_requests
 from kaveri.workload.summary import Slo, summarize
+from tests.support.conservation import check_conservation
 
 SHAREGPT_ANSWER_TOKENS = (23, 58, 95, 146, 201, 258, 310, 353, 396, 440, 493, 548, 607, 680, 788, 927)
 """As SHAREGPT_PROMPT_TOKENS, of the answers."""
@@ -108,7 +109,7 @@ def _simulate(instances: int, count: int, rate_per_prefill: float, answer: Conne
     )
     simulation = Simulation(spec, requests)
     table = simulation.run()
-    simulation.check_conservation()
+    check_conservation(simulation)
     summary = summarize(table.columns(), Slo(0.5, 0.05))
     seconds = time.process_time() - started_s
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
