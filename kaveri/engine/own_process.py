@@ -45,9 +45,9 @@ _Packed = list[tuple[Any, ...]] | EngineEvent
 _ANSWER_TIMEOUT_S = 10.0
 """A process that does not answer for this many seconds is presumed stuck and killed."""
 _INTEGRITY_TIMEOUT_S = 60.0
-_STOPPED = EngineStopped("its process has ended")
 _CLOSE_TIMEOUT_S = 15.0
 """Longer than an engine takes to close."""
+_STOPPED = EngineStopped("its process has ended")
 
 
 class StartedProcess(Protocol):

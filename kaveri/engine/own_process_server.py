@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _IDLE_S = 0.25
 """Interval, in seconds, at which an engine is checked for statistics that changed without an event."""
 _AFTER_CALL_S = 0.01
-"""Delay of a check after calls: abort(), for example, frees blocks without an event."""
+"""Delay, in seconds, of a check after calls. Some cause no event: abort(), for example, frees blocks without one."""
 _KV_FLOW_EVERY_S = 0.05
 """Most seconds between two KvFlows while tokens are generated."""
 _SWITCH_INTERVAL_S = 0.0005
@@ -51,9 +51,9 @@ class EngineServer:
         self._owes_flow = False
         """True if an answer was sent without a KvFlow, and none has been sent since."""
         self._check_at_s = 0.0
-        """Value of time.monotonic() at which to check next if the statistics have changed."""
+        """Time of the next check for changed statistics, by time.monotonic()."""
         self._called_s = 0.0
-        """Value of time.monotonic() when the latest calls arrived."""
+        """Time at which the latest calls arrived, by time.monotonic()."""
         self._is_soon = False
         """True if calls have arrived since the last check, so that the next is at most _AFTER_CALL_S away."""
 
@@ -88,7 +88,7 @@ class EngineServer:
         """Send the statistics if they have changed since the last message, and the KvFlow that an answer lacked."""
         with self._lock:
             now_s, after_calls_s = time.monotonic(), self._called_s + _AFTER_CALL_S
-            # The latest calls may change the statistics after this check.
+            # Calls that have just arrived may still change the statistics: check again after them.
             self._is_soon = now_s < after_calls_s
             self._check_at_s = after_calls_s if self._is_soon else now_s + _IDLE_S
             if self._owes_flow or (self._taken_count, self._engine.stats()) != self._sent_state:
@@ -112,7 +112,7 @@ class EngineServer:
         error = done.exception()
         with self._lock:
             result = None if error is not None else done.result()
-            # Computing a KvFlow would delay the answer. If a check is due soon, that sends it instead.
+            # Computing a KvFlow would delay the answer. If a check is due soon, its message has the KvFlow instead.
             self._send(number, result, error, with_kv_flow=not self._is_soon)
             is_idle = not self._sent_state[1].running_requests
         if is_idle:

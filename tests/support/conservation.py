@@ -1,4 +1,4 @@
-"""Conservation in the simulator: nothing is lost, doubled or left."""
+"""Check of a finished simulation: no request is lost or ended twice, and no KV block is left allocated."""
 
 from kaveri.simulator.simulate import Simulation
 

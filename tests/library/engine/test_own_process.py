@@ -213,7 +213,7 @@ class _Served:
     """EngineServer on a thread, and a connection to it that is used as a service would."""
 
     def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Only checks after calls may send anything, not the regular one of an idle engine.
+        # The regular check of an idle engine is put off, so that only checks after calls send messages.
         monkeypatch.setattr(own_process_server, "_IDLE_S", 10 * SOON_S)
         monkeypatch.setattr(own_process_server, "_AFTER_CALL_S", 0.3)
         self._ours, theirs = multiprocessing.Pipe()
@@ -225,7 +225,7 @@ class _Served:
         own_process.send(self._ours, list(calls))
 
     def received(self, fits: Callable[[int | None, EngineStats, KvFlow | None], bool]) -> KvFlow | None:
-        """Return the KvFlow of the next message that fits. fits: given its number, statistics and KvFlow."""
+        """Wait for the next message for which fits(number, statistics, KvFlow) is true, and return its KvFlow."""
         while True:
             assert self._ours.poll(SOON_S), "nothing came"
             _, number, _, error, stats, kv_flow = own_process.receive(self._ours)
