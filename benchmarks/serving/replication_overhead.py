@@ -50,9 +50,11 @@ class OverheadCase:
     """Of each answer while no prompts arrive: enough to run on for seconds behind SETTLING_S."""
     copies: dict[str, str] = field(default_factory=lambda: SPREAD)
     """Settings of the stack with copies."""
+    rounds: int = 4
+    """Of each stack. Gaps at p99 differ by a twentieth from one round to the next."""
 
 
-def timed(kv_token_bytes: int, in_flight: int, answer_tokens: int, pool: str) -> OverheadCase:
+def timed(kv_token_bytes: int, in_flight: int, answer_tokens: int, pool: str, rounds: int) -> OverheadCase:
     """OPT-13B's time, with this much KV for each token."""
     settings = {
         "engine": "timed",
@@ -63,7 +65,7 @@ def timed(kv_token_bytes: int, in_flight: int, answer_tokens: int, pool: str) ->
         "replica_memory": pool,
     }
     name = f"{kv_token_bytes // 1024} KiB a token, compute off the CPU"
-    return OverheadCase(name, in_flight, 256, answer_tokens, 0.98, settings)
+    return OverheadCase(name, in_flight, 256, answer_tokens, 0.98, settings, rounds=rounds)
 
 
 def computing(engine: str, block_tokens: int) -> OverheadCase:
@@ -83,9 +85,9 @@ def in_pools(case: OverheadCase, pool: str) -> OverheadCase:
 
 
 CASES = (
-    timed(64 * 1024, 32, 96, "640MiB"),
-    timed(800 * 1024, 6, 160, "1400MiB"),
-    in_pools(timed(800 * 1024, 6, 160, "1400MiB"), "2800MiB"),
+    timed(64 * 1024, 32, 96, "640MiB", 4),
+    timed(800 * 1024, 6, 160, "1400MiB", 12),
+    in_pools(timed(800 * 1024, 6, 160, "1400MiB", 12), "2800MiB"),
     computing("transformers", 16),
 )
 
@@ -212,7 +214,7 @@ async def measure_case(
 
 async def measure_cases(cases: Sequence[OverheadCase], options: Options, report: Report) -> None:
     """One after the other."""
-    repeats, turns = options.choose(4, 1), options.choose(3, 1)
+    turns = options.choose(3, 1)
     report.workload = {
         "cases": [
             {
@@ -220,6 +222,7 @@ async def measure_cases(cases: Sequence[OverheadCase], options: Options, report:
                 "in_flight": case.in_flight,
                 "prompt_tokens": case.prompt_tokens,
                 "answer_tokens": case.answer_tokens,
+                "rounds": options.choose(case.rounds, 1),
             }
             for case in cases
         ],
@@ -228,7 +231,7 @@ async def measure_cases(cases: Sequence[OverheadCase], options: Options, report:
         "warm_up": "one for each in flight, on each stack",
     }
     for case in cases:
-        _report(report, case, *await measure_case(case, repeats, turns))
+        _report(report, case, *await measure_case(case, options.choose(case.rounds, 1), turns))
 
 
 def _report(report: Report, case: OverheadCase, found: dict[str, list[OverheadRound]], steady: list[float]) -> None:

@@ -266,7 +266,8 @@ class Replicated(RequestEvent):
 @dataclass(frozen=True, slots=True)
 class ReplicaEnded(RequestEvent):
     """Engine event: the request's replica (copy of its KV on another instance) stops growing: that instance is gone,
-    full, or refuses. The request continues; replicate() may be called again. Not sent after the request's own end."""
+    full, or refuses, or the request was preempted while blocks were copied. It continues; replicate() may be called
+    again. Not sent after the request's own end."""
 
     reason: str
 

@@ -1,17 +1,18 @@
 """Copies the KV of running requests to replicas (copies at other instances), in the background.
 
-A block is copied when its last token is computed: first to a staging slot in this process, then by an open push to the
-replica's holder. The request never waits: if its blocks are freed during a copy, the copy is discarded, as in a
-seqlock. DéjàVu (arXiv 2403.01876, section 4.2.3) streams each token's KV to the next worker; whole blocks are a
-fraction of the messages, fit opaque layouts, and what a holder lacks is computed in one chunk.
+A block is copied when its last token is computed, by an open push to the replica's holder: from the engine's pool, or
+by way of a staging slot. The request never waits: as in a seqlock, blocks that were freed before they were staged, or
+before they were marked, are not marked. DéjàVu (arXiv 2403.01876, section 4.2.3) streams each token's KV to the next
+worker; whole blocks are a fraction of the messages, fit opaque layouts, and what a holder lacks is computed in one
+chunk.
 
-    block computed ── staged ── pushed ── marked ── the holder keeps it: Replicated, and the slot is free
+    block computed ── in a slot ── pushed ── intact: marked ── the holder keeps it: Replicated, and the slot is free
 
 A silent holder is given up, so that another one replaces it. A request that is released stops between two steps; its
 last block is sent part full, and the push is finished with the tokens of that block.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +25,7 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.notes import NOTE_TOKENS_MAX, token_note
 from kaveri.kv.replicas.store import ReplicaKey
 from kaveri.kv.transfer.push import (
+    IsIntact,
     PushAccepted,
     PushEvent,
     PushExtended,
@@ -44,7 +46,7 @@ class ReplicaOptions:
     """Memory and rate limits for copying requests' KV to other instances (replicas)."""
 
     staging_bytes: int = 16 << 20
-    """Memory for blocks in flight, allocated by the first copy. At least four blocks, of any size."""
+    """Most bytes of blocks in flight; at least four blocks, of any size. vLLM's ranks allocate as much."""
     bytes_per_s: int = 0
     """Rate limit of copies, so that they leave room on the network; at least one block per second. 0: no limit."""
 
@@ -113,9 +115,12 @@ class CopyAccount(Protocol[OwnerT]):
         """End a request and free its blocks."""
 
 
-Staging = Callable[[int, int, bool], None]
-"""Copies all layers of a block (id in the engine's pool) to a slot. The last argument is True if its request waits for
-the copy, which then begins at once. Called without a lock: if the block changes meanwhile, the copy is discarded."""
+class _InFlight(NamedTuple):
+    """A block that its copy's holder has not confirmed."""
+
+    number: int
+    slot: int
+    place: BlockPlace
 
 
 @dataclass(eq=False, slots=True)
@@ -142,8 +147,10 @@ class _Copy(Generic[OwnerT]):
     """Blocks that the holder accepts so far; 0 until the push is open."""
     written: int = field(init=False)
     marked: int = field(init=False)
-    staged: "deque[tuple[int, int]]" = field(default_factory=deque)
-    """(block, slot) of blocks that the holder has not confirmed, in order."""
+    checked: int = field(init=False)
+    """Blocks [0, checked) had not changed when the sender had read them."""
+    in_flight: deque[_InFlight] = field(default_factory=deque)
+    """In order of their numbers."""
     given_up: str | None = None
     """Reason for which the push was aborted."""
     silent_since_s: float | None = None
@@ -152,7 +159,7 @@ class _Copy(Generic[OwnerT]):
 
     def __post_init__(self) -> None:
         # The holder already has the blocks before first_block.
-        self.written = self.marked = self.ticket.first_block
+        self.written = self.marked = self.checked = self.ticket.first_block
 
     @property
     def holder(self) -> tuple[tuple[tuple[KvEndpoint, ...], ...], int]:
@@ -163,9 +170,10 @@ class _Copy(Generic[OwnerT]):
 class Copier(Generic[OwnerT]):
     """Copies the KV of an engine's requests to other instances. Any thread calls replicate(), one at a time advance().
 
-    slot_count: slots (buffers for one block) in the staging pool. staging: copies a block to a slot. make_sender:
-    returns the sender that pushes slots. on_work: called, without a lock, when advance() may have new work. now_s: a
-    monotonic clock.
+    slot_count: most blocks in flight. staging: called with a block of the engine's pool, its slot, and True if its
+    request waits for the copy; returns the block to push. make_sender: returns the sender that pushes the blocks and,
+    unless they are staged, calls the IsIntact. on_work: called when advance() may have new work; like staging without a
+    lock. now_s: a monotonic clock.
     """
 
     def __init__(
@@ -174,8 +182,8 @@ class Copier(Generic[OwnerT]):
         slot_count: int,
         shared: Shared,
         account: CopyAccount[OwnerT],
-        staging: Staging,
-        make_sender: Callable[[PushListener], PushSender],
+        staging: Callable[[int, int, bool], int],
+        make_sender: Callable[[PushListener, IsIntact], PushSender],
         on_work: Callable[[], None],
         now_s: Callable[[], float],
     ) -> None:
@@ -188,9 +196,9 @@ class Copier(Generic[OwnerT]):
         # In round-robin order.
         self._copies: OrderedDict[bytes, _Copy[OwnerT]] = OrderedDict()
         self._free_slots = list(range(slot_count))
-        # Slots in use, by holder.
-        self._held_slots: dict[object, int] = {}
-        self._sender = make_sender(self._hear)
+        # Number of slots in use, by holder.
+        self._held_slots: Counter[object] = Counter()
+        self._sender = make_sender(self._hear, self._is_intact)
 
     @property
     def has_copies(self) -> bool:
@@ -260,11 +268,11 @@ class Copier(Generic[OwnerT]):
         self._sender.close()
 
     def check_integrity(self) -> None:
-        """Assert that every staging slot is free or belongs to one copy. The caller holds the engine's lock."""
-        staged = [slot for copy in self._copies.values() for _, slot in copy.staged]
-        slots = self._free_slots + staged
-        assert len(set(slots)) == len(slots), "a slot is free or used twice"
-        assert sum(self._held_slots.values()) >= len(staged), "the holders' slots are counted wrong"
+        """Assert that no slot belongs to two copies, or to one and to none. The caller holds the engine's lock."""
+        used = [block.slot for copy in self._copies.values() for block in copy.in_flight]
+        slots = self._free_slots + used
+        assert len(set(slots)) == len(slots), "a slot is used twice"
+        assert self._held_slots.total() >= len(used), "the holders' slots are counted wrong"
 
     def _require_copyable(self, ticket: Ticket) -> None:
         # Blocks that differ in more than the number of ranks could not be marked one by one.
@@ -309,9 +317,9 @@ class Copier(Generic[OwnerT]):
         ready = min(self._readable_blocks(copy), copy.granted)
         is_note_full = (copy.written - copy.marked + 1) * block_tokens > NOTE_TOKENS_MAX
         if copy.written < ready and not is_note_full and self._may_stage(copy):
-            slot = self._free_slots.pop()
-            self._held_slots[copy.holder] = self._held_slots.get(copy.holder, 0) + 1
-            return partial(self._stage, copy, copy.written, self._account.place_of(copy.owner, copy.written), slot)
+            place = self._account.place_of(copy.owner, copy.written)
+            self._held_slots[copy.holder] += 1
+            return partial(self._stage, copy, _InFlight(copy.written, self._free_slots.pop(), place))
         whole = min(copy.written, copy.release.token_count // block_tokens) if copy.release else copy.written
         if copy.marked < whole:
             start, copy.marked = copy.marked * block_tokens, whole
@@ -342,41 +350,56 @@ class Copier(Generic[OwnerT]):
         return None
 
     def _may_stage(self, copy: _Copy[OwnerT]) -> bool:
-        """Return True if the copy's holder may use another staging slot. Limit: as many as are free, so that a stuck
-        holder never takes all (dynamic thresholds, Choudhury and Hahne, IEEE/ACM Trans. Networking 6(2), 1998)."""
-        return self._held_slots.get(copy.holder, 0) < len(self._free_slots)
+        """Return True if the copy's holder may use another slot. Limit: as many as are free, so that a stuck holder
+        never takes all (dynamic thresholds, Choudhury and Hahne, IEEE/ACM Trans. Networking 6(2), 1998)."""
+        return self._held_slots[copy.holder] < len(self._free_slots)
 
-    def _stage(self, copy: _Copy[OwnerT], index: int, place: BlockPlace, slot: int) -> None:
+    def _stage(self, copy: _Copy[OwnerT], block: _InFlight) -> None:
+        transfer_id, index = copy.ticket.transfer_id, block.number - copy.ticket.first_block
         try:
-            self._staging(place.block_id, slot, copy.release is not None)
+            source = self._staging(block.place.block_id, block.slot, copy.release is not None)
         except Exception as error:  # A copy must never end the engine, and with it its requests.
             get_logger().warning("copy_failed", request_id=copy.owner.key.request_id, error=repr(error))
             # Calls to a rank are carried out in order: whatever it still writes to the slot, the next use overwrites.
             with self._shared.lock:
-                self._free_slot(copy, slot)
-            self._end(copy.ticket.transfer_id, str(error))
-            self._sender.abort(copy.ticket.transfer_id)
+                self._free_slot(copy, block)
+            self._end(transfer_id, str(error))
+            self._sender.abort(transfer_id)
             self._shared.publish()
             return
         with self._shared.lock:
-            live = not copy.owner.done and self._copies.get(copy.ticket.transfer_id) is copy
-            readable = live and index < self._readable_blocks(copy)
-            if not readable or self._account.place_of(copy.owner, index) != place:
-                # Its blocks were given up, and others may have written what was read.
-                self._free_slot(copy, slot)
+            if self._copies.get(transfer_id) is not copy or not self._is_in_place(copy, block):
+                # Others may have written what was staged.
+                self._free_slot(copy, block)
                 return
-            copy.staged.append((index, slot))
-            copy.written = index + 1
-        place_there = index - copy.ticket.first_block
-        self._sender.write_layers(copy.ticket.transfer_id, range(self._layout.layer_count), place_there, (slot,))
+            copy.in_flight.append(block)
+            copy.written = block.number + 1
+        self._sender.write_layers(transfer_id, range(self._layout.layer_count), index, (source,))
 
-    def _free_slot(self, copy: _Copy[OwnerT], slot: int) -> None:
-        self._free_slots.append(slot)
+    def _is_in_place(self, copy: _Copy[OwnerT], block: _InFlight) -> bool:
+        """Return True if the request has kept a block that it had when it was taken. The caller holds the lock."""
+        is_readable = not copy.owner.done and block.number < self._readable_blocks(copy)
+        return is_readable and self._account.place_of(copy.owner, block.number) == block.place
+
+    def _free_slot(self, copy: _Copy[OwnerT], block: _InFlight) -> None:
+        self._free_slots.append(block.slot)
         self._held_slots[copy.holder] -= 1
-        if not self._held_slots[copy.holder]:
-            del self._held_slots[copy.holder]
 
     # Callbacks of the sender.
+
+    def _is_intact(self, transfer_id: bytes, block_count: int | None) -> bool:
+        with self._shared.lock:
+            copy = self._copies.get(transfer_id)
+            if copy is None or copy.owner.done:
+                return False  # its push is given up elsewhere
+            stop = copy.written if block_count is None else copy.ticket.first_block + block_count
+            unchecked = (block for block in copy.in_flight if copy.checked <= block.number < stop)
+            if all(self._is_in_place(copy, block) for block in unchecked):
+                copy.checked = stop
+                return True
+            copy.given_up = "its request was preempted while blocks were copied"
+        self._sender.abort(transfer_id, keep_marked=True)
+        return False
 
     def _hear(self, event: PushEvent) -> None:
         match event:
@@ -400,8 +423,8 @@ class Copier(Generic[OwnerT]):
             if copy is None:
                 return
             block_count += copy.ticket.first_block
-            while copy.staged and copy.staged[0][0] < block_count:
-                self._free_slot(copy, copy.staged.popleft()[1])
+            while copy.in_flight and copy.in_flight[0].number < block_count:
+                self._free_slot(copy, copy.in_flight.popleft())
             copy.silent_since_s = self._now_s() if block_count < copy.marked else None
             if not copy.owner.done:
                 self._shared.put(Replicated(copy.owner.key, block_count * self._layout.block_tokens))
@@ -411,8 +434,9 @@ class Copier(Generic[OwnerT]):
             copy = self._copies.pop(transfer_id, None)
             if copy is None:
                 return
-            while copy.staged:
-                self._free_slot(copy, copy.staged.popleft()[1])
+            for block in copy.in_flight:
+                self._free_slot(copy, block)
+            self._held_slots = +self._held_slots  # without former holders
             if copy.owner.done:
                 return
             key, release = copy.owner.key, copy.release

@@ -127,10 +127,10 @@ class ThreadedEngine(Generic[OwnerT]):
     def replicate(self, key: EngineKey, ticket: Ticket) -> None:
         if not self.info.can_replicate:
             raise InvalidArgument("engine", "of more ranks than KV heads", "one that copies KV to replicas")
-        self._copier.started().replicate(key, ticket)
+        self._copier.copier.replicate(key, ticket)
 
     def release(self, key: EngineKey, timeout_s: float) -> None:
-        self._copier.started().release(key, timeout_s)
+        self._copier.copier.release(key, timeout_s)
 
     def _run(self) -> None:
         try:

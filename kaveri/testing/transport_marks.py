@@ -85,13 +85,19 @@ class MarkTests(TransportSuite):
 
     @pytest.mark.parametrize(
         "how",
-        ["given up", "given up, marks kept", "sender closed", "revoked", "expired", "wrong digest", "end is early"],
+        ["given up", "marks kept", "sender closed", "revoked", "expired", "wrong digest", "end is early", "changed"],
     )
     def test_what_was_marked_survives_the_end_of_its_push(self, world: TransportWorld, how: str) -> None:
         # Layer by layer, so that all of the first two blocks is before any of the third.
         right_bytes = 2 * SMALL_LAYOUT.layer_count * SMALL_LAYOUT.block_bytes
         digest: Any = partial(FlippedByte, right_bytes) if how == "wrong digest" else xxh3
-        with contextlib.closing(world.start_sender(digest)) as sender:
+
+        def is_intact(transfer_id: bytes, block_count: int | None) -> bool:
+            if how == "changed" and block_count == 3:
+                sender.abort(transfer_id, keep_marked=True)
+            return how != "changed" or block_count != 3
+
+        with contextlib.closing(world.start_sender(digest=digest, is_intact=is_intact)) as sender:
             # Connected before the ticket's time begins.
             plain = world.grant(1)
             world.push(plain, [9], sender)
@@ -103,15 +109,13 @@ class MarkTests(TransportSuite):
             self._require_marked(world, ticket, 2, b"two")
             self._write(world, ticket, 2, 3, sender)
             wait_until(lambda: self._arrived(world, ticket, 2, _SOURCE[:3]), "the third block has arrived")
-            if how == "given up":
-                sender.abort(ticket.transfer_id)
-            elif how == "given up, marks kept":
-                sender.abort(ticket.transfer_id, keep_marked=True)
+            if how in ("given up", "marks kept"):
+                sender.abort(ticket.transfer_id, keep_marked=how == "marks kept")
             elif how == "sender closed":
                 sender.close()
             elif how == "revoked":
                 world.receiver.revoke(ticket.transfer_id)
-            elif how == "wrong digest":
+            elif how in ("wrong digest", "changed"):
                 sender.mark(ticket.transfer_id, 3, b"three")
             elif how == "end is early":
                 sender.write(ticket.transfer_id, 0, 3, _SOURCE[3:4])

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.tiers.pool import BlockAllocator, KvPool
-from kaveri.kv.transfer.digest import DigestFactory, Digests, xxh3
+from kaveri.kv.transfer.digest import Digests
 from kaveri.kv.transfer.receiver import KvReceiver, TransferLanded, TransferReleased
 from kaveri.kv.transfer.sender import KvSender, PushAccepted, PushFailed
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
@@ -75,10 +75,9 @@ class TransportWorld:
         )
         return self.receiver
 
-    def start_sender(self, digest: DigestFactory = xxh3, idle_s: float = 60.0) -> KvSender:
-        """Start another sender; the caller must close it. idle_s: lifetime of an unused connection, in seconds."""
-        transports = [load_transport(self.factory)]
-        return KvSender(self.source, self.pushed, transports=transports, digest=digest, idle_s=idle_s)
+    def start_sender(self, **options: Any) -> KvSender:
+        """Start another sender; the caller must close it. options: of KvSender."""
+        return KvSender(self.source, self.pushed, transports=[load_transport(self.factory)], **options)
 
     def grant(self, block_count: int, expires_in_s: float = 60.0, *, source_blocks: list[int] | None = None) -> Ticket:
         """Grant blocks to a new transfer. source_blocks: for an open one, which may grow; None: not open."""

@@ -257,6 +257,8 @@ async def test_bad_re_attaches_are_refused_by_field_and_disturb_no_one(
     client = SessionClient(prompt(11), {"max_tokens": 50})
     call = routers.generate("router-0", client.message())
     await client.read(call, 3)
+    # From the claim router-1 learns where the request is.
+    await eventually(lambda: any(claim.hint for claim in cluster.state.requests()), "a claim with the instances")
     bad = replace(client, **{"session": 1, "token_ids": list(client.token_ids), **change})
     message = bad.message()
     if field == "params.seed":

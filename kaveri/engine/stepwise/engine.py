@@ -14,7 +14,7 @@ from functools import partial
 from kaveri.engine.blame import StepMember
 from kaveri.engine.contract import EngineInfo, EngineKey, EngineRequest
 from kaveri.engine.copier import ReplicaOptions
-from kaveri.engine.copier_thread import CopierThread, PoolCopyPlane, slots_of
+from kaveri.engine.copier_thread import CopierThread, PoolCopyPlane
 from kaveri.engine.kv_plane import PoolPlane
 from kaveri.engine.limits import require_room
 from kaveri.engine.shared import Shared
@@ -104,8 +104,7 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
         transfers.attach(plane)
         self._plane = plane
         self._pool, self._transports, self._receiving = pool, transports, receiving
-        copies = PoolCopyPlane(pool, slots_of(layout, replicas), transports)
-        copier = CopierThread(layout, copies, shared, self._lifecycle, replicas)
+        copier = CopierThread(layout, PoolCopyPlane(pool, transports), shared, self._lifecycle, replicas)
         super().__init__(info, shared, self._lifecycle, transfers, copier, grammars)
         # The step under way.
         self._computing: list[PlannedSlice] = []
@@ -113,7 +112,7 @@ class StepwiseEngine(ThreadedEngine[Sequence]):
     def check_integrity(self) -> None:
         with self._shared.lock:
             self._lifecycle.check_integrity()
-            self._copier.check_integrity()
+            self._copier.copier.check_integrity()
 
     def reserve(
         self,

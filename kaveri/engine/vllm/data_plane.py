@@ -16,7 +16,7 @@ from kaveri.engine.vllm.rank import BlockStaged, LostListener, Rank, RankCall, R
 from kaveri.errors import ConfigError, EngineError
 from kaveri.kv.transfer.flow import KvFlow, ReceiverFlow, SenderFlow
 from kaveri.kv.transfer.gathering import Gathering, TransferStep
-from kaveri.kv.transfer.push import PushListener, PushSender
+from kaveri.kv.transfer.push import IsIntact, PushListener, PushSender
 from kaveri.kv.transfer.sender import PushEvent
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import PATH_NAMES
@@ -90,11 +90,11 @@ class DataPlane:
 
     # Copies to replicas: a CopyPlane (copier_thread.py).
 
-    def start(self, listener: PushListener) -> PushSender:
+    def start(self, listener: PushListener, is_intact: IsIntact) -> PushSender:
         self._copy_listener = listener
         return RankCopies(self)
 
-    def stage(self, block_id: int, slot: int) -> None:
+    def stage(self, block_id: int, slot: int) -> int:
         """Copy a block to a staging slot in every rank, and wait. Raises EngineError after a timeout."""
         serial, staged = next(_SERIALS), threading.Event()
         with self._lock:
@@ -105,6 +105,7 @@ class DataPlane:
             del self._staging[serial]
         if not is_staged:
             raise EngineError(f"a rank has not copied a block within {_STAGED_TIMEOUT_S:g} s")
+        return slot
 
     def open_copy(self, ticket: Ticket) -> None:
         self._open(self._copies, ticket, RankCall("open", (ticket,)))

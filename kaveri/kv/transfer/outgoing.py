@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from kaveri.errors import InvalidArgument
 from kaveri.kv.transfer.digest import Digest
-from kaveri.kv.transfer.push import PushListener
+from kaveri.kv.transfer.push import IsIntact, PushListener
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transfer.transport import Link, Transport
 
@@ -79,7 +79,9 @@ class Push:
        └──────────────┴───────────────────────┴── stopped: its reason ── no longer reading: failed
     """
 
-    def __init__(self, ticket: Ticket, digest: Digest, listener: PushListener, peer: "PushQueues") -> None:
+    def __init__(
+        self, ticket: Ticket, digest: Digest, listener: PushListener, peer: "PushQueues", is_intact: IsIntact | None
+    ) -> None:
         self.ticket = ticket
         """Includes the blocks that the receiver has added."""
         self.digest = digest
@@ -95,6 +97,7 @@ class Push:
         """True once the end mark is queued, which is the last of the queue."""
         self.stopped: str | None = None
         self._peer = peer
+        self._is_intact = is_intact
 
     def write(self, layers: range, first_index: int, blocks: tuple[int, ...]) -> None:
         """Queue source blocks, at least one, of each layer, for the ticket's blocks from first_index on. Ignored once
@@ -122,7 +125,7 @@ class Push:
             if not low < block_count <= high:
                 raise InvalidArgument("block_count", block_count, f"above {low}, the last mark, and at most {high}")
             self.progress.marked_count = block_count
-            self.queue.append(partial(self._send_mark, block_count, note))
+            self.queue.append(partial(self._send, block_count, note))
             self._peer.on_queued(self)
 
     def finish(self, note: bytes) -> None:
@@ -130,7 +133,7 @@ class Push:
         with self._peer.lock:
             if self.stopped is None and not self.is_finished:
                 self.is_finished = True
-                self.queue.append(partial(self._send_end, note))
+                self.queue.append(partial(self._send, None, note))
                 self._peer.on_queued(self)
 
     def abort(self, reason: str = "aborted", *, keep_marked: bool = False) -> None:
@@ -178,16 +181,19 @@ class Push:
 
     # On the peer's thread, without the lock.
 
-    def _send_mark(self, block_count: int, note: bytes) -> None:
-        if self.stopped is None and self.connection is not None:
+    def _send(self, block_count: int | None, note: bytes) -> None:
+        """Send the mark at a block; None: the end. Nothing is sent if source blocks have changed."""
+        if self.stopped is not None or self.connection is None:
+            return
+        if self._is_intact is not None and not self._is_intact(self.ticket.transfer_id, block_count):
+            return
+        link = self.connection.link
+        digest = self.digest.intdigest() if link.wants_digest else 0
+        if block_count is None:
+            link.finish(self.ticket, note, digest)
+        else:
             self.progress.unanswered_marks.append(block_count)
-            link = self.connection.link
-            link.mark(self.ticket, block_count, note, self.digest.intdigest() if link.wants_digest else 0)
-
-    def _send_end(self, note: bytes) -> None:
-        if self.stopped is None and self.connection is not None:
-            link = self.connection.link
-            link.finish(self.ticket, note, self.digest.intdigest() if link.wants_digest else 0)
+            link.mark(self.ticket, block_count, note, digest)
 
 
 class Turns(Generic[MemberT]):

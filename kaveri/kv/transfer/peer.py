@@ -12,6 +12,7 @@ from kaveri.kv.transfer.digest import DigestFactory
 from kaveri.kv.transfer.flow import PeerFlow
 from kaveri.kv.transfer.outgoing import Connection, Push, QueuedWrite, Turns
 from kaveri.kv.transfer.push import (
+    IsIntact,
     LocalDoneListener,
     OpenPush,
     PushAccepted,
@@ -50,12 +51,13 @@ class _UnsentAborts:
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """Options of a KvSender that apply to each receiver. on_local_done is called without the lock."""
+    """Options of a KvSender that apply to each receiver. Its listeners are called without the lock."""
 
     digest: DigestFactory
     idle_s: float
     credit_timeout_s: float
     on_local_done: LocalDoneListener | None
+    is_intact: IsIntact | None
 
 
 @dataclass(eq=False, slots=True)
@@ -115,7 +117,7 @@ class Peer:
 
     def open(self, ticket: Ticket, listener: PushListener) -> None:
         """Begin a push to this receiver."""
-        push = Push(ticket, self._state.options.digest(), listener, self)
+        push = Push(ticket, self._state.options.digest(), listener, self, self._state.options.is_intact)
         self.pushes[ticket.transfer_id] = self._state.pushes[ticket.transfer_id] = push
         push.queue.append(partial(self._open, push))
         self.on_queued(push)

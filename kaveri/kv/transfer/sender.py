@@ -20,6 +20,7 @@ from kaveri.kv.transfer.outgoing import Push
 from kaveri.kv.transfer.part_transfers import PartedPush
 from kaveri.kv.transfer.peer import Peer, PeerOptions, Route, SenderState
 from kaveri.kv.transfer.push import (
+    IsIntact,
     LocalDoneListener,
     PushAccepted,
     PushEvent,
@@ -51,8 +52,9 @@ class KvSender:
     write waits for it, is presumed dead.
 
     transports: in order of preference. on_local_done: called with source blocks that are no longer read, before their
-    push ends; not for all blocks of a failed push, nor for pushes to other layouts. staging_bytes: memory for each of a
-    few other layouts, while receivers need them; see MappedPushes.
+    push ends; not for all blocks of a failed push, nor for pushes to other layouts. is_intact: permits source blocks to
+    change before they are read, in pushes to the pool's own layout. staging_bytes: memory for each of a few other
+    layouts, while receivers need them; see MappedPushes.
     """
 
     def __init__(
@@ -65,12 +67,13 @@ class KvSender:
         idle_s: float = 60.0,
         credit_timeout_s: float = 10.0,
         on_local_done: LocalDoneListener | None = None,
+        is_intact: IsIntact | None = None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self.pool = pool
         self._listener = listener
         self._transports = tuple(transports)
-        options = PeerOptions(digest, idle_s, credit_timeout_s, on_local_done)
+        options = PeerOptions(digest, idle_s, credit_timeout_s, on_local_done, is_intact)
         self._state = SenderState(pool, options, Reporter("kv-sender"))
         # Pushes by parts, by transfer id. The first part has the id of its whole.
         self._wholes: dict[bytes, PartedPush] = {}
@@ -106,6 +109,7 @@ class KvSender:
             )
             return
         if ticket.layout != self.pool.layout:
+            assert state.options.is_intact is None, "converted blocks are not checked"
             self._mapped.open(ticket, listener, part=part)
             return
         with state.lock:
@@ -130,10 +134,10 @@ class KvSender:
         """Queue source blocks of one layer: source_blocks[i] goes to ticket.block_ids[first_index + i]. Never waits.
 
         Per layer, blocks are written in index order, each exactly once, and must not change until PushAccepted or
-        PushFailed. The queue holds block ids only, as many as the ticket has. Unknown (already failed) transfers are
-        ignored. If the receiver's layout differs, first_index counts the request's source blocks from
-        first_source_block(ticket) on, and layers that the ticket does not ask for are ignored. Raises InvalidArgument
-        for blocks outside the pool or beyond the ticket's.
+        PushFailed, unless the sender has is_intact. The queue holds block ids only, as many as the ticket has. Unknown
+        (already failed) transfers are ignored. If the receiver's layout differs, first_index counts the request's
+        source blocks from first_source_block(ticket) on, and layers that the ticket does not ask for are ignored.
+        Raises InvalidArgument for blocks outside the pool or beyond the ticket's.
         """
         self.write_layers(transfer_id, range(layer, layer + 1), first_index, source_blocks)
 

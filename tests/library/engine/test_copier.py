@@ -30,7 +30,7 @@ from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.replicas.host import HostReplicas
 from kaveri.kv.replicas.notes import NOTE_TOKENS_MAX, noted_tokens
 from kaveri.kv.replicas.store import ReplicaKey
-from kaveri.kv.transfer.push import PushAccepted, PushExtended, PushFailed, PushListener, PushMarked
+from kaveri.kv.transfer.push import IsIntact, PushAccepted, PushExtended, PushFailed, PushListener, PushMarked
 from kaveri.kv.transfer.ticket import KvEndpoint, Ticket
 from kaveri.kv.transports import make_transports
 from kaveri.testing.engine_conformance import make_request
@@ -90,8 +90,9 @@ class _Account:
 class _RecordingSender:
     """PushSender that records its calls; the test answers."""
 
-    def __init__(self, listener: PushListener) -> None:
+    def __init__(self, listener: PushListener, is_intact: IsIntact) -> None:
         self.tell = listener
+        self.is_intact = is_intact
         self.opened: list[bytes] = []
         self.written: list[tuple[bytes, int, int, tuple[int, ...]]] = []
         self.marks: list[tuple[bytes, int, tuple[int, ...]]] = []
@@ -171,12 +172,13 @@ class _CopierBench:
             with self.shared.lock:
                 self.copier.check_integrity()
 
-    def _stage(self, block_id: int, slot: int, _: bool) -> None:
+    def _stage(self, block_id: int, slot: int, _: bool) -> int:
         self.while_staging()
         self.staged.append((block_id, slot))
+        return block_id
 
-    def _sender(self, listener: PushListener) -> _RecordingSender:
-        self.senders.append(_RecordingSender(listener))
+    def _sender(self, listener: PushListener, is_intact: IsIntact) -> _RecordingSender:
+        self.senders.append(_RecordingSender(listener, is_intact))
         return self.senders[0]
 
 
@@ -222,6 +224,23 @@ def test_long_prompt_is_marked_in_as_many_steps_as_its_tokens_need() -> None:
     assert max(len(token_ids) for _, _, token_ids in bench.sender.marks) <= NOTE_TOKENS_MAX
 
 
+@pytest.mark.parametrize("lost", ["preempted", "preempted and computed again", "ended"])
+def test_blocks_that_their_request_lost_while_they_were_pushed_are_not_marked(lost: str) -> None:
+    request, bench, push = copying(whole=2)
+    bench.run()
+    assert bench.sender.is_intact(push, 2)
+    request.whole = 3
+    bench.run()
+    request.generation, request.whole, request.done = 1, 3 if lost.endswith("again") else 0, lost == "ended"
+    bench.sender.tell(PushMarked(push, 2))
+    assert not bench.sender.is_intact(push, 3)
+    assert bench.sender.aborted == [push] * (lost != "ended")
+    bench.sender.tell(PushFailed(push, "aborted"))
+    preempted = ReplicaEnded(_KEY, "its request was preempted while blocks were copied")
+    assert bench.events == ([] if lost == "ended" else [Replicated(_KEY, 8), preempted])
+    assert not bench.sender.is_intact(push, 3), "the push is unknown"
+
+
 def test_copy_of_a_block_that_was_given_up_meanwhile_is_thrown_away() -> None:
     request, bench, _ = copying(whole=2)
 
@@ -233,6 +252,18 @@ def test_copy_of_a_block_that_was_given_up_meanwhile_is_thrown_away() -> None:
     bench.run()
     assert [block_id for block_id, _ in bench.staged] == [100, 100], "the copy of block 0 was made again"
     assert [index for _, layer, index, _ in bench.sender.written if layer == 0] == [0]
+
+
+@pytest.mark.parametrize("are_confirmed", [True, False])
+def test_blocks_may_change_once_they_were_read(are_confirmed: bool) -> None:
+    request, bench, push = copying(whole=3)
+    bench.run()
+    assert bench.sender.is_intact(push, 3)
+    if are_confirmed:
+        bench.sender.tell(PushMarked(push, 3))
+    request.generation, request.whole = 1, 4
+    bench.run()
+    assert bench.sender.is_intact(push, 4)
 
 
 def test_replica_does_not_shrink_while_its_request_computes_its_blocks_again() -> None:
@@ -372,26 +403,20 @@ def test_engine_outlives_a_copier_that_fails(tmp_path: Path, stack: ExitStack) -
 
 
 def test_pace_spreads_bytes_evenly_and_saves_nothing_up() -> None:
-    pace = Pace(0.1)
+    pace = Pace(0.1, 0.0)
     assert [pace.wait_s(now_s) for now_s in (10.0, 10.0, 10.25, 20.0)] == pytest.approx([0, 0.1, 0, 0])
     assert pace.wait_s(20.05) == pytest.approx(0.05)
-    unlimited = Pace(0.0)
+    unlimited = Pace(0.0, 0.0)
     assert [unlimited.wait_s(10.0) for _ in range(2)] == [0, 0]
 
 
-def test_the_longer_a_block_takes_to_stage_the_longer_the_next_one_waits() -> None:
-    pace = Pace(0.0)
-    pace.staged(0.004)
-    assert [pace.wait_s(now_s) for now_s in (10.0, 20.0)] == pytest.approx([0.008, 0.008])
-    pace.staged(5.0)
-    assert pace.wait_s(25.0, at_once=True) == 0, "a request stands still"
-    assert pace.wait_s(30.0) == pytest.approx(0.02), "a process that was stopped does not wait for long"
-    pace.staged(0.0)
-    assert pace.wait_s(40.0) == 0
-    limited = Pace(0.1)
+def test_copies_rest_before_each_block_unless_a_request_stands_still() -> None:
+    pace = Pace(0.0, 0.004)
+    assert [pace.wait_s(now_s) for now_s in (10.0, 10.001, 20.0)] == pytest.approx([0.004] * 3)
+    assert pace.wait_s(25.0, at_once=True) == 0
+    limited = Pace(0.1, 0.01)
     limited.wait_s(10.0)
-    limited.staged(0.01)
-    assert limited.wait_s(10.01) == pytest.approx(0.09), "the rate limit counts from the start of a block"
+    assert limited.wait_s(10.01) == pytest.approx(0.1), "the rate limit counts from the start of a block"
 
 
 def test_copies_wait_for_their_rate_and_requests_do_not(tmp_path: Path, stack: ExitStack) -> None:

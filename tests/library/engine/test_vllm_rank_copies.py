@@ -36,7 +36,7 @@ class _RankCopiesBench:
         self.plane = DataPlane(self.ranks, RankSetup((), None, 1, copy_slots=4), _unexpected, _unexpected)
         stack.callback(self.plane.close)
         self.pushed = EventLog()
-        self.sender = self.plane.start(self.pushed)
+        self.sender = self.plane.start(self.pushed, lambda *_: True)
         listen = [KvEndpoint("unix", str(folder / "replicas.sock"))]
         self.store = HostReplicas(_LAYOUT, 2**20, listen=listen, transports=make_transports(), epoch=1)
         stack.callback(self.store.close)

@@ -45,7 +45,7 @@ from tests.simulation.cluster.kv_sender import SimulatedSender
 from tests.simulation.cluster.kv_wire import KvWire
 from tests.simulation.cluster.replicas import SimulatedReplicas
 
-_STAGING_BLOCKS = 4
+_MOST_IN_FLIGHT = 4
 _LOOK_EVERY_S = 0.1
 
 
@@ -130,14 +130,13 @@ class SimulatedEngine:
         plane = PoolPlane(layout, make_sender, make_receiver, self._hear)
         self._transfers.attach(plane)
         self._plane = plane
-        staging = KvMemory(model, _STAGING_BLOCKS)
         self._copier = Copier(
             layout,
-            _STAGING_BLOCKS,
+            _MOST_IN_FLIGHT,
             self._shared,
             self._lifecycle,
-            lambda block_id, slot, _: staging.put(slot, self._memory.get(block_id)),
-            partial(SimulatedSender, staging, layout, wire),
+            lambda block_id, *_: block_id,
+            make_sender,
             on_work=self._wake_copier,
             now_s=now_s,
         )

@@ -14,6 +14,7 @@ from functools import partial
 from kaveri.errors import InvalidArgument, TransferFailed
 from kaveri.kv.layout.layout import KvLayout
 from kaveri.kv.transfer.flow import PeerFlow, SenderFlow
+from kaveri.kv.transfer.push import IsIntact
 from kaveri.kv.transfer.sender import PushAccepted, PushExtended, PushFailed, PushListener, PushMarked, require_note
 from kaveri.kv.transfer.ticket import Ticket
 from tests.simulation.cluster.kv_memory import KvMemory
@@ -33,6 +34,8 @@ from tests.simulation.cluster.kv_wire import (
     WriteBlocks,
 )
 
+_READ_AFTER_S = 0.03
+"""Seconds from a write, a mark or an end until the sender carries it out, if blocks may change; for a slow receiver."""
 _ANSWER_GRACE_S = 1.0
 """Seconds past a ticket's expiry that the sender waits for an answer."""
 
@@ -61,7 +64,8 @@ class _Push:
 
 
 class SimulatedSender:
-    """Pushes blocks of `memory`; a PushSender (kaveri/engine/kv_plane.py)."""
+    """Pushes blocks of `memory`; a PushSender (kaveri/engine/kv_plane.py). is_intact: permits blocks to change before
+    they are read, as with KvSender."""
 
     def __init__(
         self,
@@ -69,11 +73,13 @@ class SimulatedSender:
         layout: KvLayout,
         wire: KvWire,
         listener: PushListener,
+        is_intact: IsIntact | None = None,
     ) -> None:
         self._memory = memory
         self._layout = layout
         self._wire = wire
         self._listener = listener
+        self._is_intact = is_intact
         self._context = contextvars.copy_context()
         self._pushes: dict[bytes, _Push] = {}
         self._peers: dict[tuple[str, int], _SimulatedPeer] = {}
@@ -103,7 +109,7 @@ class SimulatedSender:
                 raise InvalidArgument("first_index", f"{first_index} with {len(source_blocks)}", f"in {granted_count}")
             push.written_count = end
             push.queued.append((first_index, tuple(source_blocks)))
-            self._flush(push)
+            self._flush_soon(push)
 
     def write_layers(self, transfer_id: bytes, layers: range, first_index: int, source_blocks: Sequence[int]) -> None:
         for layer in layers:
@@ -120,13 +126,13 @@ class SimulatedSender:
                 raise InvalidArgument("block_count", block_count, f"above {low}, the last mark, and at most {high}")
             push.marked_count = block_count
             push.queued.append(MarkPush(transfer_id, block_count, note))
-            self._flush(push)
+            self._flush_soon(push)
 
     def finish(self, transfer_id: bytes, note: bytes) -> None:
         push = self._pushes.get(transfer_id)
         if push is not None:
             push.note = note
-            self._flush(push)
+            self._flush_soon(push)
 
     def abort(self, transfer_id: bytes, *, keep_marked: bool = False) -> None:
         self._give_up(transfer_id, "aborted", keep_marked)
@@ -198,11 +204,21 @@ class SimulatedSender:
         for push in [push for push in self._pushes.values() if push.peer is peer]:
             self._conclude(push, PushFailed(push.ticket.transfer_id, f"connection lost: {reason}"))
 
+    def _flush_soon(self, push: _Push) -> None:
+        if self._is_intact is None:
+            self._flush(push)
+        else:
+            # Its blocks may change meanwhile.
+            asyncio.get_running_loop().call_later(_READ_AFTER_S, self._flush, push, context=self._context)
+
     def _flush(self, push: _Push) -> None:
-        if push.state is not _PushState.WRITING:
+        if push.state is not _PushState.WRITING or self._pushes.get(push.ticket.transfer_id) is not push:
             return
         for queued in push.queued:
             if isinstance(queued, MarkPush):
+                if not self._is_whole(push, queued.block_count):
+                    push.queued.clear()
+                    return
                 push.peer.send(queued)
                 continue
             first_index, source_blocks = queued
@@ -210,9 +226,12 @@ class SimulatedSender:
             kv = [self._memory.get(block_id) for block_id in source_blocks]
             push.peer.send(WriteBlocks(tuple(zip(targets, kv, strict=True))))
         push.queued.clear()
-        if push.note is not None:
+        if push.note is not None and self._is_whole(push, None):
             push.state = _PushState.FINISHED
             push.peer.send(FinishPush(push.ticket.transfer_id, push.written_count, push.note))
+
+    def _is_whole(self, push: _Push, block_count: int | None) -> bool:
+        return self._is_intact is None or self._is_intact(push.ticket.transfer_id, block_count)
 
     def _deadline(self, ticket: Ticket) -> asyncio.TimerHandle:
         """Counted from the opening, or from the last mark that the receiver has confirmed."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kaveri.domain.view import ViewedInstance
+from kaveri.engine.copier import Copier
 from kaveri.engine.stepwise.lifecycle import Lifecycle
 from kaveri.kv.replicas.replicas import Replicas
 from kaveri.policy import pairs
@@ -65,6 +66,13 @@ def mark_answered_before_its_digest() -> Iterator[None]:
         return problem
 
     with replaced(SimulatedReceiver, "_problem", make):
+        yield
+
+
+@planted
+def torn_copies_marked() -> Iterator[None]:
+    """An owner marks blocks that their request lost while they were pushed, and others may have written."""
+    with replaced(Copier, "_is_intact", lambda _: lambda *_: True):
         yield
 
 
