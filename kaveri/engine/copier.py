@@ -377,7 +377,6 @@ class Copier(Generic[OwnerT]):
         self._sender.write_layers(transfer_id, range(self._layout.layer_count), index, (source,))
 
     def _is_in_place(self, copy: _Copy[OwnerT], block: _InFlight) -> bool:
-        """Return True if the request has kept a block that it had when it was taken. The caller holds the lock."""
         is_readable = not copy.owner.done and block.number < self._readable_blocks(copy)
         return is_readable and self._account.place_of(copy.owner, block.number) == block.place
 
@@ -393,8 +392,7 @@ class Copier(Generic[OwnerT]):
             if copy is None or copy.owner.done:
                 return False  # its push is given up elsewhere
             stop = copy.written if block_count is None else copy.ticket.first_block + block_count
-            unchecked = (block for block in copy.in_flight if copy.checked <= block.number < stop)
-            if all(self._is_in_place(copy, block) for block in unchecked):
+            if all(self._is_in_place(copy, one) for one in copy.in_flight if copy.checked <= one.number < stop):
                 copy.checked = stop
                 return True
             copy.given_up = "its request was preempted while blocks were copied"

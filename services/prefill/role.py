@@ -223,6 +223,8 @@ class PrefillRole:
             raise wrong_secret()
         is_its_router = (ownership.router_id, term) == (request.ownership.router_id, request.ownership.term)
         if term.session <= request.ownership.term.session and not is_its_router:
+            if ownership.router_id == request.ownership.router_id:
+                raise RequestNotFound(request_id)  # an earlier attempt of its router
             raise InvalidArgument("session", term.session, f"above {request.ownership.term.session}, the present one")
         attached = _attached(request, attachment)
         if not is_its_router:

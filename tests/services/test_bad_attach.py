@@ -137,6 +137,9 @@ async def test_a_prefill_instance_gives_a_request_to_its_own_client_alone(cluste
     await eventually(decode.free, "it is over")
     other = replace(RIGHT, ownership=MINE._replace(secret=b"another secret, too"))
     assert isinstance(await refusal(attach(other)), RequestNotFound)
+    # The request's own router, in a later attempt, looks for it everywhere: these reports are of an earlier one.
+    later = replace(RIGHT, ownership=Ownership(Term(0, 2), router.router_id, SECRET))
+    assert isinstance(await refusal(attach(later)), RequestNotFound)
     # What it keeps of the request answers a later session.
     kept: Any = await attach(RIGHT)
     assert kept.attached.max_tokens == 5
