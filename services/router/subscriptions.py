@@ -26,7 +26,7 @@ class Tie:
     needs_attach: bool = False
     """True if the stream carries the attempt's tokens only after an Attach call by this router."""
 
-    at_prefill = False
+    at_prefill = has_ended = False
 
     @property
     def number(self) -> int:

@@ -223,11 +223,11 @@ class TokenFeeds:
                 self._reopening.heard(subscription)
                 subscription.break_off(f"it sent nothing for {self._silence.after_s:g} s")
                 self._find_silent()
-            for subscription in self._subscriptions.values():
-                if subscription.ties and subscription.stream is not None and not subscription.stream.quiet:
-                    self._silence.begin(subscription)
+            for one in self._subscriptions.values():
+                if (stream := one.stream) and not stream.quiet and any(not tie.has_ended for tie in one.ties.values()):
+                    self._silence.begin(one)
                 else:
-                    self._silence.forget(subscription)
+                    self._silence.forget(one)
 
     def _find_silent(self) -> None:
         self.silent_ids = frozenset(name for name, known in self._subscriptions.items() if known.fault)
