@@ -330,3 +330,15 @@ def test_a_search_that_its_client_ends_expects_no_reports_of_the_instances_that_
     """One prefill instance had answered, another one was cut off: the reports of the first were awaited for ever. Seed
     910675 of the simulation found it."""
     run(draw_plan(910675))
+
+
+def test_a_search_suspects_no_instance_whose_reports_have_ended(run: Run) -> None:
+    """One prefill instance had sent all its reports on the request, another one was cut off: the first one's silence
+    was counted. Seed 7401423 of the simulation found it."""
+    run(draw_plan(7401423))
+
+
+def test_a_search_finds_no_prompt_of_an_earlier_attempt(run: Run) -> None:
+    """A holder had no room to resume the request, so its router looked for it everywhere. An instance that had computed
+    the prompt before refused to be asked in the same session. Seed 7304177 of the simulation found it."""
+    run(draw_plan(7304177))
