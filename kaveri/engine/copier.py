@@ -1,12 +1,11 @@
 """Copies the KV of running requests to replicas (copies at other instances), in the background.
 
 A block is copied when its last token is computed, by an open push to the replica's holder: from the engine's pool, or
-by way of a staging slot. The request never waits: as in a seqlock, blocks that were freed before they were staged, or
-before they were marked, are not marked. DéjàVu (arXiv 2403.01876, section 4.2.3) streams each token's KV to the next
-worker; whole blocks are a fraction of the messages, fit opaque layouts, and what a holder lacks is computed in one
-chunk.
+from a staging slot. The request never waits: as in a seqlock, blocks that it loses before they are staged or marked are
+not marked. DéjàVu (arXiv 2403.01876, section 4.2.3) streams each token's KV to the next worker; whole blocks are a
+fraction of the messages, fit opaque layouts, and what a holder lacks is computed in one chunk.
 
-    block computed ── in a slot ── pushed ── intact: marked ── the holder keeps it: Replicated, and the slot is free
+    block computed ── pushed ── still the request's: marked ── the holder keeps it: Replicated, and its slot is free
 
 A silent holder is given up, so that another one replaces it. A request that is released stops between two steps; its
 last block is sent part full, and the push is finished with the tokens of that block.
@@ -116,7 +115,7 @@ class CopyAccount(Protocol[OwnerT]):
 
 
 class _InFlight(NamedTuple):
-    """A block that its copy's holder has not confirmed."""
+    """A block that was sent, or is being sent, and that the holder has not confirmed. number: within its request."""
 
     number: int
     slot: int
@@ -148,9 +147,9 @@ class _Copy(Generic[OwnerT]):
     written: int = field(init=False)
     marked: int = field(init=False)
     checked: int = field(init=False)
-    """Blocks [0, checked) had not changed when the sender had read them."""
+    """Blocks [0, checked) were still the request's after the sender had read them."""
     in_flight: deque[_InFlight] = field(default_factory=deque)
-    """In order of their numbers."""
+    """In order of number."""
     given_up: str | None = None
     """Reason for which the push was aborted."""
     silent_since_s: float | None = None
@@ -268,7 +267,7 @@ class Copier(Generic[OwnerT]):
         self._sender.close()
 
     def check_integrity(self) -> None:
-        """Assert that no slot belongs to two copies, or to one and to none. The caller holds the engine's lock."""
+        """Assert that no slot is used by two blocks, or free while it is used. The caller holds the engine's lock."""
         used = [block.slot for copy in self._copies.values() for block in copy.in_flight]
         slots = self._free_slots + used
         assert len(set(slots)) == len(slots), "a slot is used twice"

@@ -122,7 +122,7 @@ def when_there_is_room(call: Callable[[], ResultT]) -> ResultT:
 
 
 def finish_when_there_is_room(engine: PrefillEngine, recorder: EngineRecorder, request: EngineRequest) -> list[int]:
-    """Wait for the end of an answer and return its tokens. A prompt that ends with RequestFailed is submitted again."""
+    """Wait until a request has finished and return its tokens; submit it again each time it fails (RequestFailed)."""
     key = request.key
     recorder.wait_until(lambda: key in recorder.finished or bool(recorder.of(RequestFailed, key)), f"end of {key}")
     if key in recorder.finished:

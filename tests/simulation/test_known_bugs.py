@@ -333,8 +333,8 @@ def test_a_search_that_its_client_ends_expects_no_reports_of_the_instances_that_
 
 
 def test_a_search_suspects_no_instance_whose_reports_have_ended(run: Run) -> None:
-    """One prefill instance had sent all its reports on the request, another one was cut off: the first one's silence
-    was counted. Seed 7401423 of the simulation found it."""
+    """While the router waited for a prefill instance that was cut off, it took another one for dead, which had nothing
+    more to report. Seed 7401423 of the simulation found it."""
     run(draw_plan(7401423))
 
 

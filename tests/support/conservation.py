@@ -1,4 +1,4 @@
-"""Check of a finished simulation: no request is lost or ended twice, and no KV block is left allocated."""
+"""Checks that a finished simulation lost no request, ended none twice and left no KV block allocated."""
 
 from kaveri.simulator.simulate import Simulation
 

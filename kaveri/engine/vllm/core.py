@@ -63,7 +63,7 @@ class VllmCore:
         preempting decoding requests if necessary. Raises vLLM's error if vLLM rejects it."""
         params.extra_args = {**(params.extra_args or {}), **transfer_params(engine_id)}
         if params.logprobs is not None or params.prompt_logprobs is not None:
-            # Raises if more log-probabilities are asked for than vLLM's max_logprobs. All else has been validated.
+            # Raises if the request wants more log-probabilities than vLLM's max_logprobs. All else is validated.
             params.verify(self._llm.model_config, None, None, None)
         self._count += 1
         # Like LLMEngine.add_request(), but without its validation, which repeats the engine's and doubles the time.

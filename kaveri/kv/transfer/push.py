@@ -50,9 +50,9 @@ PushListener = Callable[[PushEvent], None]
 """Called on threads of the sender; must not block. The last call for each opened transfer is its end, exactly once."""
 
 IsIntact = Callable[[bytes, int | None], bool]
-"""Called with (transfer id, block count) after the first blocks of a push were read, and before they are marked; with
-None before the push is finished. Returns False if a block may have changed before it was read: the sender then sends
-nothing, and the caller gives the push up."""
+"""Called with (transfer id, block count) once the sender has read that many blocks of the push (None: all), before it
+marks them or finishes the push. Returns False if one of them may have been overwritten before it was read: then the
+sender sends nothing, and the caller aborts the push. Called without a lock; must not block."""
 
 LocalDoneListener = Callable[[bytes, int, Sequence[int]], None]
 """Called with (transfer id, layer, source blocks) on the sender's thread for that receiver; must not block."""

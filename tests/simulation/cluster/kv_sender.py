@@ -208,7 +208,7 @@ class SimulatedSender:
         if self._is_intact is None:
             self._flush(push)
         else:
-            # Its blocks may change meanwhile.
+            # Gives the engine time to reuse the blocks before they are read.
             asyncio.get_running_loop().call_later(_READ_AFTER_S, self._flush, push, context=self._context)
 
     def _flush(self, push: _Push) -> None:

@@ -71,7 +71,7 @@ def mark_answered_before_its_digest() -> Iterator[None]:
 
 @planted
 def torn_copies_marked() -> Iterator[None]:
-    """An owner marks blocks that their request lost while they were pushed, and others may have written."""
+    """An owner marks blocks as copied although their request lost them, and another may have overwritten them."""
     with replaced(Copier, "_is_intact", lambda _: lambda *_: True):
         yield
 
