@@ -26,7 +26,7 @@ from kaveri.v1 import sampling_pb2 as kaveri_dot_v1_dot_sampling__pb2
 from kaveri.v1 import term_pb2 as kaveri_dot_v1_dot_term__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kaveri/v1/prefill.proto\x12\tkaveri.v1\x1a\x18kaveri/v1/sampling.proto\x1a\x14kaveri/v1/term.proto\"\x10\n\x0eSubmitResponse\"\x9a\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1d\n\x04term\x18\x02 \x01(\x0b\x32\x0f.kaveri.v1.Term\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x05 \x01(\r\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x0e\n\x06secret\x18\x08 \x01(\x0c\x12\x19\n\x11silent_decode_ids\x18\t \x03(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x15\n\rsuspect_until\x18\x0b \x01(\r\x12\x11\n\ttimeout_s\x18\x0c \x01(\x01\"\xda\x02\n\rPrefillReport\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1d\n\x04term\x18\x02 \x01(\x0b\x32\x0f.kaveri.v1.Term\x12*\n\x07started\x18\x04 \x01(\x0b\x32\x19.kaveri.v1.PrefillStarted\x12(\n\x06placed\x18\x05 \x01(\x0b\x32\x18.kaveri.v1.PrefillPlaced\x12\x31\n\x0b\x66irst_token\x18\x06 \x01(\x0b\x32\x1c.kaveri.v1.PrefillFirstToken\x12\x31\n\x0bhanded_over\x18\x07 \x01(\x0b\x32\x1c.kaveri.v1.PrefillHandedOver\x12\x32\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x19.kaveri.v1.PromptLogprobs\x12&\n\x05\x65nded\x18\t \x01(\x0b\x32\x17.kaveri.v1.PrefillEnded\"\x1d\n\x0cPrefillEnded\x12\r\n\x05\x65rror\x18\x01 \x01(\x0c\"!\n\x0ePrefillStarted\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\"M\n\rPrefillPlaced\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\x04J\x04\x08\x03\x10\x04\"\x8f\x01\n\x11PrefillFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12%\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.kaveri.v1.Logprobs\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.kaveri.v1.FinishReason\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"z\n\x11PrefillHandedOver\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x15\n\rkv_transfer_s\x18\x02 \x01(\x01\x12\x11\n\tkv_tail_s\x18\x03 \x01(\x01\x12\x14\n\x0ckv_transport\x18\x04 \x01(\t\x12\x13\n\x0bkept_tokens\x18\x05 \x01(\r2O\n\x0ePrefillService\x12=\n\x06Submit\x12\x18.kaveri.v1.SubmitRequest\x1a\x19.kaveri.v1.SubmitResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kaveri/v1/prefill.proto\x12\tkaveri.v1\x1a\x18kaveri/v1/sampling.proto\x1a\x14kaveri/v1/term.proto\"\x10\n\x0eSubmitResponse\"\xaf\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1d\n\x04term\x18\x02 \x01(\x0b\x32\x0f.kaveri.v1.Term\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x17\n\x0fgenerated_count\x18\x05 \x01(\r\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x0e\n\x06secret\x18\x08 \x01(\x0c\x12\x19\n\x11silent_decode_ids\x18\t \x03(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x15\n\rsuspect_until\x18\x0b \x01(\r\x12\x11\n\ttimeout_s\x18\x0c \x01(\x01\x12\x13\n\x0bincarnation\x18\r \x01(\x04\"\xda\x02\n\rPrefillReport\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1d\n\x04term\x18\x02 \x01(\x0b\x32\x0f.kaveri.v1.Term\x12*\n\x07started\x18\x04 \x01(\x0b\x32\x19.kaveri.v1.PrefillStarted\x12(\n\x06placed\x18\x05 \x01(\x0b\x32\x18.kaveri.v1.PrefillPlaced\x12\x31\n\x0b\x66irst_token\x18\x06 \x01(\x0b\x32\x1c.kaveri.v1.PrefillFirstToken\x12\x31\n\x0bhanded_over\x18\x07 \x01(\x0b\x32\x1c.kaveri.v1.PrefillHandedOver\x12\x32\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x19.kaveri.v1.PromptLogprobs\x12&\n\x05\x65nded\x18\t \x01(\x0b\x32\x17.kaveri.v1.PrefillEnded\"\x1d\n\x0cPrefillEnded\x12\r\n\x05\x65rror\x18\x01 \x01(\x0c\"!\n\x0ePrefillStarted\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\"M\n\rPrefillPlaced\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\x04J\x04\x08\x03\x10\x04\"\x8f\x01\n\x11PrefillFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12%\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.kaveri.v1.Logprobs\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.kaveri.v1.FinishReason\x12\x11\n\tprefill_s\x18\x04 \x01(\x01\"z\n\x11PrefillHandedOver\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x15\n\rkv_transfer_s\x18\x02 \x01(\x01\x12\x11\n\tkv_tail_s\x18\x03 \x01(\x01\x12\x14\n\x0ckv_transport\x18\x04 \x01(\t\x12\x13\n\x0bkept_tokens\x18\x05 \x01(\r2O\n\x0ePrefillService\x12=\n\x06Submit\x12\x18.kaveri.v1.SubmitRequest\x1a\x19.kaveri.v1.SubmitResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,19 +38,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBMITRESPONSE']._serialized_start=86
   _globals['_SUBMITRESPONSE']._serialized_end=102
   _globals['_SUBMITREQUEST']._serialized_start=105
-  _globals['_SUBMITREQUEST']._serialized_end=387
-  _globals['_PREFILLREPORT']._serialized_start=390
-  _globals['_PREFILLREPORT']._serialized_end=736
-  _globals['_PREFILLENDED']._serialized_start=738
-  _globals['_PREFILLENDED']._serialized_end=767
-  _globals['_PREFILLSTARTED']._serialized_start=769
-  _globals['_PREFILLSTARTED']._serialized_end=802
-  _globals['_PREFILLPLACED']._serialized_start=804
-  _globals['_PREFILLPLACED']._serialized_end=881
-  _globals['_PREFILLFIRSTTOKEN']._serialized_start=884
-  _globals['_PREFILLFIRSTTOKEN']._serialized_end=1027
-  _globals['_PREFILLHANDEDOVER']._serialized_start=1029
-  _globals['_PREFILLHANDEDOVER']._serialized_end=1151
-  _globals['_PREFILLSERVICE']._serialized_start=1153
-  _globals['_PREFILLSERVICE']._serialized_end=1232
+  _globals['_SUBMITREQUEST']._serialized_end=408
+  _globals['_PREFILLREPORT']._serialized_start=411
+  _globals['_PREFILLREPORT']._serialized_end=757
+  _globals['_PREFILLENDED']._serialized_start=759
+  _globals['_PREFILLENDED']._serialized_end=788
+  _globals['_PREFILLSTARTED']._serialized_start=790
+  _globals['_PREFILLSTARTED']._serialized_end=823
+  _globals['_PREFILLPLACED']._serialized_start=825
+  _globals['_PREFILLPLACED']._serialized_end=902
+  _globals['_PREFILLFIRSTTOKEN']._serialized_start=905
+  _globals['_PREFILLFIRSTTOKEN']._serialized_end=1048
+  _globals['_PREFILLHANDEDOVER']._serialized_start=1050
+  _globals['_PREFILLHANDEDOVER']._serialized_end=1172
+  _globals['_PREFILLSERVICE']._serialized_start=1174
+  _globals['_PREFILLSERVICE']._serialized_end=1253
 # @@protoc_insertion_point(module_scope)

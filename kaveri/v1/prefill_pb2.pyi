@@ -54,6 +54,7 @@ class SubmitRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SUSPECT_UNTIL_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, at most 128 bytes."""
     router_id: _builtins.str
@@ -73,6 +74,8 @@ class SubmitRequest(_message.Message):
     """
     timeout_s: _builtins.float
     """Seconds that are left until the request's deadline, when it ends here and, if it was placed, at the decode instance."""
+    incarnation: _builtins.int
+    """Incarnation of the instance that the router means; any other one answers UNAVAILABLE. 0: any."""
     @_builtins.property
     def term(self) -> _term_pb2.Term:
         """The owner's. Older owners are dropped. Two messages speak of the same request when both have the same secret, or,
@@ -105,10 +108,11 @@ class SubmitRequest(_message.Message):
         traceparent: _builtins.str = ...,
         suspect_until: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "term", b"term"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_count", b"generated_count", "params", b"params", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "silent_decode_ids", b"silent_decode_ids", "suspect_until", b"suspect_until", "term", b"term", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_count", b"generated_count", "incarnation", b"incarnation", "params", b"params", "request_id", b"request_id", "router_id", b"router_id", "secret", b"secret", "silent_decode_ids", b"silent_decode_ids", "suspect_until", b"suspect_until", "term", b"term", "timeout_s", b"timeout_s", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -52,7 +52,7 @@ class PrefillServiceServicer(object):
         happens to this call ends the request: a router that gives it up calls Abort. The same owner may submit again:
         nothing is queued, and what was reported is repeated. Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT
         (does not fit this engine), ABORTED (a newer attempt is known, or this one was aborted), ALREADY_EXISTS (a later
-        session is known), UNAVAILABLE (draining).
+        session is known), UNAVAILABLE (draining, or restarted).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,7 @@ class PrefillServiceStub:
     happens to this call ends the request: a router that gives it up calls Abort. The same owner may submit again:
     nothing is queued, and what was reported is repeated. Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT
     (does not fit this engine), ABORTED (a newer attempt is known, or this one was aborted), ALREADY_EXISTS (a later
-    session is known), UNAVAILABLE (draining).
+    session is known), UNAVAILABLE (draining, or restarted).
     """
 
 @_typing.type_check_only
@@ -53,7 +53,7 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     happens to this call ends the request: a router that gives it up calls Abort. The same owner may submit again:
     nothing is queued, and what was reported is repeated. Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT
     (does not fit this engine), ABORTED (a newer attempt is known, or this one was aborted), ALREADY_EXISTS (a later
-    session is known), UNAVAILABLE (draining).
+    session is known), UNAVAILABLE (draining, or restarted).
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -70,7 +70,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         happens to this call ends the request: a router that gives it up calls Abort. The same owner may submit again:
         nothing is queued, and what was reported is repeated. Errors: RESOURCE_EXHAUSTED (queue full), INVALID_ARGUMENT
         (does not fit this engine), ABORTED (a newer attempt is known, or this one was aborted), ALREADY_EXISTS (a later
-        session is known), UNAVAILABLE (draining).
+        session is known), UNAVAILABLE (draining, or restarted).
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

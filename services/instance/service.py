@@ -152,7 +152,7 @@ def instance_host(
     def register(server: aio.Server) -> None:
         feed_service = feed_server.FeedServer(feeds, prefill, decode, incarnation, holder)
         add_FeedServiceServicer_to_server(feed_service, server)
-        add_PrefillServiceServicer_to_server(prefill_server.PrefillServer(prefill), server)
+        add_PrefillServiceServicer_to_server(prefill_server.PrefillServer(prefill, incarnation), server)
         decode_service = decode_server.DecodeServer(
             decode, incarnation, holder, lambda: Phase.PREFILL in phases.ordered
         )

@@ -6,7 +6,7 @@ from typing import Any
 from grpc import aio
 
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.errors import InvalidArgument, KaveriError
+from kaveri.errors import InvalidArgument, KaveriError, Unavailable
 from kaveri.lives.prompt import FirstTokenDrawn, HandedOver, Progress, PromptScored, RoomReserved, Started
 from kaveri.v1 import prefill_pb2, term_pb2
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceServicer
@@ -23,13 +23,15 @@ SERVICE_NAME = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_na
 class PrefillServer(PrefillServiceServicer):
     """Serves the gRPC calls of PrefillService for one prefill instance."""
 
-    def __init__(self, role: PrefillRole) -> None:
-        self._role = role
+    def __init__(self, role: PrefillRole, incarnation: int) -> None:
+        self._role, self._incarnation = role, incarnation
 
     async def Submit(  # noqa: N802
         self, request: prefill_pb2.SubmitRequest, context: aio.ServicerContext[Any, Any]
     ) -> prefill_pb2.SubmitResponse:
         try:
+            if request.incarnation not in (0, self._incarnation):
+                raise Unavailable("the instance has restarted", retry_after_s=0.0)
             if not request.timeout_s > 0:
                 raise InvalidArgument("timeout_s", request.timeout_s, "more than 0")
             params = params_from_proto(request.params, ResolvedParams)

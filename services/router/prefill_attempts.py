@@ -120,6 +120,7 @@ class PrefillAttempts:
             silent_decode_ids=sorted(self._feeds.silent_ids),
             traceparent=entry.account.traceparent,
             suspect_until=attempt.suspect_until,
+            incarnation=target.record.incarnation,
         )
         self.unconfirmed.add((entry.request_id, attempt.number), target, len(request.token_ids))
         now_s = time.monotonic()

@@ -46,8 +46,7 @@ _LIVES_COUNT = 4096
 """Max remembered process runs of instances that have left."""
 _ABORTS_AT_ONCE = 4096
 """Max aborts in a message; with the longest ids they take less than half of the largest one."""
-_FIRST_RECONNECT_S = 0.01
-_RECONNECT_MIN_S = 0.05
+_RECONNECT_MIN_S = 0.01
 _RECONNECT_MAX_S = 1.0
 
 
@@ -333,8 +332,6 @@ class TokenFeeds:
                 log.warning("stream_broken", error=str(error), requests=len(subscription.ties))
                 subscription.disconnect()
                 backoff_s = _RECONNECT_MIN_S
-                await asyncio.sleep(_FIRST_RECONNECT_S)
-                continue
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _RECONNECT_MAX_S)
 

@@ -5,7 +5,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kaveri.v1 import decode_pb2, prefill_pb2, term_pb2
+from kaveri.v1 import decode_pb2, prefill_pb2, sampling_pb2, term_pb2
 from kaveri.v1.decode_pb2_grpc import DecodeServiceStub
 from kaveri.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.services.prompts import prompt
@@ -48,3 +48,20 @@ async def test_a_placement_names_the_life_that_reserved_room(cluster: Any) -> No
     call = router.prefill(prefill, "a", prompt(1, 20), max_tokens=5)
     assert len(await router.answer(call, "a")) == 5
     assert call.get("placed").decode_incarnation == granted.incarnation == router.incarnations["decode-0"] != 0
+
+
+async def test_a_prompt_that_is_meant_for_a_former_life_of_the_instance_is_refused(cluster: Any) -> None:
+    prefill = await cluster.prefill()
+    message = prefill_pb2.SubmitRequest(
+        request_id="a",
+        router_id="router-0",
+        term=term_pb2.Term(attempt=1),
+        token_ids=[1],
+        params=sampling_pb2.SamplingParams(max_tokens=1, seed=0, temperature=0.0, top_p=1.0, top_k=0),
+        timeout_s=1.0,
+        incarnation=1,
+    )
+    with refuses(grpc.StatusCode.UNAVAILABLE, "restarted"):
+        await PrefillServiceStub(prefill.channel).Submit(message, timeout=5)
+    message.incarnation = 0
+    await PrefillServiceStub(prefill.channel).Submit(message, timeout=5)

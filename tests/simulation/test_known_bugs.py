@@ -338,6 +338,12 @@ def test_a_search_suspects_no_instance_whose_reports_have_ended(run: Run) -> Non
     run(draw_plan(7401423))
 
 
+def test_a_request_that_raises_is_not_sent_to_a_restarted_instance_that_its_router_cannot_follow(run: Run) -> None:
+    """While the store was away a router sent the request to an address where another life answered, four times, and
+    never learned that it had ended each of them. Seed 7503280 of the simulation found it."""
+    run(draw_plan(7503280))
+
+
 def test_a_search_finds_no_prompt_of_an_earlier_attempt(run: Run) -> None:
     """A holder had no room to resume the request, so its router looked for it everywhere. An instance that had computed
     the prompt before refused to be asked in the same session. Seed 7304177 of the simulation found it."""
