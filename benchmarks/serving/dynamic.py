@@ -26,7 +26,7 @@ from kaveri import AsyncClient
 from kaveri.loadgen.report import columns_of
 from kaveri.workload.requests import PlannedRequest, RequestLengths, WorkloadClass, draw_lengths, plan_requests
 
-TIME_SCALE = 1.5
+TIME_SCALE = 2.0
 """Seconds of this benchmark for one second of the engines. Settings below are in seconds of the engines."""
 TTFT_S, TPOT_S, ATTAINED = 1.0, 0.03, 0.9
 PERIOD_S = 40.0
