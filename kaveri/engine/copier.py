@@ -115,7 +115,7 @@ class CopyAccount(Protocol[OwnerT]):
 
 
 class _InFlight(NamedTuple):
-    """A block that was sent, or is being sent, and that the holder has not confirmed. number: within its request."""
+    """A block sent, or being sent, whose receipt the holder has not confirmed. number: its index in the request."""
 
     number: int
     slot: int

@@ -20,7 +20,7 @@ from kaveri.telemetry.logs import get_logger
 
 _CLOSE_TIMEOUT_S = 5.0
 _REST_BYTES_PER_S = 2.5e9
-"""Divides a block's bytes; the result is the pause before each block, about twice the time that copying it takes."""
+"""Bytes per second that set the pause before each block: about twice the time that copying the block takes."""
 _LONGEST_REST_S = 0.02
 """Longest pause before a block without a rate limit, in seconds."""
 _LONGEST_WAIT_S = 1.0
@@ -35,7 +35,7 @@ def slots_of(layout: KvLayout, options: ReplicaOptions) -> int:
 
 
 class CopyPlane(Protocol):
-    """Data path of KV copies to other instances: creates the sender, and stages blocks that it cannot read itself."""
+    """Creates the sender that pushes KV copies, and stages the blocks that the sender cannot read directly."""
 
     def start(self, listener: PushListener, is_intact: IsIntact) -> PushSender:
         """Return the sender of the copies. is_intact: for one that reads the engine's pool. Called once, first."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _IDLE_S = 0.25
 """Interval, in seconds, at which an engine is checked for statistics that changed without an event."""
 _AFTER_CALL_S = 0.01
-"""Seconds from a call to the check for changes without an event: abort(), for example, frees blocks."""
+"""Seconds after a call until its effects that raise no event are looked for, such as blocks freed by abort()."""
 _KV_FLOW_EVERY_S = 0.05
 """Most seconds between two KvFlows while tokens are generated."""
 _SWITCH_INTERVAL_S = 0.0005

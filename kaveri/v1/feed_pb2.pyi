@@ -258,7 +258,7 @@ class AttachRequest(_message.Message):
     characters: _builtins.int
     """Characters (Unicode code points) of text that the client has."""
     incarnation: _builtins.int
-    """Incarnation of the instance that the caller means; any other one answers UNAVAILABLE. 0: any."""
+    """Incarnation of the chosen instance. One that has restarted since answers UNAVAILABLE. 0: not checked."""
     @_builtins.property
     def term(self) -> _term_pb2.Term:
         """The new owner's term: above the present owner's, or the same. With FORM_TEXT the client's present session alone."""

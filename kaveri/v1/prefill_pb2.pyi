@@ -75,7 +75,7 @@ class SubmitRequest(_message.Message):
     timeout_s: _builtins.float
     """Seconds that are left until the request's deadline, when it ends here and, if it was placed, at the decode instance."""
     incarnation: _builtins.int
-    """Incarnation of the instance that the router means; any other one answers UNAVAILABLE. 0: any."""
+    """Incarnation of the chosen instance. One that has restarted since answers UNAVAILABLE. 0: not checked."""
     @_builtins.property
     def term(self) -> _term_pb2.Term:
         """The owner's. Older owners are dropped. Two messages speak of the same request when both have the same secret, or,

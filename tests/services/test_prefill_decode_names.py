@@ -50,7 +50,7 @@ async def test_a_placement_names_the_life_that_reserved_room(cluster: Any) -> No
     assert call.get("placed").decode_incarnation == granted.incarnation == router.incarnations["decode-0"] != 0
 
 
-async def test_a_prompt_that_is_meant_for_a_former_life_of_the_instance_is_refused(cluster: Any) -> None:
+async def test_a_prompt_that_was_sent_for_an_instance_before_its_restart_is_refused(cluster: Any) -> None:
     prefill = await cluster.prefill()
     message = prefill_pb2.SubmitRequest(
         request_id="a",

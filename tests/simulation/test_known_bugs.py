@@ -333,14 +333,14 @@ def test_a_search_that_its_client_ends_expects_no_reports_of_the_instances_that_
 
 
 def test_a_search_suspects_no_instance_whose_reports_have_ended(run: Run) -> None:
-    """While the router waited for a prefill instance that was cut off, it took another one for dead, which had nothing
-    more to report. Seed 7401423 of the simulation found it."""
+    """A router waited for an instance that was cut off, and suspected another one of being dead, which was silent only
+    because it had sent all its reports. Seed 7401423 of the simulation found it."""
     run(draw_plan(7401423))
 
 
 def test_a_request_that_raises_is_not_sent_to_a_restarted_instance_that_its_router_cannot_follow(run: Run) -> None:
-    """While the store was away a router sent the request to an address where another life answered, four times, and
-    never learned that it had ended each of them. Seed 7503280 of the simulation found it."""
+    """Redis was away, so the router did not know that the instance had restarted. Four times it sent the request to the
+    new process, which crashed; it was not reading that process's reports. Seed 7503280 of the simulation found it."""
     run(draw_plan(7503280))
 
 
