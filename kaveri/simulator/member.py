@@ -154,11 +154,11 @@ class Broadcasts:
         """Return the time at which the next broadcast is due."""
         return self.last()[0] + self._interval_s
 
-    def make(self) -> None:
-        """Broadcast now; the next broadcast is due an interval later."""
+    def make(self, *, anew: bool = False) -> None:
+        """Broadcast now; the next broadcast is due an interval later. anew: also if one was made at this very time."""
         self.scheduled_s = -1.0
         self.last()
-        if self.timeline.now_s > self._last_s:
+        if anew or self.timeline.now_s > self._last_s:
             self._last_s = self.timeline.now_s
             self.none_before_s = self._last_s + ALMOST_ALL * self._interval_s
             self.count += 1

@@ -281,7 +281,7 @@ class SimulatedRouter:
 
     def phases_changed(self) -> None:
         """Broadcast an instance's change of phases at once."""
-        self.broadcasts.make()
+        self.broadcasts.make(anew=True)
         self.on_phases()
         self.timeline.after(0.0, self._broadcast)
 
