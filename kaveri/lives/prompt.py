@@ -24,7 +24,7 @@ from kaveri.engine.contract import (
     PromptLogprobs,
     RequestFailed,
 )
-from kaveri.errors import KaveriError
+from kaveri.errors import DeadlineExceeded, KaveriError
 from kaveri.policy.prediction import PredictionOutcome, usable_length
 from kaveri.policy.room_search import PlaceSearch
 
@@ -314,7 +314,8 @@ def step(state: State, event: Event, now_s: float) -> Step:
         case EndRequested():
             return _end(state, event.outcome, now_s, error=event.error)
         case HandOverFailed():
-            return _end(state, Outcome.FAILED, now_s, error=event.error)
+            outcome = Outcome.DEADLINE if isinstance(event.error, DeadlineExceeded) else Outcome.FAILED
+            return _end(state, outcome, now_s, error=event.error)
         case RequestFailed():
             return _end(state, Outcome.FAILED, now_s, error=error_of_failure(event))
     match state, event:

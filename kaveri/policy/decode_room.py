@@ -138,7 +138,7 @@ class DecodeRoom:
             return None
         first = self._first(self._attainable_blocks(room))
         if first is not None and first[1].overtakes >= self._max_overtakes:
-            return first[0] if first[1].needed_blocks <= room_blocks else None
+            return first[0] if not first[1].asked and first[1].needed_blocks <= room_blocks else None
         for request_id, place in self._places.items():
             if not place.asked and place.needed_blocks <= room_blocks:
                 return request_id
@@ -200,10 +200,9 @@ class DecodeRoom:
         return self._total_blocks - room.quarantined_blocks
 
     def _first(self, attainable_blocks: int) -> tuple[str, Place] | None:
-        """The first queued request that could get KV blocks, given `attainable_blocks`; None if there is none."""
-        if not self._places:
-            return None
+        """The first queued request that could get KV blocks, given `attainable_blocks`; None if there is none. The
+        engine may have been asked for it: until it answers, the request can still be overtaken."""
         for request_id, place in self._places.items():
-            if not place.asked and place.needed_blocks <= attainable_blocks:
+            if place.needed_blocks <= attainable_blocks:
                 return request_id, place
         return None

@@ -32,7 +32,15 @@ from kaveri.errors import (
     Unavailable,
 )
 from kaveri.feeds.feed import RouterFeeds
-from kaveri.lives.prompt import Adopted, FirstTokenDrawn, HandedOver, HandOverFailed, RoomReserved, Started
+from kaveri.lives.prompt import (
+    Adopted,
+    FirstTokenDrawn,
+    HandedOver,
+    HandOverFailed,
+    Outcome,
+    RoomReserved,
+    Started,
+)
 from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.prompt_queue import PromptQueue
 from services.prefill import role
@@ -116,6 +124,9 @@ ENDS = {
     "failed": End(
         lambda world, request: world.hand_over.report(request, HandOverFailed(Unavailable("no place"))), "failed"
     ),
+    "past its deadline at decode first": End(
+        lambda world, request: world.hand_over.report(request, HandOverFailed(DeadlineExceeded())), "deadline"
+    ),
     "given up by the engine": End(
         lambda world, request: world.role.handle([RequestFailed(request.engine_request.key, "broken")]), "failed"
     ),
@@ -193,7 +204,7 @@ async def test_an_end_frees_what_the_engine_holds_unless_the_engine_has_freed_it
     world.role.cancel(request)
     world.hand_over.report(request, HandOverFailed(Unavailable("again")))
     assert world.engine.aborted == ([] if end.by_engine else [request.engine_request.key])
-    assert sum(world.count(name) for name in ("cancelled", "failed", "refused", "finished", "handed_over")) == 1
+    assert sum(world.count(outcome) for outcome in Outcome) == 1
 
 
 @each_end
