@@ -49,7 +49,6 @@ _FLAGS: dict[str, Any] = {
     "time_scale": str(TIME_SCALE),
     "heartbeat_interval_s": str(TIME_SCALE * HEARTBEAT_S),
 }
-_NONE = {"prefill_count": 0, "decode_count": 0}
 SYSTEMS: dict[str, dict[str, Any]] = {
     "dynamic": {
         "prefill_count": 2,
@@ -59,7 +58,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "flip_cooldown_s": str(TIME_SCALE * COOLDOWN_S),
         "replication": "spread",
     },
-    "colocated": {**_NONE, "colocated_count": 4},
+    "colocated": {"prefill_count": 0, "decode_count": 0, "colocated_count": 4},
     SPLIT: {"prefill_count": 2, "decode_count": 2},
 }
 
