@@ -51,8 +51,8 @@ class OverheadCase:
     copies: dict[str, str] = field(default_factory=lambda: SPREAD)
     """Settings of the stack with copies."""
     rounds: int = 4
-    """Measured on each stack. From round to round the p99 of the gaps varies by about 5 %, so 12 rounds do not tell 1.03
-    from 1.05."""
+    """Measured on each stack. From round to round the p99 of the gaps varies by about 5 %, so 12 rounds cannot tell
+    1.03 from 1.05."""
 
 
 def timed(kv_token_bytes: int, in_flight: int, answer_tokens: int, pool: str, rounds: int) -> OverheadCase:
