@@ -22,6 +22,7 @@ BENCHMARKS = (
     "engine.mirror",
     "engine.profile",
     "engine.rules",
+    "engine.structured",
     "serving.decisions",
     "serving.router_overhead",
     "serving.gateway_overhead",

@@ -15,12 +15,17 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
 from benchmarks.support.self_pushing import SelfPushingEngine, build_both_sides
+from kaveri.domain.grammar import Grammar
 from kaveri.models import resolve_model
 from kaveri.telemetry.logs import configure_logs
 
 BARE = "bare vLLM"
 TRANSFORMERS = "transformers"
 KAVERI_VLLM = "Kaveri's vLLM"
+BARE_XGRAMMAR = "bare vLLM, xgrammar"
+BARE_GUIDANCE = "bare vLLM, guidance"
+BACKENDS = {BARE: None, BARE_XGRAMMAR: "xgrammar", BARE_GUIDANCE: "guidance"}
+"""What masks structured answers in bare vLLM, by name; None: it makes none."""
 ENGINES = {TRANSFORMERS: "transformers", KAVERI_VLLM: "vllm"}
 """Kaveri's, by name."""
 _ANSWER_TIMEOUT_S = 300.0
@@ -39,7 +44,7 @@ class Answered(NamedTuple):
 
 
 class _Answers(Protocol):
-    def __call__(self, prompts: Sequence[list[int]], answer_tokens: int) -> Answered: ...
+    def __call__(self, prompts: Sequence[list[int]], answer_tokens: int, schema: str) -> Answered: ...
 
 
 class MeasuredEngine:
@@ -48,7 +53,7 @@ class MeasuredEngine:
     def __init__(
         self, engine: str, model: str, dtype: str, chunk_tokens: int, max_batch: int, device: str, pool_bytes: int
     ) -> None:
-        """engine: BARE, or a name in ENGINES. device: Kaveri's; bare vLLM computes where it was built for. Takes the
+        """engine: a name in BACKENDS or ENGINES. device: Kaveri's; bare vLLM computes where it was built for. Takes the
         seconds that it takes to load it."""
         self.engine = engine
         context = multiprocessing.get_context("spawn")
@@ -69,12 +74,12 @@ class MeasuredEngine:
         self._process.join(10.0)
         self._process.kill()
 
-    def answer(self, prompts: Sequence[list[int]], answer_tokens: int) -> Answered:
+    def answer(self, prompts: Sequence[list[int]], answer_tokens: int, schema: str = "") -> Answered:
         """All prompts at once, greedily, past the end-of-sequence token. RuntimeError when it does not come to an end.
 
-        answer_tokens: of each answer.
+        answer_tokens: of each answer. schema: a JSON Schema of longer answers, which these begin; empty: of no form.
         """
-        self._control.send((list(prompts), answer_tokens))
+        self._control.send((list(prompts), answer_tokens, schema))
         answered = self._receive()
         assert isinstance(answered, Answered)
         return answered
@@ -119,15 +124,15 @@ def _serve(
     # vLLM's imports warn of what is deprecated elsewhere.
     warnings.simplefilter("ignore")
     with control:
-        if engine == BARE:
-            bare = _BareVllm(model, dtype, chunk_tokens, max_batch, pool_bytes)
+        if engine in BACKENDS:
+            bare = _BareVllm(model, dtype, chunk_tokens, max_batch, pool_bytes, BACKENDS[engine])
             _answer_all(control, bare.vocab_size, bare.answer)
             return
         built = build_both_sides(ENGINES[engine], model, dtype, chunk_tokens, max_batch, device, pool_bytes)
         with SelfPushingEngine(built) as ours:
 
-            def answer(prompts: Sequence[list[int]], answer_tokens: int) -> Answered:
-                taken = ours.answer(prompts, answer_tokens)
+            def answer(prompts: Sequence[list[int]], answer_tokens: int, schema: str) -> Answered:
+                taken = ours.answer(prompts, answer_tokens, Grammar.json_schema(schema) if schema else None)
                 tokens = len(prompts) * (answer_tokens - 1)
                 return Answered(taken.prefill_s, tokens / taken.decode_s, taken.decode_cpu_s / tokens, taken.answers)
 
@@ -138,18 +143,21 @@ def _answer_all(control: Connection, vocab_size: int, answer: _Answers) -> None:
     control.send(vocab_size)
     while True:
         try:
-            prompts, answer_tokens = control.recv()
+            asked = control.recv()
         except EOFError:
             return
-        control.send(answer(prompts, answer_tokens))
+        control.send(answer(*asked))
 
 
 class _BareVllm:
     """vLLM's in-process engine, as its own documentation drives it, with the settings that Kaveri gives it."""
 
-    def __init__(self, model: str, dtype: str, chunk_tokens: int, max_batch: int, pool_bytes: int) -> None:
+    def __init__(
+        self, model: str, dtype: str, chunk_tokens: int, max_batch: int, pool_bytes: int, backend: str | None
+    ) -> None:
         from vllm import EngineArgs, LLMEngine
 
+        structured = {} if backend is None else {"structured_outputs_config": {"backend": backend}}
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=resolve_model(model),
@@ -158,18 +166,19 @@ class _BareVllm:
                 max_num_batched_tokens=chunk_tokens,
                 max_num_seqs=max_batch,
                 enforce_eager=True,
-                skip_tokenizer_init=True,
+                skip_tokenizer_init=backend is None,
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
+                **structured,
             )
         )
         self.vocab_size: int = self._engine.model_config.get_vocab_size()
 
-    def answer(self, prompts: Sequence[list[int]], answer_tokens: int) -> Answered:
+    def answer(self, prompts: Sequence[list[int]], answer_tokens: int, schema: str) -> Answered:
         """Chunks and decode steps are mixed: what is drawn before the last first token does not count as decode, nor
         what is drawn when the first answer has ended."""
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         answers: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
         started_s = time.perf_counter()
@@ -177,7 +186,8 @@ class _BareVllm:
             params = SamplingParams(
                 temperature=0.0,
                 max_tokens=answer_tokens,
-                ignore_eos=True,
+                ignore_eos=not schema,
+                structured_outputs=StructuredOutputsParams(json=schema) if schema else None,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )

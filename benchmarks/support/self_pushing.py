@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import (
     EngineEvent,
@@ -87,9 +88,11 @@ class SelfPushingEngine:
     ) -> None:
         self._engine.close()
 
-    def answer(self, prompts: Sequence[list[int]], answer_tokens: int) -> PushedAnswers:
-        """All prompts at once, greedily, past the end-of-sequence token."""
-        params = ResolvedParams(max_tokens=answer_tokens, temperature=0.0, seed=0, ignore_eos=True)
+    def answer(self, prompts: Sequence[list[int]], answer_tokens: int, grammar: Grammar | None = None) -> PushedAnswers:
+        """All prompts at once, greedily, past the end-of-sequence token. grammar: of longer answers."""
+        params = ResolvedParams(
+            max_tokens=answer_tokens, temperature=0.0, seed=0, ignore_eos=grammar is None, grammar=grammar
+        )
         requests = [
             EngineRequest(EngineKey(f"request {index}", 1), tuple(prompt), 0, params)
             for index, prompt in enumerate(prompts)
