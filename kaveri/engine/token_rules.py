@@ -8,10 +8,9 @@ Logits change in vLLM's order: logit_bias, repetition_penalty, frequency_penalty
 ruled out. Temperature, top_k, top_p and min_p come after.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 _FIRST_ROOM = 16
 
 Floats = npt.NDArray[np.float32]
+Bits = npt.NDArray[np.uint8]
+"""A bit for each token, 8 to a byte from the lowest: shape [bytes of the vocabulary]."""
 
 
 class History(Protocol):
@@ -36,31 +37,39 @@ class History(Protocol):
     def __getitem__(self, part: slice, /) -> Sequence[int]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class LogitChanges:
+class LogitChanges(NamedTuple):
     """Changes of one row of logits, for one draw. Arrays may be views that the next draw changes."""
 
     token_ids: npt.NDArray[np.int64]
-    """Tokens whose logits change, without duplicates: shape [changed], as for the next four arrays."""
-    bias: Floats
-    repetition: Floats
-    """Divides positive logits, and multiplies the others."""
-    frequency: Floats
-    """Subtracted; then `presence`."""
-    presence: Floats
+    """Tokens whose logits change, without duplicates: shape [changed]."""
+    values: Floats
+    """Their bias, added; repetition, which divides positive logits and multiplies the others; frequency, then presence,
+    subtracted: shape [4, changed]."""
     barred_ids: Sequence[int]
     """Tokens ruled out."""
-    allowed: npt.NDArray[np.bool_] | None
-    """True for tokens that may be drawn: shape [vocabulary]; None: all but barred_ids."""
+    allowed: Bits | None
+    """Tokens that may be drawn; None: all but barred_ids."""
 
     def apply(self, logits: Floats) -> None:
         """Change one row of logits, in place: shape [vocabulary]. The sampler does the same to several rows at once."""
-        changed = logits[self.token_ids] + self.bias
-        changed = np.where(changed > 0, changed / self.repetition, changed * self.repetition)
-        logits[self.token_ids] = changed - self.frequency - self.presence
+        bias, repetition, frequency, presence = self.values
+        changed = logits[self.token_ids] + bias
+        changed = np.where(changed > 0, changed / repetition, changed * repetition)
+        logits[self.token_ids] = changed - frequency - presence
         logits[list(self.barred_ids)] = -np.inf
         if self.allowed is not None:
-            logits[~self.allowed] = -np.inf
+            logits[tokens_in(~self.allowed, len(logits))] = -np.inf
+
+
+def tokens_in(bits: Bits, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """Unpack bits into an element for each token: shape [..., vocabulary] of [..., bytes]."""
+    return np.unpackbits(bits, axis=-1, count=vocab_size, bitorder="little").view(np.bool_)
+
+
+def _bits_of(token_ids: Iterable[int], vocab_size: int) -> Bits:
+    are_in = np.zeros(vocab_size, np.bool_)
+    are_in[list(token_ids)] = True
+    return np.packbits(are_in, bitorder="little")
 
 
 class TokenRules:
@@ -82,14 +91,10 @@ class TokenRules:
         self._params = params
         self._history = history
         self._answer_start = answer_start
-        self._allowed: npt.NDArray[np.bool_] | None = None
-        if params.allowed_token_ids:
-            self._allowed = np.zeros(vocab_size, np.bool_)
-            self._allowed[list(params.allowed_token_ids)] = True
+        self._allowed = _bits_of(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None
         self._vocab_size = vocab_size
         # Tokens that end the answer, always with the model's own: ignore_eos is refused with a grammar.
         self._ending_ids = sorted({*params.stop_token_ids, *eos_token_ids})
-        self._never_ids: list[int] = []
         self._grammars = grammars
         self._changed = _ChangedTokens(params)
         self._grammar: _FollowedGrammar | None = None
@@ -116,23 +121,28 @@ class TokenRules:
             assert self._grammars is not None, "the engine has grammars"
             matcher = self._grammars.matcher(params.grammar)
             self._grammar = _FollowedGrammar(matcher, params.grammar)
-            self._never_ids = [each for each in self._grammars.end_ids if each < self._vocab_size]
+            never_ids = {each for each in self._grammars.end_ids if each < self._vocab_size}
+            self._inner = _bits_of({*range(self._vocab_size)} - never_ids - {*self._ending_ids}, self._vocab_size)
+            self._ending = _bits_of(self._ending_ids, self._vocab_size)
         self._seen = 0
 
-    def _allowed_now(self, index: int) -> npt.NDArray[np.bool_] | None:
+    def _allowed_now(self, index: int) -> Bits | None:
         """Return the tokens that allowed_token_ids and the grammar allow; None: all."""
         if self._grammar is None or self._grammar.in_reasoning:
             return self._allowed
-        allowed, may_end = self._grammar.allowed(self._vocab_size)
-        allowed[self._never_ids] = False
-        allowed[self._ending_ids] = False
-        # Once nothing can follow, the answer ends, even before min_tokens.
-        if may_end and (index >= self._params.min_tokens or not allowed.any()):
-            allowed[self._ending_ids] = True
+        known, may_end = self._grammar.allowed()
+        if len(known) < len(self._inner):
+            known = np.pad(known, (0, len(self._inner) - len(known)))
+        allowed = known[: len(self._inner)] & self._inner
         if index == 0:
             # The answer may begin with reasoning instead.
-            allowed[list(self._grammar.reasoning_begin_ids)] = True
-        return allowed if self._allowed is None else allowed & self._allowed
+            allowed |= _bits_of(self._grammar.reasoning_begin_ids, self._vocab_size)
+        if self._allowed is not None:
+            allowed &= self._allowed
+        # Once nothing can follow, the answer ends, even before min_tokens.
+        if may_end and (index >= self._params.min_tokens or not allowed.any()):
+            allowed |= self._ending
+        return allowed
 
     def _barred(self, index: int) -> list[int]:
         """Return the tokens that would complete a bad word and, within reasoning, those that would end the answer."""
@@ -158,7 +168,7 @@ class _FollowedGrammar:
         """True while the answer is reasoning, which the grammar does not concern."""
 
     def follow(self, token_ids: Sequence[int]) -> None:
-        """Follow further tokens of the answer. Raises EngineError if the grammar does not take them."""
+        """Follow further tokens of the answer."""
         for number, token_id in enumerate(token_ids):
             if self._is_first and token_id in self.reasoning_begin_ids:
                 self.in_reasoning = True
@@ -169,21 +179,15 @@ class _FollowedGrammar:
             self._last = [*self._last, token_id][-len(self._reasoning_end_ids) :]
             self.in_reasoning = self._last != self._reasoning_end_ids
         self._is_first = self._is_first and not token_ids
-        self._check()
 
-    def allowed(self, vocab_size: int) -> tuple[npt.NDArray[np.bool_], bool]:
-        """Return the tokens that may come next, shape [vocab_size], and True if the answer may end here."""
+    def allowed(self) -> tuple[Bits, bool]:
+        """Return the tokens that may come next, of the tokenizer's vocabulary, and True if the answer may end here.
+        Raises EngineError if the grammar does not take the answer so far."""
         may_end = self._matcher.is_accepting()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check()
-        mask = np.zeros(vocab_size, np.bool_)
-        known = np.unpackbits(bits, count=min(vocab_size, 8 * len(bits)), bitorder="little")
-        mask[: len(known)] = known
-        return mask, may_end
-
-    def _check(self) -> None:
         if self._matcher.is_error():
             raise EngineError(f"its grammar: {' '.join(self._matcher.get_error().split())}")
+        return bits, may_end
 
 
 class _ChangedTokens:
@@ -193,7 +197,7 @@ class _ChangedTokens:
         self._params = params
         self._places: dict[int, int] = {}
         self._token_ids = np.zeros(_FIRST_ROOM, np.int64)
-        # Rows: bias, repetition, frequency, presence.
+        # LogitChanges.values.
         self._values = np.zeros((4, _FIRST_ROOM), np.float32)
         self._counts = np.zeros(_FIRST_ROOM, np.int64)
         self._counts_answer = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
@@ -220,10 +224,9 @@ class _ChangedTokens:
             self._values[2, place] = np.float32(params.frequency_penalty) * np.float32(self._counts[place])
             self._values[3, place] = params.presence_penalty
 
-    def changes(self, barred_ids: Sequence[int], allowed: npt.NDArray[np.bool_] | None) -> LogitChanges:
+    def changes(self, barred_ids: Sequence[int], allowed: Bits | None) -> LogitChanges:
         count = len(self._places)
-        bias, repetition, frequency, presence = self._values[:, :count]
-        return LogitChanges(self._token_ids[:count], bias, repetition, frequency, presence, barred_ids, allowed)
+        return LogitChanges(self._token_ids[:count], self._values[:, :count], barred_ids, allowed)
 
     def _place(self, token_id: int) -> int:
         """Return a token's index in the arrays; a new token is added, and full arrays are reallocated."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from kaveri.domain.sampling import ALL_RULED_OUT, Logprobs
 from kaveri.engine.stepwise.runner import NOT_FINITE, DrawnToken, NoToken, SequenceSlice
 from kaveri.engine.stopping import barred_token_ids
-from kaveri.engine.token_rules import LogitChanges
+from kaveri.engine.token_rules import LogitChanges, tokens_in
 from kaveri.errors import EngineError
 from kaveri.telemetry.logs import get_logger
 
@@ -149,18 +149,20 @@ def _with_rules(logits: Tensor, slices: Sequence[SequenceSlice]) -> tuple[Tensor
     if any(count):
         rows = np.repeat([row for row, _ in found], count)
         places = rows, np.concatenate([changes.token_ids for _, changes in found])
-        names = ("bias", "repetition", "frequency", "presence")
-        values = [np.concatenate([getattr(changes, name) for _, changes in found]) for name in names]
+        values = np.concatenate([changes.values for _, changes in found], axis=1)
         at = tuple(torch.from_numpy(each).to(logits.device) for each in places)
-        bias, repetition, frequency, presence = (torch.from_numpy(each).to(logits.device) for each in values)
+        bias, repetition, frequency, presence = torch.from_numpy(values).to(logits.device)
         changed = logits[at] + bias
         changed = torch.where(changed > 0, changed / repetition, changed * repetition)
         logits[at] = changed - frequency - presence
     for row, changes in found:
         if changes.barred_ids:
             logits[row, torch.tensor(changes.barred_ids, device=logits.device)] = -torch.inf
-        if changes.allowed is not None:
-            logits[row].masked_fill_(torch.from_numpy(~changes.allowed).to(logits.device), -torch.inf)
+    allowed = {row: changes.allowed for row, changes in found if changes.allowed is not None}
+    if allowed:
+        masked = torch.from_numpy(tokens_in(~np.stack([*allowed.values()]), logits.shape[1])).to(logits.device)
+        at_rows = slice(None) if len(allowed) == len(slices) else torch.tensor([*allowed], device=logits.device)
+        logits[at_rows] = logits[at_rows].masked_fill_(masked, -torch.inf)
     return logits, failed
 
 

@@ -239,14 +239,17 @@ def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
         slices = [SequenceSlice((), 0, (), True, index, draw.params, draw.rules) for _, draw, index in sampled]
         drawn = draw_tokens(logits[rows], slices)
         logits.index_fill_(0, rows, -torch.inf)
+        kept = list[tuple[int, int]]()
         for (row, draw, _), token in zip(sampled, drawn, strict=True):
             if isinstance(token, DrawnToken):
-                logits[row, token.token_id] = 0.0
+                kept.append((row, token.token_id))
             elif token.is_final:
                 _note_raised(draw, token.reason)
             else:
                 # Counted by vLLM (VllmCore.undrawable) where the logits are float32 from the beginning.
                 logits[row] = torch.nan
+        if kept:
+            logits[*torch.tensor(kept, device=logits.device).unbind(1)] = 0.0
 
 
 def _bar(logits: Tensor, row: int, draw: Draw, index: int) -> None:

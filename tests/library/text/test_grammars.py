@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import ResolvedParams
-from kaveri.engine.token_rules import TokenRules
+from kaveri.engine.token_rules import TokenRules, tokens_in
 from kaveri.errors import InvalidArgument
 from kaveri.models import resolve_model
 from kaveri.text.grammars import Grammars
@@ -162,8 +162,9 @@ def answers(grammars: Grammars, tokenizer: Tokenizer, grammar: Grammar, count: i
         rules = TokenRules(ResolvedParams(grammar=grammar), history, 0, 1536, EOS, grammars)
         while not history or history[-1] not in EOS:
             assert len(history) < MOST_TOKENS, f"no end of {tokenizer.decode(history)[:200]}"
-            allowed = rules.changes(len(history)).allowed
-            assert allowed is not None
+            bits = rules.changes(len(history)).allowed
+            assert bits is not None
+            allowed = tokens_in(bits, 1536)
             wanted = [token_id for token_id in (*EOS, *closing) if allowed[token_id]]
             choices = wanted if wanted and rng.random() < 0.5 else np.flatnonzero(allowed).tolist()
             history.append(rng.choice(choices))
@@ -218,3 +219,14 @@ def test_grammars_are_compiled_once_and_the_oldest_is_forgotten(grammars: Gramma
     assert not grammars.prepare(first).done() or grammars.matcher(first) is not None
     # A matcher is made of what is kept no more, too.
     assert not grammars.matcher(first).is_error()
+
+
+def test_an_answer_ends_where_its_grammar_does_though_allowed_token_ids_have_no_end(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    digits = tuple(token_id for token_id in range(1536) if tokenizer.decode([token_id]).isdigit())
+    params = ResolvedParams(grammar=Grammar.regex("[0-9]{2}"), allowed_token_ids=digits)
+    history = [token_id for token_id in digits if len(tokenizer.decode([token_id])) == 1][:2]
+    allowed = TokenRules(params, history, 0, 1536, EOS, grammars).changes(2).allowed
+    assert allowed is not None
+    assert {*np.flatnonzero(tokens_in(allowed, 1536)).tolist()} == set(EOS)
