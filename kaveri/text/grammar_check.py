@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import sys
 import time
 from collections import OrderedDict
@@ -18,10 +19,11 @@ from tokenizers import Tokenizer
 
 from kaveri import leash
 from kaveri.domain.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
-from kaveri.errors import DeadlineExceeded, InvalidArgument, NoCapacity, Unavailable
+from kaveri.errors import DeadlineExceeded, InvalidArgument, NoCapacity
 
 COMPILE_S = 1.0
-"""Longest time that one grammar may take."""
+"""Most CPU time that one grammar may take. Elapsed time would refuse valid grammars on a busy machine."""
+_ANSWER_S = 30.0
 _LOAD_S = 60.0
 _MEMORY_BYTES = 512 * 2**20
 """Most memory that compiling may add."""
@@ -44,8 +46,8 @@ class GrammarChecker:
 
     async def check(self, grammar: Grammar, deadline_s: float) -> None:
         """Raise InvalidArgument if the grammar is wrong, takes too much time or memory, or no text matches it;
-        DeadlineExceeded at time.monotonic() == deadline_s; NoCapacity while too many wait; Unavailable if the process
-        does not start."""
+        DeadlineExceeded at time.monotonic() == deadline_s; NoCapacity while too many wait, or if the process does not
+        start or is killed by others."""
         digest = hashlib.sha256(f"{grammar.kind} {grammar.source}".encode()).digest()
         limit = self._results.get(digest)
         if limit is None:
@@ -61,8 +63,7 @@ class GrammarChecker:
         task = self._under_way.get(digest)
         if task is None:
             if len(self._under_way) >= _MOST_WAITING:
-                reason = f"{_MOST_WAITING} grammars wait to be checked"
-                raise NoCapacity("router", retry_after_s=COMPILE_S, reason=reason)
+                raise _no_capacity(f"{_MOST_WAITING} grammars wait to be checked")
             task = self._under_way[digest] = asyncio.create_task(self._one(digest, grammar))
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()):
@@ -95,12 +96,15 @@ class GrammarChecker:
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps([grammar.kind, grammar.source]).encode() + b"\n")
-            answer = await self._line(process, COMPILE_S)
+            answer = await self._line(process, _ANSWER_S)
         except BaseException:
             await self._end()
             raise
         if answer is None:
             await self._end()
+            if process.returncode in (-signal.SIGKILL, -signal.SIGTERM):
+                # Not the grammar's doing. Clients that re-attach try again, as after every NoCapacity.
+                raise _no_capacity("the check of its grammar was interrupted")
             return f"a grammar that compiles within {COMPILE_S:g} s and {_MEMORY_BYTES // 2**20} MiB"
         return str(json.loads(answer))
 
@@ -126,7 +130,7 @@ class GrammarChecker:
             raise
         if ready is None:
             await self._end()
-            raise Unavailable("the process that checks grammars does not start")
+            raise _no_capacity("the process that checks grammars does not start")
         return process
 
     def _written_setup(self) -> bytes:
@@ -154,6 +158,10 @@ class GrammarChecker:
         await process.wait()
 
 
+def _no_capacity(reason: str) -> NoCapacity:
+    return NoCapacity("router", retry_after_s=COMPILE_S, reason=reason)
+
+
 def main() -> None:
     """Run the process: read a tokenizer, then grammars, a JSON line each; write a JSON line for each."""
     from kaveri.text.grammars import check_grammar, grammar_tokenizer
@@ -167,10 +175,13 @@ def main() -> None:
     for line in sys.stdin:
         kind, source = json.loads(line)
         limit = ""
+        # Its signal ends the process.
+        signal.setitimer(signal.ITIMER_PROF, COMPILE_S)
         try:
             check_grammar(tokenizer, Grammar(GrammarKind(kind), source))
         except InvalidArgument as error:
             limit = error.limit
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(limit), flush=True)
 
 

@@ -1,7 +1,9 @@
 """Grammars of strangers: refused by name, or served within the engines' limits."""
 
 import asyncio
+import os
 import random
+import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from tokenizers import Tokenizer
 from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.token_rules import TokenRules, tokens_in
-from kaveri.errors import DeadlineExceeded, EngineError, InvalidArgument
+from kaveri.errors import DeadlineExceeded, EngineError, InvalidArgument, NoCapacity
 from kaveri.models import resolve_model
 from kaveri.text.grammar_check import GrammarChecker
 from kaveri.text.grammars import Grammars
@@ -101,4 +103,23 @@ async def test_a_check_that_is_cancelled_leaves_no_answer_to_the_next_one(checke
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    await checker.check(Grammar.regex("b"), soon())
+
+
+async def test_a_valid_grammar_is_taken_though_router_and_process_stand_still(checker: GrammarChecker) -> None:
+    await checker.check(Grammar.regex("a"), soon())
+    assert checker._process is not None
+    os.kill(checker._process.pid, signal.SIGSTOP)
+    asyncio.get_running_loop().call_later(0.1, time.sleep, 1.3)
+    asyncio.get_running_loop().call_later(1.5, os.kill, checker._process.pid, signal.SIGCONT)
+    await checker.check(Grammar.json_schema({"properties": {"q": {"type": "integer"}}}), soon())
+
+
+async def test_a_check_whose_process_others_kill_is_not_the_grammars_fault(checker: GrammarChecker) -> None:
+    await checker.check(Grammar.regex("a"), soon())
+    assert checker._process is not None
+    os.kill(checker._process.pid, signal.SIGSTOP)
+    asyncio.get_running_loop().call_later(0.1, os.kill, checker._process.pid, signal.SIGKILL)
+    with pytest.raises(NoCapacity, match="interrupted"):
+        await checker.check(Grammar.regex("b"), soon())
     await checker.check(Grammar.regex("b"), soon())
