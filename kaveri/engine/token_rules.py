@@ -50,6 +50,11 @@ class LogitChanges(NamedTuple):
     allowed: Bits | None
     """Tokens that may be drawn; None: all but barred_ids."""
 
+    def permit(self, token_id: int) -> bool:
+        """Return True if the token may be drawn."""
+        is_allowed = self.allowed is None or bool(self.allowed[token_id // 8] >> token_id % 8 & 1)
+        return is_allowed and token_id not in self.barred_ids
+
     def apply(self, logits: Floats) -> None:
         """Change one row of logits, in place: shape [vocabulary]. The sampler does the same to several rows at once."""
         bias, repetition, frequency, presence = self.values

@@ -5,7 +5,7 @@ Runs the logits processor inside vLLM's own batch and sampler, on made-up logits
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,20 +21,44 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import BatchUpdateBuilder, LogitsProcessors
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcRequestState
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
+from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.contract import EngineKey, EngineRequest
 from kaveri.engine.stepwise.runner import SequenceSlice
+from kaveri.engine.token_rules import TokenRules
 from kaveri.engine.transformers.sampler import draw_tokens
 from kaveri.engine.vllm.draws import KeyedDraws
 from kaveri.engine.vllm.sampling import decode_params, logprobs_of
+from kaveri.models import resolve_model
+from kaveri.text.grammars import grammars_of
 
 VOCAB_SIZE = 90
 EOS = frozenset(range(10))
+CONFIG = SimpleNamespace(
+    parallel_config=SimpleNamespace(world_size=1),
+    model_config=SimpleNamespace(model=str(resolve_model("kaveri-tiny")), get_vocab_size=lambda: VOCAB_SIZE),
+)
+"""The parts of vLLM's configuration that draws read."""
+GRAMMAR = Grammar.regex("([!-/][0-Z]){9,999}")
+"""Of characters, which the model's first tokens are."""
+RULES: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": ((3, 1.5), (50, -2.0))},
+    {"presence_penalty": 1.0, "bad_token_ids": ((20,), (30, 31), (40, 41, 42)), "min_p": 0.05},
+    {"allowed_token_ids": tuple(range(5, 80)), "repetition_penalty": 0.7},
+    {"grammar": GRAMMAR, "stop_token_ids": ()},
+)
 
 
 def random_params(rng: random.Random) -> ResolvedParams:
+    plain = _plain_params(rng)
+    return replace(plain, **rng.choice(RULES))
+
+
+def _plain_params(rng: random.Random) -> ResolvedParams:
     return ResolvedParams(
         max_tokens=1000,
         temperature=rng.choice([0.0, 0.3, 1.0, 2.5]),
@@ -60,8 +84,13 @@ def logits_after(token_ids: list[int]) -> Tensor:
 
 def drawn_by_hand(request: EngineRequest, token_ids: list[int]) -> Any:
     """Return the transformers engine's next token after `token_ids` (prompt and answer so far)."""
-    index = len(token_ids) - (len(request.token_ids) - request.generated_count)
-    return draw_tokens(logits_after(token_ids), [SequenceSlice((), 0, (), True, index, request.params)], EOS)[0]
+    params, answer_start = request.params, len(request.token_ids) - request.generated_count
+    index, rules = len(token_ids) - answer_start, None
+    if params.has_rules:
+        grammars = grammars_of(CONFIG.model_config.model, VOCAB_SIZE, EOS)
+        rules = TokenRules(params, token_ids, answer_start, VOCAB_SIZE, EOS, grammars)
+    piece = SequenceSlice((), 0, (), True, index, params, rules)
+    return draw_tokens(logits_after(token_ids), [piece], EOS)[0]
 
 
 @dataclass
@@ -91,7 +120,7 @@ class OlderBatch:
             vocab_size=VOCAB_SIZE,
             block_sizes=[32],
             max_num_blocks_per_req=[2],
-            logitsprocs=LogitsProcessors([KeyedDraws(None, torch.device("cpu"), False)]),
+            logitsprocs=LogitsProcessors([KeyedDraws(CONFIG, torch.device("cpu"), False)]),
             logitsprocs_need_output_token_ids=True,
         )
 
@@ -216,12 +245,20 @@ def test_other_requests_logits_are_left_alone() -> None:
 
 def test_the_newer_runner_draws_the_same_and_leaves_unfinished_prompts_alone() -> None:
     rng = random.Random(5)
-    processor = KeyedDraws(None, SimpleNamespace())
+    state = LogitsProcRequestState(
+        device=torch.device("cpu"),
+        max_num_reqs=64,
+        vocab_size=VOCAB_SIZE,
+        all_token_ids=SimpleNamespace(gpu=torch.zeros(64, 64, dtype=torch.int64)),
+        **dict.fromkeys(("prompt_len", "prefill_len", "total_len")),
+    )
+    processor = KeyedDraws(CONFIG, state)
     requests = [random_request(rng, f"r{number}") for number in range(30)]
     slots = rng.sample(range(64), len(requests))
     for slot, request in zip(slots, requests, strict=True):
         used = processor.add_request(slot, decode_params(request, EOS))
-        assert used == (request.params.temperature > 0 or request.params.min_tokens > 0)
+        params = request.params
+        assert used == (params.temperature > 0 or params.min_tokens > 0 or params.has_rules)
     outputs: list[list[int]] = [[] for _ in requests]
     for _ in range(6):
         order = rng.sample(range(len(requests)), len(requests))
@@ -231,6 +268,8 @@ def test_the_newer_runner_draws_the_same_and_leaves_unfinished_prompts_alone() -
             for place in order
         ]
         tokens = [[*requests[place].token_ids, *outputs[place]] for place in order]
+        for place, each in zip(order, tokens, strict=True):
+            state.all_token_ids.gpu[slots[place], : len(each)] = torch.tensor(each)
         logits = torch.cat([logits_after(each) for each in tokens])
         before = logits.clone()
         left = processor.apply(logits, _context([slots[place] for place in order], lengths))

@@ -124,13 +124,13 @@ def _draw_together(
         for row, token_id in enumerate(token_ids)
     ]
     for row, reason in failed.items():
-        drawn[row] = NoToken(reason, is_final=True)
+        drawn[row] = NoToken(reason, is_final=True, by_rules=True)
     return drawn
 
 
 def _no_token(raw: Tensor, piece: SequenceSlice) -> NoToken:
     if piece.rules is not None and raw.max().isfinite():
-        return NoToken(ALL_RULED_OUT, is_final=True)
+        return NoToken(ALL_RULED_OUT, is_final=True, by_rules=True)
     return NoToken(NOT_FINITE)
 
 

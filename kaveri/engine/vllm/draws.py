@@ -26,7 +26,7 @@ from kaveri.engine.stopping import barred_token_ids
 from kaveri.engine.token_rules import History, TokenRules
 from kaveri.engine.transformers.sampler import draw_tokens
 from kaveri.engine.vllm.connector_scheduler import engine_id_of
-from kaveri.engine.vllm.request import RAISED_DRAWS
+from kaveri.engine.vllm.request import RAISED_DRAWS, TwoLists
 from kaveri.errors import EngineError
 from kaveri.text.grammars import grammars_of
 
@@ -150,7 +150,7 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
             self._draws.pop(row, None)
         for row, params, prompt_token_ids, output_token_ids in batch_update.added:
             prompt = prompt_token_ids or []
-            self._add(row, params, output_token_ids, len(prompt), _TwoLists(prompt, output_token_ids))
+            self._add(row, params, output_token_ids, len(prompt), TwoLists(prompt, output_token_ids))
         for source, target, direction in batch_update.moved:
             moved, replaced = self._draws.pop(source, None), self._draws.pop(target, None)
             if moved is not None:
@@ -194,20 +194,6 @@ class KeyedDraws(BatchLogitsProcessor, SlotLogitsProcessor):
 
 
 @dataclass(frozen=True, slots=True)
-class _TwoLists:
-    """History of a request in the older runner: vLLM's prompt, which has the answer of earlier placements, and its own,
-    growing list."""
-
-    prompt: Sequence[int]
-    drawn: Sequence[int]
-
-    def __getitem__(self, part: slice) -> Sequence[int]:
-        count = len(self.prompt)
-        start, stop, _ = part.indices(count + len(self.drawn))
-        return [*self.prompt[start:stop], *self.drawn[max(0, start - count) : max(0, stop - count)]]
-
-
-@dataclass(frozen=True, slots=True)
 class _SlotTokens:
     """History of a request in the newer runner, which keeps token ids on the device. Reading waits for the device."""
 
@@ -243,6 +229,9 @@ def keep_drawn(logits: Tensor, placed: Iterable[tuple[int, Draw, int]]) -> None:
         for (row, draw, _), token in zip(sampled, drawn, strict=True):
             if isinstance(token, DrawnToken):
                 kept.append((row, token.token_id))
+            elif token.by_rules and not draw.engine_id:
+                # vLLM takes any token. The engine finds that the rules do not permit it, and ends the request.
+                continue
             elif token.is_final:
                 _note_raised(draw, token.reason)
             else:

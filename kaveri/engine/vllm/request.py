@@ -6,11 +6,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kaveri.engine.contract import EngineKey, EngineRequest
+from kaveri.engine.token_rules import TokenRules
 from kaveri.engine.vllm.life import State, VllmEnded, VllmReserved
 
 RAISED_DRAWS: dict[str, str] = {}
 """Error of each failed sampling, by engine id. A vLLM logits processor cannot end a single request of a step, so it
 records the error here, and the engine removes it after the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class TwoLists:
+    """Tokens of a prompt, which has the answer of earlier placements, and of a growing answer behind it."""
+
+    prompt: Sequence[int]
+    drawn: Sequence[int]
+
+    def __getitem__(self, part: slice) -> Sequence[int]:
+        count = len(self.prompt)
+        start, stop, _ = part.indices(count + len(self.drawn))
+        return [*self.prompt[start:stop], *self.drawn[max(0, start - count) : max(0, stop - count)]]
 
 
 class EntryPhase(enum.Enum):
@@ -48,6 +62,8 @@ class VllmRequest:
     """Part-full block after the full ones, if any, of a request being released; None until it is in the host pool."""
     generation: int = 0
     """Number of times that the request lost its blocks."""
+    rules: TokenRules | None = None
+    """Follows the answer where other processes draw it; None: not needed yet."""
 
     @property
     def engine_id(self) -> str:

@@ -4,21 +4,24 @@ requests. Only this thread calls vLLM; during a step vLLM's scheduler calls step
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kaveri.domain.sampling import ALL_RULED_OUT
 from kaveri.engine.blame import StepMember
 from kaveri.engine.contract import EngineInfo, StepTokens, TokenStep
 from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.runner import NOT_FINITE
 from kaveri.engine.stopping import finish_reason
+from kaveri.engine.token_rules import TokenRules
 from kaveri.engine.transfers import Transfers
 from kaveri.engine.vllm import life
 from kaveri.engine.vllm.connector_scheduler import Placement, RequestAdvance
 from kaveri.engine.vllm.core import StepOutput, VllmCore
 from kaveri.engine.vllm.data_plane import DataPlane
 from kaveri.engine.vllm.rank import PromptChunk, RankCall
-from kaveri.engine.vllm.request import RAISED_DRAWS, Entry, EntryPhase, VllmRequest
+from kaveri.engine.vllm.request import RAISED_DRAWS, Entry, EntryPhase, TwoLists, VllmRequest
 from kaveri.engine.vllm.requests import Requests
 from kaveri.engine.vllm.sampling import decode_params, logprobs_of, prefill_params, prompt_logprobs_of, refusal_of
-from kaveri.errors import NoCapacity
+from kaveri.errors import EngineError, NoCapacity
+from kaveri.text.grammars import grammars_of
 
 _RETRY_AFTER_S = 0.1
 _UNKNOWN = 0
@@ -306,6 +309,8 @@ class Steps:
         if request.entry is not None and self._core.undrawable(request.entry.record):
             return life.VllmFailed(NOT_FINITE)
         token_id = output.token_ids[0]
+        if len(self._core.ranks) > 1 and (broken := self._broken_rules(request, token_id)):
+            return life.VllmFailed(broken, is_final=True)
         position = output.logprobs[0] if output.logprobs else None
         logprobs = logprobs_of(position, token_id, request.request.params.logprobs)
         context_tokens = request.prompt_tokens + len(request.drawn) + 1
@@ -315,6 +320,21 @@ class Steps:
         if finish is None and output.finish_reason is not None:
             return life.VllmFailed(_ended_by_vllm(output))
         return life.Drawn(computed, token_id, logprobs, finish)
+
+    def _broken_rules(self, request: VllmRequest, token_id: int) -> str:
+        """Return why ranks in processes of their own could draw no token for the request: such a process cannot end one
+        request, and draws a token that the rules do not permit. Empty if they permit it."""
+        asked, core = request.request, self._core
+        if not asked.params.has_rules:
+            return ""
+        if request.rules is None:
+            grammars = grammars_of(core.model, core.vocab_size, core.eos_token_ids)
+            history, start = TwoLists(asked.token_ids, request.drawn), len(asked.token_ids) - asked.generated_count
+            request.rules = TokenRules(asked.params, history, start, core.vocab_size, core.eos_token_ids, grammars)
+        try:
+            return "" if request.rules.changes(request.draw_index).permit(token_id) else ALL_RULED_OUT
+        except EngineError as error:
+            return error.reason
 
     def _call_ranks(self, actions: Iterable[TokenStep | RankCall]) -> None:
         for action in actions:

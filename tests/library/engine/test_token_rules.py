@@ -151,7 +151,7 @@ def test_row_whose_rules_leave_no_token_is_told_from_logits_that_are_not_finite(
     logits = random_logits(5, 2)
     logits[1] = torch.nan
     drawn = draw_tokens(logits, [ruled(params, [1], []), ruled(params, [1], [])])
-    assert drawn == [NoToken(ALL_RULED_OUT, is_final=True), NoToken(NOT_FINITE)]
+    assert drawn == [NoToken(ALL_RULED_OUT, is_final=True, by_rules=True), NoToken(NOT_FINITE)]
 
 
 def test_row_whose_rules_fail_ends_alone() -> None:
@@ -163,7 +163,10 @@ def test_row_whose_rules_fail_ends_alone() -> None:
     failing = SequenceSlice((), 0, (), True, 0, params, FailingRules(params, [], 0, VOCAB_SIZE, EOS, None))
     logits = random_logits(5, 2)
     # Also where all rows of a batch fail: that is the fault of each.
-    assert draw_tokens(logits, [failing, failing]) == [NoToken("its grammar: too complex", is_final=True)] * 2
+    assert (
+        draw_tokens(logits, [failing, failing])
+        == [NoToken("its grammar: too complex", is_final=True, by_rules=True)] * 2
+    )
     first, second = draw_tokens(logits, [failing, SequenceSlice((), 0, (), True, 0, ResolvedParams())])
     assert isinstance(first, NoToken)
     assert isinstance(second, DrawnToken)

@@ -10,6 +10,7 @@ from kaveri.engine.contract import PromptLogprobs
 from kaveri.kv.transfer.ticket import KvEndpoint
 from kaveri.testing.engine_conformance import CHUNK_TOKENS, MAX_MODEL_LEN, EngineConformance, make_request, running_pair
 from kaveri.testing.engine_replication import ReplicationConformance
+from kaveri.testing.engine_rules import RulesConformance
 from tests.support.engine_process import RemoteEngine
 from tests.support.engine_suite import EngineSuite, ReplicaStores
 from tests.support.plain_transformers import PlainTransformers
@@ -66,8 +67,8 @@ class TestVllmEngine(EngineSuite):
 
 # One test loads vLLM in up to four engines of two ranks, on as few as two cores.
 @pytest.mark.timeout(900)
-class TestVllmEngineOfTwoRanks(EngineConformance, ReplicationConformance):
-    """Tests of what two tensor-parallel ranks split: pushes and copies. Scheduling is tested with one rank above."""
+class TestVllmEngineOfTwoRanks(EngineConformance, ReplicationConformance, RulesConformance):
+    """Tests of what two tensor-parallel ranks split, pushes and copies, and of what both draw."""
 
     @pytest.fixture
     def harness(
