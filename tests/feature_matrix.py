@@ -14,10 +14,12 @@ import itertools
 import json
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,14 +29,19 @@ from kaveri import AsyncClient, ChatOptions, Grammar, SamplingParams
 from kaveri.cli.flip import flip_instance
 from kaveri.client.answer import Completion
 from kaveri.client.request import build_request
+from kaveri.domain.sampling import FinishReason
 from kaveri.domain.view import Phase
 from kaveri.errors import KaveriError
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
+from kaveri.parsers.parts import Content, Part, Reasoning, ToolCall
 from kaveri.v1 import inference_pb2_grpc
-from kaveri.wire.messages import form_from_proto
+from kaveri.wire.messages import FINISH_FROM_PROTO, form_from_proto
 from tests.kill_matrix.cluster import ENGINES
 from tests.support.local_cluster import LocalCluster
+from tests.support.metrics_pages import read_page
+from tests.support.redis_fixture import free_port
+from tests.support.thinking_model import THINK_END_ID, write_thinking_model
 
 MESSAGES = [{"role": "user", "content": "Count from 1 to 9."}]
 _ITEM = {"properties": {"n": {"type": "integer"}, "s": {"enum": ["aa", "bb", "cc"]}}, "required": ["n", "s"]}
@@ -48,8 +55,14 @@ _TOOL_PARAMETERS = {
     "required": ["days"],
     "additionalProperties": False,
 }
-TOOLS = [{"type": "function", "function": {"name": "plan", "parameters": _TOOL_PARAMETERS}}]
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": _TOOL_PARAMETERS}} for name in ("plan", "rest")]
 _REQUIRED = ChatOptions(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+_CHOICES = Grammar.choices([" ".join(f"{word} {number}" for number in range(20)) for word in ("up", "down", "left")])
+_THINKS = {"enable_thinking": True}
+_LESS_THAN = 33
+"""Token of "<", with which a call begins."""
+_THOUGHT = {"logit_bias": {THINK_END_ID: 9.0}, "frequency_penalty": 0.6}
+"""The longer it thinks, the likelier it ends."""
 _FREE: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True}
 _PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
 FEATURES: dict[str, tuple[dict[str, Any], ChatOptions | None]] = {
@@ -68,11 +81,25 @@ FEATURES: dict[str, tuple[dict[str, Any], ChatOptions | None]] = {
     "tools required, penalties": ({"max_tokens": 400, "presence_penalty": 0.4}, _REQUIRED),
     "tools, schema": ({"max_tokens": 400, "grammar": _ITEMS}, ChatOptions(tools=TOOLS)),
     "tools auto, stop": ({**_FREE, "stop": ("zzzz",)}, ChatOptions(tools=TOOLS)),
+    "tools auto, a call": (
+        {"max_tokens": 400, "grammar": _ITEMS, "logit_bias": {_LESS_THAN: 50.0}},
+        ChatOptions(tools=TOOLS),
+    ),
+    "a named tool": ({"max_tokens": 400}, ChatOptions(tools=TOOLS, tool_choice="rest")),
+    "choice, logprobs": ({"max_tokens": 200, "grammar": _CHOICES, "logprobs": 2}, None),
+    "json object": ({"max_tokens": 150, "grammar": Grammar.json_object()}, None),
+    "reasoning": ({**_FREE, **_THOUGHT}, ChatOptions(template_arguments=_THINKS)),
+    "reasoning, schema": ({"max_tokens": 500, "grammar": _ITEMS, **_THOUGHT}, ChatOptions(template_arguments=_THINKS)),
+    "reasoning, tools required": (
+        {"max_tokens": 500, **_THOUGHT},
+        replace(_REQUIRED, template_arguments=_THINKS),
+    ),
 }
 DOORS = ("SDK", "gRPC", "HTTP")
 DRAWS = ("greedy", "seeded")
 FORMS = ("whole", "streamed")
 DISTURBANCES = ("none", "decode killed, copy", "decode killed", "drained", "flipped", "router killed", "preempted")
+ROUTERS = ("router-0", "router-1")
 _WITHIN_S = 240.0
 
 
@@ -113,14 +140,41 @@ def draw_cells(seed: int, count: int) -> list[Cell]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is compared: texts, and calls without their ids."""
+    """What is compared: texts, calls without their ids, how many tokens there are and why they end."""
 
     content: str
+    reasoning: str
     calls: tuple[tuple[str, str], ...]
+    tokens: int
+    finish: str
 
     @classmethod
     def of(cls, completion: Completion) -> "Answer":
-        return cls(completion.content, tuple((call.name, call.arguments) for call in completion.tool_calls))
+        calls = tuple((call.name, call.arguments) for call in completion.tool_calls)
+        tokens, finish = len(completion.token_ids), str(completion.finish_reason)
+        return cls(completion.content, completion.reasoning, calls, tokens, finish)
+
+    @classmethod
+    def of_parts(cls, parts: list[Part], tokens: int, finish: object) -> "Answer":
+        return cls(
+            "".join(part.text for part in parts if isinstance(part, Content)),
+            "".join(part.text for part in parts if isinstance(part, Reasoning)),
+            tuple((part.name, part.arguments) for part in parts if isinstance(part, ToolCall)),
+            tokens,
+            str(finish),
+        )
+
+    @classmethod
+    def of_messages(cls, messages: list[dict[str, Any]], tokens: int, finish: str) -> "Answer":
+        """messages: of OpenAI's API, whole or deltas."""
+        calls = [call["function"] for message in messages for call in message.get("tool_calls") or []]
+        return cls(
+            "".join(message.get("content") or "" for message in messages),
+            "".join(message.get("reasoning_content") or "" for message in messages),
+            tuple((call["name"], call["arguments"]) for call in calls),
+            tokens,
+            "stop" if finish == "tool_calls" else finish,
+        )
 
 
 def _params(cell: Cell) -> SamplingParams:
@@ -162,27 +216,33 @@ class Asker:
                         begun.set()
                 text = "".join(chunk.text for chunk in chunks)
                 parser = stream.answer_form.parser()
-                return _answer_of([*parser.feed(text), *parser.close()])
+                parts = [*parser.feed(text), *parser.close()]
+                return Answer.of_parts(parts, stream.completion_tokens, chunks[-1].finish_reason)
 
     async def _by_grpc(self, cell: Cell, begun: asyncio.Event) -> Answer:
         request = build_request(
             None, None, MESSAGES, _params(cell), None, f"grpc-{time.monotonic_ns()}", FEATURES[cell.features][1]
         )
-        text, tokens, parser = "", 0, None
+        text, tokens, parser, finish = "", 0, None, FinishReason.CANCELLED
         async with grpc.aio.insecure_channel(self.cluster.stack.targets[0]) as channel:
             async for response in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=_WITHIN_S):
                 if parser is None:
                     parser = form_from_proto(response.answer_form).parser()
                 text += response.text
                 tokens += len(response.token_ids)
+                finish = FINISH_FROM_PROTO[response.finish_reason] or finish
                 if tokens >= 24:
                     begun.set()
         assert parser is not None
-        return _answer_of([*parser.feed(text), *parser.close()])
+        return Answer.of_parts([*parser.feed(text), *parser.close()], tokens, finish)
 
     async def _by_http(self, cell: Cell, begun: asyncio.Event) -> Answer:
         params, chat = _params(cell), FEATURES[cell.features][1]
-        body: dict[str, Any] = {"messages": MESSAGES, "stream": cell.form == "streamed"}
+        body: dict[str, Any] = {"messages": MESSAGES}
+        if cell.form == "streamed":
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if params.logprobs is not None:
+            body |= {"logprobs": True, "top_logprobs": params.logprobs}
         for name in ("max_tokens", "min_tokens", "temperature", "seed", "ignore_eos", "min_p", "repetition_penalty"):
             body[name] = getattr(params, name)
         body |= {"presence_penalty": params.presence_penalty, "frequency_penalty": params.frequency_penalty}
@@ -192,11 +252,15 @@ class Asker:
             "logit_bias": {str(k): v for k, v in params.logit_bias},
         }
         if params.grammar is not None:
-            name = {"json_schema": "json", "regex": "regex", "lark": "grammar"}[params.grammar.kind]
-            source = params.grammar.source
-            body["structured_outputs"] = {name: json.loads(source) if name == "json" else source}
-        if chat is not None:
-            body |= {"tools": TOOLS, "parallel_tool_calls": chat.parallel_tool_calls, "tool_choice": chat.tool_choice}
+            names = {"json_schema": "json", "regex": "regex", "lark": "grammar", "choices": "choice"}
+            name, source = names[params.grammar.kind], params.grammar.source
+            body["structured_outputs"] = {name: json.loads(source) if name in ("json", "choice") else source}
+        if chat is not None and chat.tools:
+            named = {"type": "function", "function": {"name": chat.tool_choice}}
+            choice = chat.tool_choice if chat.tool_choice in ("auto", "required") else named
+            body |= {"tools": TOOLS, "parallel_tool_calls": chat.parallel_tool_calls, "tool_choice": choice}
+        if chat is not None and chat.template_arguments:
+            body["chat_template_kwargs"] = chat.template_arguments
         url = f"http://{self.cluster.stack.http_targets[0]}/v1/chat/completions"
         async with httpx2.AsyncClient(timeout=_WITHIN_S) as client:
             if cell.form == "whole":
@@ -204,10 +268,9 @@ class Asker:
                 await self._decodes(asking)
                 begun.set()
                 answered = (await asking).json()
-                message = answered["choices"][0]["message"]
-                calls = [call["function"] for call in message.get("tool_calls") or []]
-                return Answer(message["content"] or "", tuple((call["name"], call["arguments"]) for call in calls))
-            content, functions = "", []
+                choice, tokens = answered["choices"][0], answered["usage"]["completion_tokens"]
+                return Answer.of_messages([choice["message"]], tokens, choice["finish_reason"])
+            deltas, tokens, finish = [], 0, ""
             async with client.stream("POST", url, json=body) as events:
                 seen = 0
                 async for line in events.aiter_lines():
@@ -216,10 +279,13 @@ class Asker:
                     seen += 1
                     if seen >= 12:
                         begun.set()
-                    delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
-                    content += delta.get("content") or ""
-                    functions += [call["function"] for call in delta.get("tool_calls") or []]
-            return Answer(content, tuple((call["name"], call["arguments"]) for call in functions))
+                    event = json.loads(line.removeprefix("data: "))
+                    for choice in event["choices"]:
+                        deltas.append(choice["delta"])
+                        finish = choice["finish_reason"] or finish
+                    if event.get("usage"):
+                        tokens = event["usage"]["completion_tokens"]
+            return Answer.of_messages(deltas, tokens, finish)
 
     async def _decodes(self, asking: "asyncio.Task[Any]") -> None:
         """Wait until an instance decodes, or the answer is there."""
@@ -233,11 +299,6 @@ class Asker:
             if name.startswith("decode") and found.load is not None and found.load.running_requests:
                 return name
         return None
-
-
-def _answer_of(parts: list[Any]) -> Answer:
-    content = "".join(part.text for part in parts if type(part).__name__ == "Content")
-    return Answer(content, tuple((part.name, part.arguments) for part in parts if type(part).__name__ == "ToolCall"))
 
 
 class Matrix:
@@ -257,7 +318,7 @@ class Matrix:
             await self._try(cell)
 
     async def _try(self, cell: Cell) -> None:
-        begun, load = asyncio.Event(), []
+        begun, load, preempted = asyncio.Event(), [], self._preemptions()
         if cell.disturbance == "preempted":
             load = [asyncio.create_task(self._burden(number)) for number in range(10)]
             await asyncio.sleep(0.3)
@@ -277,10 +338,23 @@ class Matrix:
             self.account["cells"] += 1
             if answer != self.expected[cell.features, cell.draws]:
                 self.wrong.append(f"{cell}: {answer} is not {self.expected[cell.features, cell.draws]}"[:900])
+        if cell.disturbance == "preempted":
+            self.account["beside preemptions" if self._preemptions() > preempted else "without preemptions"] += 1
         for task in load:
             task.cancel()
         await asyncio.gather(*load, return_exceptions=True)
         await self.cluster.stack.wait_until_ready(240)
+
+    def _preemptions(self) -> float:
+        return sum(self._metric("kaveri_decode_preemptions_total", name) for name in ("decode-0", "decode-1"))
+
+    def _metric(self, name: str, instance: str) -> float:
+        """The sum of a metric's samples; 0 while the instance is down."""
+        with contextlib.suppress(OSError):
+            page = read_page(f"127.0.0.1:{self.cluster.stack.config.metrics_port_of(instance)}", timeout_s=5)
+            starts = f"{name} ", f"{name}{{"
+            return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(starts))
+        return 0.0
 
     async def _burden(self, number: int) -> None:
         """Long answers that take the small pools, so that others are preempted."""
@@ -292,8 +366,10 @@ class Matrix:
     async def _disturb(self, disturbance: str) -> None:
         cluster = self.cluster
         if disturbance == "router killed":
-            await cluster.kill("router-0")
-            await cluster.restart("router-0", 240)
+            in_flight = {name: self._metric("kaveri_router_in_flight_requests", name) for name in ROUTERS}
+            router = max(ROUTERS, key=in_flight.__getitem__)
+            await cluster.kill(router)
+            await cluster.restart(router, 240)
             return
         holder = self.asker.decoding()
         for _ in range(100):
@@ -318,8 +394,9 @@ class Matrix:
 
 
 @contextlib.asynccontextmanager
-async def _cluster(engine: str, *, copies: bool) -> AsyncIterator[LocalCluster]:
+async def _cluster(engine: str, model: str, *, copies: bool) -> AsyncIterator[LocalCluster]:
     settings: dict[str, Any] = {"router_count": 2, "prefill_count": 1, "decode_count": 2, "gateway_count": 1}
+    settings |= {"model": model, "metrics_port": free_port()}
     settings |= {"start_timeout_s": 600.0, "drain_timeout_s": 30.0, "restart": False} | ENGINES[engine]
     if copies:
         settings |= {"replication": "spread", "replica_memory": "32MiB", "replica_min_tokens": "16"}
@@ -330,13 +407,15 @@ async def _cluster(engine: str, *, copies: bool) -> AsyncIterator[LocalCluster]:
 async def run_cells(engine: str, seed: int, count: int) -> dict[str, Any]:
     """Run the cells; return the account."""
     cells, account, wrong, began_s = draw_cells(seed, count), Counter[str](), list[str](), time.monotonic()
-    for copies in (True, False):
-        mine = [cell for cell in cells if (cell.disturbance != "decode killed") == copies]
-        async with _cluster(engine, copies=copies) as cluster:
-            matrix = Matrix(cluster)
-            await matrix.run(mine)
-            account += matrix.account
-            wrong += matrix.wrong
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_thinking_model(Path(folder))
+        for copies in (True, False):
+            mine = [cell for cell in cells if (cell.disturbance != "decode killed") == copies]
+            async with _cluster(engine, model, copies=copies) as cluster:
+                matrix = Matrix(cluster)
+                await matrix.run(mine)
+                account += matrix.account
+                wrong += matrix.wrong
     return {"engine": engine, "seed": seed, **account, "wrong": wrong, "seconds": round(time.monotonic() - began_s)}
 
 
