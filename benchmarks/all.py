@@ -27,6 +27,7 @@ BENCHMARKS = (
     "serving.router_overhead",
     "serving.gateway_overhead",
     "serving.hostile_http",
+    "serving.hostile_grammars",
     "serving.security_overhead",
     "serving.tracing_overhead",
     "serving.tracing_off",

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,7 @@ DRAWS = ("greedy", "seeded")
 FORMS = ("whole", "streamed")
 DISTURBANCES = ("none", "decode killed, copy", "decode killed", "drained", "flipped", "router killed", "preempted")
 ROUTERS = ("router-0", "router-1")
+DECODES = ("decode-0", "decode-1")
 _WITHIN_S = 240.0
 
 
@@ -264,13 +265,15 @@ class Asker:
         url = f"http://{self.cluster.stack.http_targets[0]}/v1/chat/completions"
         async with httpx2.AsyncClient(timeout=_WITHIN_S) as client:
             if cell.form == "whole":
-                asking = asyncio.create_task(client.post(url, json=body))
-                await self._decodes(asking)
-                begun.set()
-                answered = (await asking).json()
+                waiting = asyncio.create_task(self._decodes(begun))
+                answered = (await client.post(url, json=body)).json()
+                waiting.cancel()
                 choice, tokens = answered["choices"][0], answered["usage"]["completion_tokens"]
                 return Answer.of_messages([choice["message"]], tokens, choice["finish_reason"])
             deltas, tokens, finish = [], 0, ""
+            # A call comes in one event at its end.
+            calls = chat is not None and bool(chat.tools)
+            watching = asyncio.create_task(self._decodes(begun)) if calls else None
             async with client.stream("POST", url, json=body) as events:
                 seen = 0
                 async for line in events.aiter_lines():
@@ -285,13 +288,26 @@ class Asker:
                         finish = choice["finish_reason"] or finish
                     if event.get("usage"):
                         tokens = event["usage"]["completion_tokens"]
+            if watching is not None:
+                watching.cancel()
             return Answer.of_messages(deltas, tokens, finish)
 
-    async def _decodes(self, asking: "asyncio.Task[Any]") -> None:
-        """Wait until an instance decodes, or the answer is there."""
-        while not asking.done() and self.decoding() is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        await asyncio.sleep(0.1)
+    async def _decodes(self, begun: asyncio.Event) -> None:
+        """Set `begun` once 24 tokens are decoded."""
+        before = await asyncio.to_thread(self.metric, "kaveri_decode_tokens_total", DECODES)
+        while await asyncio.to_thread(self.metric, "kaveri_decode_tokens_total", DECODES) < before + 24:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        begun.set()
+
+    def metric(self, name: str, instances: Sequence[str]) -> float:
+        """The sum of a metric's samples over instances; 0 for one that is down."""
+        found = 0.0
+        for instance in instances:
+            with contextlib.suppress(OSError):
+                page = read_page(f"127.0.0.1:{self.cluster.stack.config.metrics_port_of(instance)}", timeout_s=5)
+                starts = f"{name} ", f"{name}{{"
+                found += sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(starts))
+        return found
 
     def decoding(self) -> str | None:
         """The instance whose load says that it decodes."""
@@ -346,15 +362,7 @@ class Matrix:
         await self.cluster.stack.wait_until_ready(240)
 
     def _preemptions(self) -> float:
-        return sum(self._metric("kaveri_decode_preemptions_total", name) for name in ("decode-0", "decode-1"))
-
-    def _metric(self, name: str, instance: str) -> float:
-        """The sum of a metric's samples; 0 while the instance is down."""
-        with contextlib.suppress(OSError):
-            page = read_page(f"127.0.0.1:{self.cluster.stack.config.metrics_port_of(instance)}", timeout_s=5)
-            starts = f"{name} ", f"{name}{{"
-            return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(starts))
-        return 0.0
+        return self.asker.metric("kaveri_decode_preemptions_total", DECODES)
 
     async def _burden(self, number: int) -> None:
         """Long answers that take the small pools, so that others are preempted."""
@@ -366,7 +374,7 @@ class Matrix:
     async def _disturb(self, disturbance: str) -> None:
         cluster = self.cluster
         if disturbance == "router killed":
-            in_flight = {name: self._metric("kaveri_router_in_flight_requests", name) for name in ROUTERS}
+            in_flight = {name: self.asker.metric("kaveri_router_in_flight_requests", [name]) for name in ROUTERS}
             router = max(ROUTERS, key=in_flight.__getitem__)
             await cluster.kill(router)
             await cluster.restart(router, 240)
@@ -404,19 +412,21 @@ async def _cluster(engine: str, model: str, *, copies: bool) -> AsyncIterator[Lo
         yield LocalCluster(stack)
 
 
-async def run_cells(engine: str, seed: int, count: int) -> dict[str, Any]:
+async def run_cells(engine: str, cells: Sequence[Cell]) -> dict[str, Any]:
     """Run the cells; return the account."""
-    cells, account, wrong, began_s = draw_cells(seed, count), Counter[str](), list[str](), time.monotonic()
+    account, wrong, began_s = Counter[str](), list[str](), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         model = write_thinking_model(Path(folder))
         for copies in (True, False):
             mine = [cell for cell in cells if (cell.disturbance != "decode killed") == copies]
+            if not mine:
+                continue
             async with _cluster(engine, model, copies=copies) as cluster:
                 matrix = Matrix(cluster)
                 await matrix.run(mine)
                 account += matrix.account
                 wrong += matrix.wrong
-    return {"engine": engine, "seed": seed, **account, "wrong": wrong, "seconds": round(time.monotonic() - began_s)}
+    return {"engine": engine, **account, "wrong": wrong, "seconds": round(time.monotonic() - began_s)}
 
 
 def main() -> int:
@@ -425,7 +435,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cells", type=int, default=300)
     given = parser.parse_args()
-    account = asyncio.run(run_cells(given.engine, given.seed, given.cells))
+    account = {"seed": given.seed} | asyncio.run(run_cells(given.engine, draw_cells(given.seed, given.cells)))
     print(json.dumps(account, indent=1))
     return int(bool(account["wrong"]))
 

@@ -16,7 +16,10 @@ TOOL_PARSERS = PluginPoint(
     group="kaveri.tool_parsers",
     own={"hermes": f"{_CALLS}:MarkedCalls", "llama3_json": f"{_CALLS}:llama3_calls", "json": f"{_CALLS}:LeadingCalls"},
 )
-"""Makers of ToolParsers, by the name that --tool-parser takes. Routers and gateways load them."""
+"""Makers of ToolParsers, by the name that --tool-parser takes; called with the names of the offered tools. Routers and
+gateways load them."""
+_XML_CALLS = ("<function=", "<parameter=", "<arg_key>")
+"""Marks of templates whose calls are XML between MarkedCalls' markers: Qwen3-Coder, GLM."""
 THINK = "think"
 """The reasoning parser, by the name that --reasoning-parser takes."""
 
@@ -31,6 +34,8 @@ class AnswerForm:
     """THINK; empty: the answer has no reasoning."""
     reasoning_has_begun: bool = False
     """The prompt ends within the reasoning."""
+    tool_names: tuple[str, ...] = ()
+    """Names of the offered tools; empty: not known."""
 
     def parser(self) -> "AnswerParser":
         """Return a new parser. Raises ValueError for a tool parser that is not installed here."""
@@ -47,7 +52,9 @@ class AnswerParser:
     """Parser of one answer's text."""
 
     def __init__(self, form: AnswerForm) -> None:
-        self._tools: ToolParser | None = TOOL_PARSERS.load(form.tool_parser)() if form.tool_parser else None
+        self._tools: ToolParser | None = None
+        if form.tool_parser:
+            self._tools = TOOL_PARSERS.load(form.tool_parser)(form.tool_names)
         self._reasoning = ThinkParser(has_begun=form.reasoning_has_begun) if form.reasoning_parser else None
 
     def feed(self, text: str) -> Iterator[Part]:
@@ -79,7 +86,7 @@ def detected_tool_parser(template: str) -> str:
     if "tools" not in template:
         return ""
     if MarkedCalls.BEGIN in template:
-        return "hermes"
+        return "" if any(mark in template for mark in _XML_CALLS) else "hermes"
     return "llama3_json" if "<|python_tag|>" in template or '"parameters"' in template else ""
 
 

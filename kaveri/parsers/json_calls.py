@@ -1,45 +1,49 @@
 """Reads tool calls that are written as JSON objects with the tool's name and its arguments."""
 
 import json
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from kaveri.parsers.markers import MOST_SPACE, bare_length, held_length, space_length
+from kaveri.parsers.markers import after_space, bare_length, held_length
 from kaveri.parsers.parts import Content, Part, Tool, ToolCall
 from kaveri.parsers.tools import call_rules
 
-_STRUCTURE = re.compile(r'["\\{}\[\]]')
+_STOPS = re.compile(r'\\.?|["{}\[\]<\x00-\x1f]', re.DOTALL)
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
 
 
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")
+def _finite(text: str) -> float:
+    """Convert a number. Raises ValueError for those that JSON cannot have: 1e999, NaN."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
+_decode = json.JSONDecoder(parse_float=_finite, parse_constant=_finite).decode
 
 
 def _read_call(value: object) -> ToolCall | None:
-    """Convert a decoded JSON value to a call; None if it is not one. Accepts "arguments" or "parameters" as the key."""
+    """Convert a decoded JSON value to a call; None if it is not one. Accepts "arguments" or "parameters" as the key.
+    Raises like _decode."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value.keys() <= _KEYS:
         # An object with other fields is an answer that happens to have a name.
         return None
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         # As OpenAI writes them: JSON within JSON.
-        try:
-            arguments = json.loads(arguments, parse_constant=_no_constant)
-        except (ValueError, RecursionError):
-            return None
-    if not isinstance(arguments, dict):
-        return None
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+        arguments = _decode(arguments)
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 
 def _read_calls(text: str) -> list[ToolCall] | None:
     """Parse a JSON text that is one call or a list of calls; None if it is anything else."""
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = _decode(text)
+        calls = [_read_call(each) for each in (value if isinstance(value, list) else [value])]
     except (ValueError, RecursionError):
         return None
-    calls = [_read_call(each) for each in (value if isinstance(value, list) else [value])]
     return [call for call in calls if call is not None] if calls and None not in calls else None
 
 
@@ -48,41 +52,61 @@ class MarkedCalls:
 
     BEGIN, END = "<tool_call>", "</tool_call>"
 
-    def __init__(self) -> None:
+    def __init__(self, tool_names: Collection[str] = ()) -> None:
+        """tool_names: not used. Calls of unknown tools are calls too: clients answer them with an error."""
         self._held = ""
-        """The possible beginning of a marker, with the white space before it."""
-        self._call: list[str] | None = None
-        """Pieces of the call under way, from its marker on."""
+        """The possible beginning of a marker, and before a call the white space that precedes it."""
+        self._scan: _JsonScan | None = None
+        """Scan of the call under way; None: no call has begun."""
+        self._call: list[str] = []
+        """Earlier pieces of the call under way, after its marker."""
         self._space = ""
         """White space before the call under way: dropped if the call is whole."""
 
     def feed(self, text: str) -> Iterator[Part]:
         text, self._held = self._held + text, ""
-        while text:
-            if self._call is None:
-                before, marker, rest = text.partition(self.BEGIN)
-                if not marker:
-                    shown = bare_length(text[: len(text) - held_length(text, self.BEGIN)])
-                    yield from _content(text[:shown])
-                    self._held = text[shown:]
-                    return
-                shown = bare_length(before)
+        start = 0
+        while start < len(text):
+            if self._scan is None:
+                begin = text.find(self.BEGIN, start)
+                before = text[start:] if begin < 0 else text[start:begin]
+                held = held_length(before, self.BEGIN) if begin < 0 else 0
+                shown = bare_length(before[: len(before) - held])
                 yield from _content(before[:shown])
-                self._space, self._call, text = before[shown:], [], rest
+                if begin < 0:
+                    self._held = before[shown:]
+                    return
+                self._space, self._scan = before[shown:], _JsonScan()
+                start = begin + len(self.BEGIN)
                 continue
-            inside, marker, rest = text.partition(self.END)
-            if not marker:
-                held = held_length(text, self.END)
-                self._call.append(text[: len(text) - held])
-                self._held = text[len(text) - held :]
+            end = self._end(self._scan, text, start)
+            if end is None:
+                self._call.append(text[start : len(text) - len(self._held)])
                 return
-            self._call.append(inside)
-            whole, self._call, text = "".join(self._call), None, rest
-            calls = _read_calls(whole)
+            calls = _read_calls("".join((*self._call, text[start:end]))) if end >= 0 else None
             if calls is None:
-                yield Content(f"{self._space}{self.BEGIN}{whole}{self.END}")
+                # Only the marker is content: calls may follow it. No text is scanned more than twice: a scan passes a
+                # begin marker only inside a string, and the scan from that marker is inside strings where it is not.
+                yield Content(self._space + self.BEGIN)
+                if self._call:
+                    text = "".join((*self._call, text))
             else:
                 yield from calls
+                start = end + len(self.END)
+            self._call, self._scan = [], None
+
+    def _end(self, scan: "_JsonScan", text: str, start: int) -> int | None:
+        """Return where the call's end marker is; -1: the call is malformed; None: neither yet. Sets _held."""
+        for index in scan.stops(text, start):
+            marker = text[index : index + len(self.END)]
+            if marker == self.END:
+                return index
+            if self.END.startswith(marker):
+                self._held = marker
+                return None
+            if marker[0] not in "{}[]":
+                return -1
+        return None
 
     def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
         marked = f'"{self.BEGIN}\\n" call "\\n{self.END}"'
@@ -90,10 +114,13 @@ class MarkedCalls:
         return f"{calls}\ncall_marked: {marked}\n{call_rules(tools, 'arguments')}"
 
     def close(self) -> Iterator[Part]:
-        held, self._held = self._held, ""
-        if self._call is not None:
-            held = "".join((self._space, self.BEGIN, *self._call, held))
+        while self._scan is not None:
+            text = "".join((*self._call, self._held))
+            yield Content(self._space + self.BEGIN)
+            self._held, self._call, self._scan = "", [], None
+            yield from self.feed(text)
         # White space at the end is kept.
+        held, self._held = self._held, ""
         yield from _content(held)
 
 
@@ -103,45 +130,50 @@ class LeadingCalls:
 
     _separator = ";"
 
-    def __init__(self, prefix: str = "", arguments_key: str = "arguments") -> None:
-        """arguments_key: name of the arguments in grammar(). feed() accepts "arguments" and "parameters" alike."""
+    def __init__(self, tool_names: Collection[str] = (), prefix: str = "", arguments_key: str = "arguments") -> None:
+        """tool_names: JSON of other names is Content; empty: any name is a call. arguments_key: name of the arguments
+        in grammar(). feed() accepts "arguments" and "parameters" alike."""
+        self._tool_names = frozenset(tool_names)
         self._prefix = prefix
         self._arguments_key = arguments_key
         self._before = ""
         """Undecided text before the next value: white space, and the prefix or a separator."""
         self._value: list[str] = []
-        """Pieces of the value under way."""
-        self._scan = _ValueScan()
+        """Earlier pieces of the value under way."""
+        self._scan: _JsonScan | None = None
+        """Scan of the value under way; None: it has not begun."""
         self._is_over = False
         """Everything further is Content."""
         self._has_calls = False
 
     def feed(self, text: str) -> Iterator[Part]:
-        while text and not self._is_over:
-            if not self._value:
-                text = self._before + text
-                start = self._start(text)
-                if start is None:
-                    self._before = text
+        if self._scan is None:
+            text, self._before = self._before + text, ""
+        start = 0
+        while start < len(text) and not self._is_over:
+            begin = start
+            if self._scan is None:
+                found = self._start(text, start)
+                if found is None:
+                    self._before = text[start:]
                     return
-                if start < 0:
-                    self._is_over, self._before = True, ""
+                if found < 0:
+                    self._is_over = True
                     break
-                self._before, text = text[:start], text[start:]
-            end = self._scan.end(text)
+                begin = found
+                self._before, self._scan = text[start:begin], _JsonScan()
+            end = self._scan.end(text, begin)
             if end is None:
-                self._value.append(text)
+                self._value.append(text[begin:])
                 return
-            value = "".join((*self._value, text[:end]))
-            text = text[end:]
-            self._value, self._scan = [], _ValueScan()
-            calls = _read_calls(value)
-            if calls is None:
-                self._is_over, text, self._before = True, self._before + value + text, ""
+            calls = _read_calls("".join((*self._value, text[begin:end]))) if end >= 0 else None
+            if calls is None or (self._tool_names and any(call.name not in self._tool_names for call in calls)):
+                self._is_over, text, start = True, "".join((self._before, *self._value, text[begin:])), 0
             else:
-                self._before, self._has_calls = "", True
+                self._has_calls, start = True, end
                 yield from calls
-        yield from _content(text)
+            self._before, self._value, self._scan = "", [], None
+        yield from _content(text[start:])
 
     def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
         calls = f'calls: call ("{self._separator} " call)*' if several else "calls: call"
@@ -154,52 +186,48 @@ class LeadingCalls:
         if not self._has_calls or held.strip().strip(self._separator).strip():
             yield from _content(held)
 
-    def _start(self, text: str) -> int | None:
+    def _start(self, text: str, start: int) -> int | None:
         """Return the index at which the next JSON value begins; None: not known yet; -1: there is none."""
-        if space_length(text) > MOST_SPACE:
-            return -1
         skipped = self._separator if self._has_calls else self._prefix
-        rest = text.lstrip()
-        if skipped and rest.startswith(skipped):
-            rest = rest.removeprefix(skipped)
-            if space_length(rest) > MOST_SPACE:
-                return -1
-            rest = rest.lstrip()
-        elif skipped and len(rest) < len(skipped) and skipped.startswith(rest):
+        begin = after_space(text, start)
+        if skipped and text.startswith(skipped, begin):
+            begin = after_space(text, begin + len(skipped))
+        rest = text[begin : begin + len(skipped) + 1]
+        if skipped.startswith(rest):
             return None
-        if not rest:
-            return None
-        return len(text) - len(rest) if rest[0] in ("{" if self._has_calls else "{[") else -1
+        return begin if rest[0] in ("{" if self._has_calls else "{[") else -1
 
 
-class _ValueScan:
-    """Finds the end of a JSON object or list that comes in pieces, and looks at each character once."""
+class _JsonScan:
+    """Scans a JSON value that comes in pieces, and looks at each character once."""
 
     def __init__(self) -> None:
         self._depth = 0
-        self._in_text = False
-        self._skips_next = False
-        """A backslash was the last character."""
+        self._in_string = False
+        self._skipped = 0
+        """Characters of the next piece that were escaped by the last one: 0 or 1."""
 
-    def end(self, text: str) -> int | None:
-        """Return where the value ends in this piece of it; None if it goes on."""
-        skipped = 0 if self._skips_next else -1
-        self._skips_next = False
-        for found in _STRUCTURE.finditer(text):
-            position, character = found.start(), found.group()
-            if position == skipped:
-                continue
-            if self._in_text and character == "\\":
-                skipped = position + 1
-                self._skips_next = skipped == len(text)
-            elif character == '"':
-                self._in_text = not self._in_text
-            elif not self._in_text and character in "{[":
-                self._depth += 1
-            elif not self._in_text and character in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return position + 1
+    def stops(self, text: str, start: int) -> Iterator[int]:
+        """Yield the index of each bracket outside strings, and of each "<", "\\" and control character that cannot be
+        JSON where it is. text: not empty after start."""
+        start, self._skipped = start + self._skipped, 0
+        for found in _STOPS.finditer(text, start):
+            character = found[0]
+            if character == '"':
+                self._in_string = not self._in_string
+            elif character == "\\" and self._in_string:
+                self._skipped = 1
+            elif (character < " ") == self._in_string:
+                yield found.start()
+
+    def end(self, text: str, start: int) -> int | None:
+        """Return where the value ends in this piece of it; -1: it is not JSON; None: it goes on."""
+        for index in self.stops(text, start):
+            if text[index] not in "{}[]":
+                return -1
+            self._depth += 1 if text[index] in "{[" else -1
+            if self._depth == 0:
+                return index + 1
         return None
 
 
@@ -208,6 +236,6 @@ def _content(text: str) -> Iterator[Part]:
         yield Content(text)
 
 
-def llama3_calls() -> LeadingCalls:
+def llama3_calls(tool_names: Collection[str] = ()) -> LeadingCalls:
     """Return the parser of Llama 3.x, whose calls have "parameters"."""
-    return LeadingCalls("<|python_tag|>", "parameters")
+    return LeadingCalls(tool_names, "<|python_tag|>", "parameters")

@@ -9,9 +9,10 @@ def bare_length(text: str) -> int:
     return max(len(text.rstrip()), len(text) - MOST_SPACE)
 
 
-def space_length(text: str) -> int:
-    """Return how much white space `text` begins with."""
-    return len(text) - len(text.lstrip())
+def after_space(text: str, start: int) -> int:
+    """Return the index after the white space at `start`, of which at most MOST_SPACE is skipped."""
+    space = text[start : start + MOST_SPACE]
+    return start + len(space) - len(space.lstrip())
 
 
 def held_length(text: str, marker: str) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kaveri.parsers.markers import MOST_SPACE, held_length, space_length
+from kaveri.parsers.markers import after_space, held_length
 from kaveri.parsers.parts import Content, Part, Reasoning
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
@@ -20,14 +20,13 @@ class ThinkParser:
         """Parse more text; yield the parts that later text cannot change."""
         text, self._held = self._held + text, ""
         if self._state == "before":
-            beginning = text.lstrip()
-            if space_length(text) > MOST_SPACE:
-                beginning = text
-            elif len(beginning) < len(THINK_BEGIN) and THINK_BEGIN.startswith(beginning):
+            start = after_space(text, 0)
+            beginning = text[start : start + len(THINK_BEGIN)]
+            if beginning == THINK_BEGIN:
+                self._state, text = "inside", text[start + len(THINK_BEGIN) :]
+            elif THINK_BEGIN.startswith(beginning):
                 self._held = text
                 return
-            if beginning.startswith(THINK_BEGIN):
-                self._state, text = "inside", beginning.removeprefix(THINK_BEGIN)
             else:
                 self._state = "after"
         if self._state == "inside":

@@ -67,11 +67,13 @@ class ChatTemplate:
     """Chat template of one model. A rendered prompt must contain the text of every message; if not, it is rendered
     again with each message's parts joined. Of an assistant's message only the text after its last closing tag must be
     there, because templates omit earlier reasoning. The text may lack outer white space and the switches `/think` and
-    `/no_think`, or be escaped as JSON. A text that occurs elsewhere in the prompt counts as present."""
+    `/no_think`, or be escaped as JSON. A text that occurs elsewhere in the prompt counts as present. The role
+    "developer" is rendered as "system" unless the template's source has the word."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, content_format: ContentFormat = ContentFormat.AUTO) -> None:
         self._tokenizer = tokenizer
         self._special_tokens: Mapping[str, Any] = tokenizer.special_tokens_map
+        self._has_developers = self.has_variable("developer")
         self.content_format = self._detect() if content_format is ContentFormat.AUTO else content_format
         """Format in which the template receives content; never AUTO."""
         self._formats = [self.content_format]
@@ -85,7 +87,7 @@ class ChatTemplate:
         return str(self._tokenizer.get_chat_template())
 
     def has_variable(self, name: str) -> bool:
-        """Return True if the template may read a variable of this name."""
+        """Return True if the template may read a variable of this name: its source has the word."""
         return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
 
     def render(
@@ -99,6 +101,8 @@ class ChatTemplate:
         InvalidArgument when the template rejects the conversation or fails, takes too long, or writes more than
         `most_characters`; DeadlineExceeded when time.monotonic() reaches `deadline_s`."""
         lacking, mark = None, ""
+        if not self._has_developers:
+            turns = [replace(turn, role="system") if turn.role == "developer" else turn for turn in turns]
         if options.continues:
             # Marks the end of the last message, after which the template may add text. Made of Unicode noncharacters,
             # which no text contains.
@@ -174,6 +178,10 @@ class ChatTemplate:
 
         # As apply_chat_template(), which gives no pieces. Compiled templates are cached there.
         template = _compile_jinja_template(self._tokenizer.get_chat_template())
+        for name, value in options.arguments.items():
+            if name == "self" or name in self._special_tokens or name in template.globals:
+                limit = "left out: the chat template gets it from Kaveri or the tokenizer"
+                raise InvalidArgument(f"prompt.template_arguments.{name}", value, limit)
         return template.generate(
             messages=messages,
             tools=list(options.tools) or None,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kaveri.v1 import sampling_pb2 as kaveri_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kaveri/v1/inference.proto\x12\tkaveri.v1\x1a\x18kaveri/v1/sampling.proto\"\xb9\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.kaveri.v1.TokenIdsH\x00\x12\'\n\x08messages\x18\x05 \x01(\x0b\x32\x13.kaveri.v1.MessagesH\x00\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x0f\n\x07session\x18\x07 \x01(\r\x12\x0e\n\x06secret\x18\x08 \x01(\x0c\x12\x13\n\x0btoken_texts\x18\n \x01(\x08\x12%\n\x08received\x18\t \x01(\x0b\x32\x13.kaveri.v1.Received\x12\x0e\n\x06\x64irect\x18\x0b \x01(\x08\x42\x08\n\x06prompt\"n\n\x08Received\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x12\n\ncharacters\x18\x02 \x01(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12#\n\x05owner\x18\x04 \x01(\x0b\x32\x14.kaveri.v1.OwnerHint\"\xcc\x01\n\tOwnerHint\x12\x1b\n\x13prefill_instance_id\x18\x01 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x02 \x01(\x04\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x03 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x04 \x01(\x04\x12\x1a\n\x12holder_instance_id\x18\x05 \x01(\t\x12\x1a\n\x12holder_incarnation\x18\x06 \x01(\x04\x12\x15\n\rsuspect_until\x18\x07 \x01(\r\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xda\x01\n\x08Messages\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.kaveri.v1.Message\x12\r\n\x05tools\x18\x02 \x01(\t\x12\x15\n\rtool_required\x18\x03 \x01(\x08\x12\x11\n\ttool_name\x18\x04 \x01(\t\x12\x15\n\rone_tool_call\x18\x05 \x01(\x08\x12\x1a\n\x12template_arguments\x18\x06 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x07 \x01(\x08\x12\x1c\n\x14no_generation_prompt\x18\x08 \x01(\x08\"\x82\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\r\n\x05parts\x18\x03 \x03(\t\x12\x12\n\ntool_calls\x18\x04 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x0c\n\x04name\x18\x06 \x01(\t\x12\x11\n\treasoning\x18\x07 \x01(\t\"X\n\nAnswerForm\x12\x13\n\x0btool_parser\x18\x01 \x01(\t\x12\x18\n\x10reasoning_parser\x18\x02 \x01(\t\x12\x1b\n\x13reasoning_has_begun\x18\x03 \x01(\x08\"\xa9\x04\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x0c\n\x04text\x18\x04 \x01(\t\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.kaveri.v1.Logprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.kaveri.v1.FinishReason\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.kaveri.v1.Usage\x12!\n\x06timing\x18\x08 \x01(\x0b\x32\x11.kaveri.v1.Timing\x12#\n\x05owner\x18\t \x01(\x0b\x32\x14.kaveri.v1.OwnerHint\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x0f\n\x07routers\x18\x0b \x03(\t\x12\x32\n\x0fprompt_logprobs\x18\x0c \x01(\x0b\x32\x19.kaveri.v1.PromptLogprobs\x12&\n\ttokens_at\x18\r \x01(\x0b\x32\x13.kaveri.v1.TokensAt\x12\x17\n\x0f\x66irst_character\x18\x0e \x01(\r\x12\x13\n\x0binterrupted\x18\x0f \x01(\x08\x12\x32\n\x0fresolved_params\x18\x10 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12*\n\x0b\x61nswer_form\x18\x11 \x01(\x0b\x32\x15.kaveri.v1.AnswerForm\"0\n\x08TokensAt\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\x92\x03\n\x06Timing\x12\x10\n\x08router_s\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_queue_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x15\n\rkv_transfer_s\x18\x04 \x01(\x01\x12\x11\n\tkv_tail_s\x18\x05 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_queue_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\x12\x10\n\x08kv_bytes\x18\x08 \x01(\x04\x12\x1b\n\x13prefill_instance_id\x18\t \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\n \x01(\t\x12\x10\n\x08\x61ttempts\x18\x0b \x01(\r\x12\x14\n\x0ckv_transport\x18\x0c \x01(\t\x12\x0e\n\x06ttft_s\x18\r \x01(\x01\x12\r\n\x05\x65\x32\x65_s\x18\x0e \x01(\x01\x12\x12\n\nreattaches\x18\x0f \x01(\r\x12\x0f\n\x07resumes\x18\x10 \x01(\r\x12\x13\n\x0bheld_tokens\x18\x11 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x12 \x01(\r\x12\x0f\n\x07stall_s\x18\x13 \x01(\x01\"6\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tforwarded\x18\x02 \x01(\x08\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.kaveri.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"3\n\x10GetModelResponse\x12\x1f\n\x05model\x18\x01 \x01(\x0b\x32\x10.kaveri.v1.Model\"\x9d\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x31\n\x0e\x64\x65\x66\x61ult_params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\"\x88\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x08messages\x18\x03 \x01(\x0b\x32\x13.kaveri.v1.MessagesH\x00\x12#\n\x07grammar\x18\x04 \x01(\x0b\x32\x12.kaveri.v1.GrammarB\x08\n\x06prompt\"\xae\x01\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12*\n\x0b\x61nswer_form\x18\x03 \x01(\x0b\x32\x15.kaveri.v1.AnswerForm\x12#\n\x07grammar\x18\x04 \x01(\x0b\x32\x12.kaveri.v1.Grammar\x12\x1b\n\x13show_special_tokens\x18\x05 \x01(\x08\"9\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\r\n\x0b\x42\x65\x61tRequest\"\x0e\n\x0c\x42\x65\x61tResponse2\xf1\x03\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.kaveri.v1.GenerateRequest\x1a\x1b.kaveri.v1.GenerateResponse0\x01\x12=\n\x06\x43\x61ncel\x12\x18.kaveri.v1.CancelRequest\x1a\x19.kaveri.v1.CancelResponse\x12I\n\nListModels\x12\x1c.kaveri.v1.ListModelsRequest\x1a\x1d.kaveri.v1.ListModelsResponse\x12\x43\n\x08GetModel\x12\x1a.kaveri.v1.GetModelRequest\x1a\x1b.kaveri.v1.GetModelResponse\x12\x43\n\x08Tokenize\x12\x1a.kaveri.v1.TokenizeRequest\x1a\x1b.kaveri.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.kaveri.v1.DetokenizeRequest\x1a\x1d.kaveri.v1.DetokenizeResponse\x12\x37\n\x04\x42\x65\x61t\x12\x16.kaveri.v1.BeatRequest\x1a\x17.kaveri.v1.BeatResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kaveri/v1/inference.proto\x12\tkaveri.v1\x1a\x18kaveri/v1/sampling.proto\"\xb9\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.kaveri.v1.TokenIdsH\x00\x12\'\n\x08messages\x18\x05 \x01(\x0b\x32\x13.kaveri.v1.MessagesH\x00\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12\x0f\n\x07session\x18\x07 \x01(\r\x12\x0e\n\x06secret\x18\x08 \x01(\x0c\x12\x13\n\x0btoken_texts\x18\n \x01(\x08\x12%\n\x08received\x18\t \x01(\x0b\x32\x13.kaveri.v1.Received\x12\x0e\n\x06\x64irect\x18\x0b \x01(\x08\x42\x08\n\x06prompt\"n\n\x08Received\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x12\n\ncharacters\x18\x02 \x01(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12#\n\x05owner\x18\x04 \x01(\x0b\x32\x14.kaveri.v1.OwnerHint\"\xcc\x01\n\tOwnerHint\x12\x1b\n\x13prefill_instance_id\x18\x01 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x02 \x01(\x04\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x03 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x04 \x01(\x04\x12\x1a\n\x12holder_instance_id\x18\x05 \x01(\t\x12\x1a\n\x12holder_incarnation\x18\x06 \x01(\x04\x12\x15\n\rsuspect_until\x18\x07 \x01(\r\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xda\x01\n\x08Messages\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.kaveri.v1.Message\x12\r\n\x05tools\x18\x02 \x01(\t\x12\x15\n\rtool_required\x18\x03 \x01(\x08\x12\x11\n\ttool_name\x18\x04 \x01(\t\x12\x15\n\rone_tool_call\x18\x05 \x01(\x08\x12\x1a\n\x12template_arguments\x18\x06 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x07 \x01(\x08\x12\x1c\n\x14no_generation_prompt\x18\x08 \x01(\x08\"\x82\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\r\n\x05parts\x18\x03 \x03(\t\x12\x12\n\ntool_calls\x18\x04 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x0c\n\x04name\x18\x06 \x01(\t\x12\x11\n\treasoning\x18\x07 \x01(\t\"l\n\nAnswerForm\x12\x13\n\x0btool_parser\x18\x01 \x01(\t\x12\x18\n\x10reasoning_parser\x18\x02 \x01(\t\x12\x1b\n\x13reasoning_has_begun\x18\x03 \x01(\x08\x12\x12\n\ntool_names\x18\x04 \x03(\t\"\xa9\x04\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x0c\n\x04text\x18\x04 \x01(\t\x12%\n\x08logprobs\x18\x05 \x03(\x0b\x32\x13.kaveri.v1.Logprobs\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.kaveri.v1.FinishReason\x12\x1f\n\x05usage\x18\x07 \x01(\x0b\x32\x10.kaveri.v1.Usage\x12!\n\x06timing\x18\x08 \x01(\x0b\x32\x11.kaveri.v1.Timing\x12#\n\x05owner\x18\t \x01(\x0b\x32\x14.kaveri.v1.OwnerHint\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x0f\n\x07routers\x18\x0b \x03(\t\x12\x32\n\x0fprompt_logprobs\x18\x0c \x01(\x0b\x32\x19.kaveri.v1.PromptLogprobs\x12&\n\ttokens_at\x18\r \x01(\x0b\x32\x13.kaveri.v1.TokensAt\x12\x17\n\x0f\x66irst_character\x18\x0e \x01(\r\x12\x13\n\x0binterrupted\x18\x0f \x01(\x08\x12\x32\n\x0fresolved_params\x18\x10 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\x12*\n\x0b\x61nswer_form\x18\x11 \x01(\x0b\x32\x15.kaveri.v1.AnswerForm\"0\n\x08TokensAt\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\x92\x03\n\x06Timing\x12\x10\n\x08router_s\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_queue_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x15\n\rkv_transfer_s\x18\x04 \x01(\x01\x12\x11\n\tkv_tail_s\x18\x05 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_queue_s\x18\x06 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01\x12\x10\n\x08kv_bytes\x18\x08 \x01(\x04\x12\x1b\n\x13prefill_instance_id\x18\t \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\n \x01(\t\x12\x10\n\x08\x61ttempts\x18\x0b \x01(\r\x12\x14\n\x0ckv_transport\x18\x0c \x01(\t\x12\x0e\n\x06ttft_s\x18\r \x01(\x01\x12\r\n\x05\x65\x32\x65_s\x18\x0e \x01(\x01\x12\x12\n\nreattaches\x18\x0f \x01(\r\x12\x0f\n\x07resumes\x18\x10 \x01(\r\x12\x13\n\x0bheld_tokens\x18\x11 \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x12 \x01(\r\x12\x0f\n\x07stall_s\x18\x13 \x01(\x01\"6\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tforwarded\x18\x02 \x01(\x08\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.kaveri.v1.Model\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"3\n\x10GetModelResponse\x12\x1f\n\x05model\x18\x01 \x01(\x0b\x32\x10.kaveri.v1.Model\"\x9d\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\x12\r\n\x05ready\x18\x05 \x01(\x08\x12\x31\n\x0e\x64\x65\x66\x61ult_params\x18\x06 \x01(\x0b\x32\x19.kaveri.v1.SamplingParams\"\x88\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x08messages\x18\x03 \x01(\x0b\x32\x13.kaveri.v1.MessagesH\x00\x12#\n\x07grammar\x18\x04 \x01(\x0b\x32\x12.kaveri.v1.GrammarB\x08\n\x06prompt\"\xae\x01\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12*\n\x0b\x61nswer_form\x18\x03 \x01(\x0b\x32\x15.kaveri.v1.AnswerForm\x12#\n\x07grammar\x18\x04 \x01(\x0b\x32\x12.kaveri.v1.Grammar\x12\x1b\n\x13show_special_tokens\x18\x05 \x01(\x08\"9\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\r\n\x0b\x42\x65\x61tRequest\"\x0e\n\x0c\x42\x65\x61tResponse2\xf1\x03\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.kaveri.v1.GenerateRequest\x1a\x1b.kaveri.v1.GenerateResponse0\x01\x12=\n\x06\x43\x61ncel\x12\x18.kaveri.v1.CancelRequest\x1a\x19.kaveri.v1.CancelResponse\x12I\n\nListModels\x12\x1c.kaveri.v1.ListModelsRequest\x1a\x1d.kaveri.v1.ListModelsResponse\x12\x43\n\x08GetModel\x12\x1a.kaveri.v1.GetModelRequest\x1a\x1b.kaveri.v1.GetModelResponse\x12\x43\n\x08Tokenize\x12\x1a.kaveri.v1.TokenizeRequest\x1a\x1b.kaveri.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.kaveri.v1.DetokenizeRequest\x1a\x1d.kaveri.v1.DetokenizeResponse\x12\x37\n\x04\x42\x65\x61t\x12\x16.kaveri.v1.BeatRequest\x1a\x17.kaveri.v1.BeatResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -55,41 +55,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MESSAGE']._serialized_start=952
   _globals['_MESSAGE']._serialized_end=1082
   _globals['_ANSWERFORM']._serialized_start=1084
-  _globals['_ANSWERFORM']._serialized_end=1172
-  _globals['_GENERATERESPONSE']._serialized_start=1175
-  _globals['_GENERATERESPONSE']._serialized_end=1728
-  _globals['_TOKENSAT']._serialized_start=1730
-  _globals['_TOKENSAT']._serialized_end=1778
-  _globals['_USAGE']._serialized_start=1780
-  _globals['_USAGE']._serialized_end=1837
-  _globals['_TIMING']._serialized_start=1840
-  _globals['_TIMING']._serialized_end=2242
-  _globals['_CANCELREQUEST']._serialized_start=2244
-  _globals['_CANCELREQUEST']._serialized_end=2298
-  _globals['_CANCELRESPONSE']._serialized_start=2300
-  _globals['_CANCELRESPONSE']._serialized_end=2331
-  _globals['_LISTMODELSREQUEST']._serialized_start=2333
-  _globals['_LISTMODELSREQUEST']._serialized_end=2352
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2354
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2408
-  _globals['_GETMODELREQUEST']._serialized_start=2410
-  _globals['_GETMODELREQUEST']._serialized_end=2442
-  _globals['_GETMODELRESPONSE']._serialized_start=2444
-  _globals['_GETMODELRESPONSE']._serialized_end=2495
-  _globals['_MODEL']._serialized_start=2498
-  _globals['_MODEL']._serialized_end=2655
-  _globals['_TOKENIZEREQUEST']._serialized_start=2658
-  _globals['_TOKENIZEREQUEST']._serialized_end=2794
-  _globals['_TOKENIZERESPONSE']._serialized_start=2797
-  _globals['_TOKENIZERESPONSE']._serialized_end=2971
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2973
-  _globals['_DETOKENIZEREQUEST']._serialized_end=3030
-  _globals['_DETOKENIZERESPONSE']._serialized_start=3032
-  _globals['_DETOKENIZERESPONSE']._serialized_end=3066
-  _globals['_BEATREQUEST']._serialized_start=3068
-  _globals['_BEATREQUEST']._serialized_end=3081
-  _globals['_BEATRESPONSE']._serialized_start=3083
-  _globals['_BEATRESPONSE']._serialized_end=3097
-  _globals['_INFERENCESERVICE']._serialized_start=3100
-  _globals['_INFERENCESERVICE']._serialized_end=3597
+  _globals['_ANSWERFORM']._serialized_end=1192
+  _globals['_GENERATERESPONSE']._serialized_start=1195
+  _globals['_GENERATERESPONSE']._serialized_end=1748
+  _globals['_TOKENSAT']._serialized_start=1750
+  _globals['_TOKENSAT']._serialized_end=1798
+  _globals['_USAGE']._serialized_start=1800
+  _globals['_USAGE']._serialized_end=1857
+  _globals['_TIMING']._serialized_start=1860
+  _globals['_TIMING']._serialized_end=2262
+  _globals['_CANCELREQUEST']._serialized_start=2264
+  _globals['_CANCELREQUEST']._serialized_end=2318
+  _globals['_CANCELRESPONSE']._serialized_start=2320
+  _globals['_CANCELRESPONSE']._serialized_end=2351
+  _globals['_LISTMODELSREQUEST']._serialized_start=2353
+  _globals['_LISTMODELSREQUEST']._serialized_end=2372
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2374
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2428
+  _globals['_GETMODELREQUEST']._serialized_start=2430
+  _globals['_GETMODELREQUEST']._serialized_end=2462
+  _globals['_GETMODELRESPONSE']._serialized_start=2464
+  _globals['_GETMODELRESPONSE']._serialized_end=2515
+  _globals['_MODEL']._serialized_start=2518
+  _globals['_MODEL']._serialized_end=2675
+  _globals['_TOKENIZEREQUEST']._serialized_start=2678
+  _globals['_TOKENIZEREQUEST']._serialized_end=2814
+  _globals['_TOKENIZERESPONSE']._serialized_start=2817
+  _globals['_TOKENIZERESPONSE']._serialized_end=2991
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2993
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3050
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3052
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3086
+  _globals['_BEATREQUEST']._serialized_start=3088
+  _globals['_BEATREQUEST']._serialized_end=3101
+  _globals['_BEATRESPONSE']._serialized_start=3103
+  _globals['_BEATRESPONSE']._serialized_end=3117
+  _globals['_INFERENCESERVICE']._serialized_start=3120
+  _globals['_INFERENCESERVICE']._serialized_end=3617
 # @@protoc_insertion_point(module_scope)

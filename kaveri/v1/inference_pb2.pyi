@@ -329,22 +329,28 @@ class AnswerForm(_message.Message):
     TOOL_PARSER_FIELD_NUMBER: _builtins.int
     REASONING_PARSER_FIELD_NUMBER: _builtins.int
     REASONING_HAS_BEGUN_FIELD_NUMBER: _builtins.int
+    TOOL_NAMES_FIELD_NUMBER: _builtins.int
     tool_parser: _builtins.str
     """Parser of tool calls, "hermes" for example. Unset: calls are not looked for."""
     reasoning_parser: _builtins.str
     """Parser of reasoning, "think" for example. Unset: the answer has no reasoning."""
     reasoning_has_begun: _builtins.bool
     """The prompt ends within the reasoning: the answer begins with it, without its marker."""
+    @_builtins.property
+    def tool_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the offered tools. Parsers of calls without markers take JSON with another name as text."""
+
     def __init__(
         self,
         *,
         tool_parser: _builtins.str = ...,
         reasoning_parser: _builtins.str = ...,
         reasoning_has_begun: _builtins.bool = ...,
+        tool_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reasoning_has_begun", b"reasoning_has_begun", "reasoning_parser", b"reasoning_parser", "tool_parser", b"tool_parser"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reasoning_has_begun", b"reasoning_has_begun", "reasoning_parser", b"reasoning_parser", "tool_names", b"tool_names", "tool_parser", b"tool_parser"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

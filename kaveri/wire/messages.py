@@ -147,11 +147,11 @@ def grammar_from_proto(message: sampling_pb2.Grammar) -> Grammar:
 
 
 def form_to_proto(form: AnswerForm) -> inference_pb2.AnswerForm:
-    return inference_pb2.AnswerForm(**same_fields(form, _FORM_FIELDS))
+    return inference_pb2.AnswerForm(**same_fields(form, _FORM_FIELDS), tool_names=form.tool_names)
 
 
 def form_from_proto(message: inference_pb2.AnswerForm) -> AnswerForm:
-    return AnswerForm(**same_fields(message, _FORM_FIELDS))
+    return AnswerForm(**same_fields(message, _FORM_FIELDS), tool_names=tuple(message.tool_names))
 
 
 def drawing_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:

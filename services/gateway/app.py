@@ -213,6 +213,8 @@ class _Generate:
         except SlowReader:
             raise
         except KaveriError as error:
+            if asked is not None and isinstance(error, InvalidArgument):
+                error = asked.named(error)
             length = 0 if asked is None or not is_too_long(error) else await _max_model_len(app.client, asked.model)
             raise http_error_of(error, self._prompt_param, length) from error
 
@@ -234,8 +236,6 @@ class _Generate:
                     await self._stream(answers, made, state, send)
                 else:
                     await self._collect(answers, made, state, send)
-        except InvalidArgument as error:
-            raise asked.named(error) from error
         finally:
             self._app.answering.discard(answers)
             # Also counts answers that did not end.

@@ -52,12 +52,12 @@ class Fields:
         """Remove a field and return its value, of any type; None if missing."""
         return self._left.pop(name, None)
 
-    def flag(self, name: str) -> bool:
-        """Remove a boolean field and return it; False if missing. Raises InvalidArgument for another type."""
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """Remove a boolean field and return it; `default` if missing. Raises InvalidArgument for another type."""
         value = self.take(name)
-        if value is None or type(value) is bool:
-            return bool(value)
-        raise InvalidArgument(self._path + name, value, "true or false")
+        if type(value) not in (bool, type(None)):
+            raise InvalidArgument(self._path + name, value, "true or false")
+        return default if value is None else bool(value)
 
     def whole(self, name: str, least: int, most: int) -> int | None:
         """Remove an integer field and return it; None if missing. Raises InvalidArgument if not in [least, most]."""

@@ -51,6 +51,7 @@ class _Answer:
     prompt_logprobs: list[bytes] = field(default_factory=list)
     finish: str | None = None
     usage: Usage | None = None
+    shows_reasoning: bool = True
     begun: bool = False
     """True once a chunk of the answer was formatted."""
     token_count: int = 0
@@ -74,13 +75,13 @@ class _Answer:
                 self.report[name] = encode(value)
 
     def read(self, chunk: Chunk, form: AnswerForm) -> list[Part]:
-        """Return the parts that a chunk's text decides."""
+        """Return the parts that a chunk's text decides, without reasoning that is not shown."""
         if self.parser is None:
             self.parser = form.parser()
         parts = list(self.parser.feed(chunk.text))
         if chunk.finish_reason is not None:
             parts += self.parser.close()
-        return parts
+        return parts if self.shows_reasoning else [part for part in parts if not isinstance(part, Reasoning)]
 
     def take(self, chunk: Chunk, form: AnswerForm) -> None:
         """Append a chunk's text to the answer: content, reasoning and tool calls."""
@@ -127,7 +128,7 @@ class AnswerFormat:
         chunk_head = encode({**self._head, "object": self.chunk_object_name})
         self._start = b"data: " + chunk_head[:-1]
         self._end = b'}],"usage":null}\n\n' if asked.usage_events is UsageEvents.LAST else b"}]}\n\n"
-        self._answers = [_Answer() for _ in range(len(asked.prompts) * asked.n)]
+        self._answers = [_Answer(shows_reasoning=asked.shows_reasoning) for _ in range(len(asked.prompts) * asked.n)]
 
     def events(self, index: int, chunk: Chunk, prompt_tokens: int, form: AnswerForm = PLAIN) -> Iterator[bytes]:
         """Yield the encoded events for a chunk of answer `index`; several only if it has many prompt logprobs, or text
@@ -136,6 +137,9 @@ class AnswerFormat:
         # Most answers are text alone, and this runs for every token.
         if form is not PLAIN and form != PLAIN:
             parts = self._answers[index].read(chunk, form)
+            if self._asked.echo and not self._answers[index].begun:
+                # The echo is content, whatever the answer begins with.
+                parts.insert(0, Content(""))
             if not parts and self._answers[index].begun and not self._shows_tokens and chunk.finish_reason is None:
                 return
             *others, last = parts or [Content("")]

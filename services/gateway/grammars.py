@@ -7,7 +7,7 @@ from kaveri.domain.grammar import Grammar
 from kaveri.errors import InvalidArgument
 from services.gateway.fields import Accepts, Fields, any_of, check_object, one_of
 
-_Read = Callable[[Any, str], Grammar]
+_Read = Callable[[Any, str], Grammar | None]
 
 
 def _text(make: Callable[[str], Grammar]) -> _Read:
@@ -32,10 +32,10 @@ def _choices(value: Any, path: str) -> Grammar:
     return Grammar.choices(value)
 
 
-def _object(value: Any, path: str) -> Grammar:
-    if value is not True:
-        raise InvalidArgument(path, value, "true, or left out")
-    return Grammar.json_object()
+def _object(value: Any, path: str) -> Grammar | None:
+    if type(value) is not bool:
+        raise InvalidArgument(path, value, "true or false")
+    return Grammar.json_object() if value else None
 
 
 _NOTATIONS: Mapping[str, _Read] = {
@@ -77,7 +77,8 @@ def _taken(fields: Fields, path: str, prefix: str) -> list[tuple[Grammar, str]]:
     for name, read in _NOTATIONS.items():
         if (value := fields.take(prefix + name)) is not None:
             field = path + prefix + name
-            found.append((read(value, field), field))
+            if (grammar := read(value, field)) is not None:
+                found.append((grammar, field))
     return found
 
 

@@ -26,11 +26,13 @@ _LENGTH_FIELDS = ("prompt", "prompt.text", "prompt.messages", "params.max_tokens
 """Fields that routers name when prompt and answer together exceed the model's context length."""
 _SHOWN_CHARACTERS = 120
 _TOO_LONG = re.compile(r"at most \d+( tokens| bytes| messages|:)|within the size limits")
+_TEMPLATE_ARGUMENTS = "prompt.template_arguments"
 _PARAM_OF_FIELD = {
     "prompt.text": "prompt",
     "prompt.token_ids": "prompt",
     "prompt_token_ids": "prompt",
     "prompt.messages": "messages",
+    f"{_TEMPLATE_ARGUMENTS}.reasoning_effort": "reasoning_effort",
 }
 
 
@@ -108,6 +110,7 @@ def _of_argument(error: InvalidArgument, prompt_param: str, max_model_len: int) 
     else:
         param = _PARAM_OF_FIELD.get(field_name, field_name.removeprefix("params."))
         param = param.removeprefix("prompt.") if param.startswith(("prompt.messages[", "prompt.tools")) else param
+        param = param.replace(_TEMPLATE_ARGUMENTS, "chat_template_kwargs", 1)
     message = f"{param} is {_shown(error.value)}; it must be {error.limit}"
     if not is_too_long(error):
         return HttpError(400, message, code="invalid_value", param=param)

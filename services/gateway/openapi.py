@@ -57,7 +57,7 @@ _NOTATIONS: dict[str, Schema] = {
     "regex": _NOT_EMPTY,
     "choice": {"type": "array", "items": _NOT_EMPTY, "minItems": 1},
     "grammar": {**_NOT_EMPTY, "description": "In Lark's notation, or llama.cpp's GBNF."},
-    "json_object": {"const": True},
+    "json_object": _FLAG,
 }
 _GRAMMARS: dict[str, Schema] = {
     "response_format": {
@@ -112,7 +112,6 @@ _TOOLS: dict[str, Schema] = {
     "chat_template_kwargs": {"type": "object", "description": "Variables that the model's chat template has."},
     "continue_final_message": _FLAG,
     "add_generation_prompt": _FLAG,
-    "echo": _FLAG,
 }
 _CALL = _object(
     {"id": _TEXT, "type": {"const": "function"}, "function": _object({"name": _TEXT, "arguments": _TEXT}, ("name",))},
@@ -183,6 +182,8 @@ CHAT = _object(
         "messages": _MESSAGES,
         **_GENERATING,
         **_TOOLS,
+        "echo": _FLAG,
+        "include_reasoning": {"type": "boolean", "description": "Not false with logprobs or return_token_ids."},
         "max_completion_tokens": {"type": "integer", "minimum": 1},
         "logprobs": _FLAG,
         "top_logprobs": _whole(0, MAX_LOGPROBS),
@@ -190,7 +191,7 @@ CHAT = _object(
     },
     ("messages",),
 )
-TOKENIZE = _object({"model": _TEXT, "prompt": _TEXT, "messages": _MESSAGES})
+TOKENIZE = _object({"model": _TEXT, "prompt": _TEXT, "messages": _MESSAGES, **_TOOLS})
 DETOKENIZE = _object({"model": _TEXT, "tokens": {"type": "array", "items": _COUNT}}, ("tokens",))
 _ERROR = _object(dict.fromkeys(("message", "type", "param", "code"), _TEXT), ("message", "type"), is_open=True)
 _USAGE = _whole_object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _COUNT), is_open=True)

@@ -1,11 +1,13 @@
 """Converts an HTTP request's JSON object to prompts and sampling parameters; refuses unknown fields by name. Pure."""
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kaveri.client.request import ChatOptions, Message
+from kaveri.domain.grammar import GrammarKind
 from kaveri.domain.sampling import (
     MAX_COPIED_CHARACTERS,
     MAX_COPIED_TOKENS,
@@ -29,6 +31,8 @@ _COMPLETION_TOKENS = 16
 _MOST_OF_PROMPTS = 2 * MAX_PROMPT_REPORT
 _TOKEN_ID_BYTES = 4
 _TOKEN_ID_DIGITS = 10
+_IN_CALLS = re.compile(r"a grammar that llguidance takes: at ([3-9]|\d\d+)\(")
+"""Limit of an error in the rules of calls, which routers write after the two lines of the request's own schema."""
 _LOGPROB_BYTES = 500
 """Gateway memory per log-probability until its answer is written: 190 to 290 bytes measured, plus its JSON."""
 
@@ -58,7 +62,7 @@ HARMLESS_OF_COMPLETIONS: Mapping[str, Accepts] = {
 }
 HARMLESS_OF_CHAT: Mapping[str, Accepts] = {
     **_HARMLESS,
-    **_all("include_reasoning separate_reasoning stream_reasoning", any_of(bool)),
+    **_all("separate_reasoning stream_reasoning", one_of(True)),
     **_all("add_special_tokens", one_of(False)),
     "documents": empty,
     **_all("audio chat_template mm_processor_kwargs prediction web_search_options", one_of()),
@@ -70,7 +74,9 @@ HARMLESS_OF_CHAT: Mapping[str, Accepts] = {
 _HARMLESS_WITHOUT_FUNCTIONS: Mapping[str, Accepts] = {**HARMLESS_OF_CHAT, "functions": any_of(list)}
 """As HARMLESS_OF_CHAT, but functions may be listed: function_call "none" disables them."""
 _HARMLESS_OF_MESSAGE: Mapping[str, Accepts] = {
-    **_all("annotations refusal", empty),
+    **_all("annotations reasoning_details refusal", empty),
+    # LiteLLM sends back what it adds to answers.
+    "provider_specific_fields": any_of(dict),
     **_all("audio function_call", one_of()),
 }
 
@@ -94,6 +100,8 @@ class ParsedRequest:
     usage_events: UsageEvents = UsageEvents.NONE
     echo: bool = False
     """True if the answer's text begins with the prompt, or with the last message that it continues."""
+    shows_reasoning: bool = True
+    """False: the answer leaves the model's reasoning out."""
     chat: ChatOptions | None = None
     """What a conversation has beside its messages; None for prompts that are none, or are tokenized."""
     form: AnswerForm = PLAIN
@@ -149,12 +157,12 @@ class ParsedRequest:
         return _LOGPROB_BYTES * size
 
     def named(self, error: InvalidArgument) -> InvalidArgument:
-        if error.field == "params.grammar" and (self.grammar_param or self.chat or self.form.tool_parser):
-            return InvalidArgument(self.grammar_param or "tools", error.value, error.limit)
-        if error.field.startswith("prompt.template_arguments."):
-            name = error.field.removeprefix("prompt.template_arguments.")
-            param = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
-            return InvalidArgument(param, error.value, error.limit)
+        """Return the error with this request's own name of the parameter."""
+        if error.field == "params.grammar" and (self.grammar_param or self.chat):
+            grammar = self.params.grammar
+            is_schema = grammar is not None and grammar.kind is GrammarKind.JSON_SCHEMA
+            of_tools = not self.grammar_param or (is_schema and _IN_CALLS.match(error.limit))
+            return InvalidArgument("tools" if of_tools else self.grammar_param, error.value, error.limit)
         if error.field != "params.prompt_logprobs":
             return error
         limit = error.limit.replace("prompt_logprobs", self._report_param)
@@ -255,6 +263,11 @@ def _read_rest(
     skip_special_tokens = fields.take("skip_special_tokens")
     seed = fields.whole("seed", -(2**63), 2**64 - 1)
     grammar, grammar_param = take_grammar(fields)
+    return_token_ids = fields.flag("return_token_ids")
+    shows_reasoning = chat is None or fields.flag("include_reasoning", default=True)
+    if not shows_reasoning and (return_token_ids or logprobs is not None):
+        # These show the reasoning's tokens.
+        raise InvalidArgument("include_reasoning", False, "true, or left out, with logprobs or return_token_ids")
     if prompt_alone and min_tokens:
         raise InvalidArgument("min_tokens", min_tokens, "left out, or 0, where max_tokens is 0")
     params = SamplingParams(
@@ -282,10 +295,11 @@ def _read_rest(
         stream=stream,
         usage_events=_usage_events(fields, stream),
         echo=echo,
+        shows_reasoning=shows_reasoning,
         chat=chat,
         prompt_alone=prompt_alone,
         prompt_logprobs=prompt_logprobs is not None,
-        return_token_ids=fields.flag("return_token_ids"),
+        return_token_ids=return_token_ids,
         grammar_param=grammar_param,
     )
     fields.refuse_rest(harmless)
@@ -351,7 +365,8 @@ def _usage_events(fields: Fields, stream: bool) -> UsageEvents:
         raise InvalidArgument("stream_options", value, "left out unless stream is true")
     options = Fields(check_object(value, "stream_options"), "stream_options.")
     last, each = options.flag("include_usage"), options.flag("continuous_usage_stats")
-    options.refuse_rest({"include_obfuscation": one_of(False)})
+    # Padding is optional: Kaveri adds none.
+    options.refuse_rest({"include_obfuscation": any_of(bool)})
     if each and not last:
         raise InvalidArgument("stream_options.continuous_usage_stats", each, "left out unless include_usage is true")
     return UsageEvents.EACH if each else UsageEvents.LAST if last else UsageEvents.NONE
@@ -369,7 +384,7 @@ def _message(value: Any, path: str) -> Message:
         # Part of OpenAI's answers, which clients send back in the history.
         content = ""
     if isinstance(content, list):
-        content = tuple(_text_part(part, f"{path}.content[{number}]") for number, part in enumerate(content))
+        content = tuple(_text_part(part, f"{path}.content[{number}]", role) for number, part in enumerate(content))
     elif not isinstance(content, str):
         raise InvalidArgument(f"{path}.content", content, "a text, or a list of text parts")
     # Of others than tools no template sees a name.
@@ -377,12 +392,14 @@ def _message(value: Any, path: str) -> Message:
     return Message(role, content, calls, call_id or "", name or "", reasoning or "")
 
 
-def _text_part(value: Any, path: str) -> str:
+def _text_part(value: Any, path: str, role: str) -> str:
     fields = Fields(check_object(value, path), path + ".")
-    kind, text = fields.text("type"), fields.text("text")
-    if kind != "text":
+    kind = fields.text("type") or ""
+    if kind not in (("text", "refusal") if role == "assistant" else ("text",)):
         raise InvalidArgument(f"{path}.type", kind, "text: Kaveri takes no other parts")
-    fields.refuse_rest({})
+    # Both kinds have their text in the field of their name.
+    text = fields.text(kind)
+    fields.refuse_rest({"cache_control": any_of(dict)})
     if text is None:
-        raise InvalidArgument(f"{path}.text", None, "a text")
+        raise InvalidArgument(f"{path}.{kind}", None, "a text")
     return text

@@ -7,12 +7,14 @@ from kaveri.client.async_client import AsyncClient
 from kaveri.errors import InvalidArgument
 from services.gateway.fields import Fields, one_of
 from services.gateway.parsed_request import read_messages
+from services.gateway.tools import take_chat_options
 
 
 async def tokenize(client: AsyncClient, body: Mapping[str, Any]) -> dict[str, object]:
     """Return the JSON response to /tokenize: the token ids of a text or a conversation. Raises KaveriError."""
     fields = Fields(body)
     model, prompt, messages = fields.text("model"), fields.text("prompt"), fields.take("messages")
+    chat = None if messages is None else take_chat_options(fields)
     fields.refuse_rest(
         {
             "add_generation_prompt": one_of(True),
@@ -22,10 +24,8 @@ async def tokenize(client: AsyncClient, body: Mapping[str, Any]) -> dict[str, ob
     )
     if (prompt is None) == (messages is None):
         raise InvalidArgument("prompt", prompt, "given, or else messages")
-    if messages is None:
-        token_ids = await client.tokenize(prompt, model=model)
-    else:
-        token_ids = await client.tokenize(messages=read_messages(messages), model=model)
+    turns = None if messages is None else read_messages(messages)
+    token_ids = (await client.render(prompt, messages=turns, chat=chat, model=model)).token_ids
     lengths = [one.max_model_len for one in await client.list_models() if model in (None, one.name)]
     return {"count": len(token_ids), "max_model_len": min(lengths, default=0), "tokens": token_ids, "token_strs": None}
 

@@ -13,12 +13,10 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 def take_chat_options(fields: Fields) -> ChatOptions:
     """Take the fields of a chat request that its prompt depends on beside the messages. Raises InvalidArgument."""
-    tools = fields.take("tools") or []
+    tools = fields.take("tools")
+    tools = [] if tools is None else tools
     choice = _choice(fields.take("tool_choice"))
     read = read_tools(tools)
-    parallel = fields.take("parallel_tool_calls")
-    if type(parallel) not in (bool, type(None)):
-        raise InvalidArgument("parallel_tool_calls", parallel, "true or false")
     if choice == "none":
         # Not shown to the model, so that it does not call them.
         tools, choice = [], "auto"
@@ -26,18 +24,17 @@ def take_chat_options(fields: Fields) -> ChatOptions:
         raise InvalidArgument("tool_choice", choice, "none, auto, required, or a function of tools")
     if choice != "auto" and not tools:
         raise InvalidArgument("tool_choice", choice, "none or auto without tools")
-    continues, begins = fields.flag("continue_final_message"), fields.take("add_generation_prompt")
-    if type(begins) not in (bool, type(None)):
-        raise InvalidArgument("add_generation_prompt", begins, "true or false")
+    continues = fields.flag("continue_final_message")
+    begins = fields.flag("add_generation_prompt", default=not continues)
     if continues and begins:
         raise InvalidArgument("add_generation_prompt", True, "false, or left out, with continue_final_message")
     return ChatOptions(
         tools=tools,
         tool_choice=choice,
-        parallel_tool_calls=parallel is not False,
+        parallel_tool_calls=fields.flag("parallel_tool_calls", default=True),
         template_arguments=_arguments(fields),
         continue_final_message=continues,
-        add_generation_prompt=begins is not False,
+        add_generation_prompt=begins,
     )
 
 
@@ -73,7 +70,7 @@ def _arguments(fields: Fields) -> Mapping[str, Any]:
 def take_calls(fields: Fields, path: str) -> list[Any]:
     """Take an assistant's tool_calls. Raises InvalidArgument."""
     calls = fields.take("tool_calls")
-    if not calls:
+    if calls in (None, []):
         return []
     for number, call in enumerate(check_items(calls, f"{path}.tool_calls")):
         each = Fields(check_object(call, f"{path}.tool_calls[{number}]"), f"{path}.tool_calls[{number}].")

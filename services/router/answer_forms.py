@@ -45,11 +45,17 @@ def answer_form(model: AnswerForm, conversation: Conversation, prompt_end: str) 
     if conversation.wanted and not tool_parser:
         limit = "left out or auto: the router has no tool parser for this model (--tool-parser)"
         raise InvalidArgument("tool_choice", "required", limit)
+    names = tuple(tool.name for tool in conversation.known) if tool_parser else ()
     end = prompt_end.rstrip()
-    if not model.reasoning_parser or conversation.continues or end.endswith(THINK_END):
+    has_begun = end.endswith(THINK_BEGIN)
+    if conversation.continues:
+        last = conversation.turns[-1]
+        text = "".join(last.parts) or last.content
+        has_begun = text.rfind(THINK_BEGIN) > text.rfind(THINK_END)
+    if not model.reasoning_parser or end.endswith(THINK_END) or (conversation.continues and not has_begun):
         # The template has closed the reasoning, as for enable_thinking = false.
-        return AnswerForm(tool_parser)
-    return AnswerForm(tool_parser, model.reasoning_parser, end.endswith(THINK_BEGIN))
+        return AnswerForm(tool_parser, tool_names=names)
+    return AnswerForm(tool_parser, model.reasoning_parser, has_begun, names)
 
 
 def answer_grammar(
@@ -77,4 +83,4 @@ def answer_grammar(
 
 def _calls(form: AnswerForm, conversation: Conversation) -> str:
     tools = conversation.wanted or conversation.known
-    return str(TOOL_PARSERS.load(form.tool_parser)().grammar(tools, several=conversation.several))
+    return str(TOOL_PARSERS.load(form.tool_parser)(form.tool_names).grammar(tools, several=conversation.several))

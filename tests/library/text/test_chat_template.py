@@ -162,6 +162,33 @@ async def test_text_with_control_tokens_counts_as_present(content: str) -> None:
     tokenizer.close()
 
 
+KNOWN_ROLES = "{% for m in messages if m.role in ['system', 'user'] %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "begins"),
+    [
+        (SHAPES["one text per turn"], "<|system|>\n"),
+        (KNOWN_ROLES, "<system>"),
+        (KNOWN_ROLES.replace("['system'", "['developer'"), "<developer>"),
+    ],
+)
+def test_developers_speak_as_the_system_unless_the_template_knows_them(template: str, begins: str) -> None:
+    prompt = rendered(ChatTemplate(plain_tokenizer(template)), [("developer", ["be brief"]), ("user", ["hello"])])
+    assert prompt.startswith(begins + "be brief")
+
+
+@pytest.mark.parametrize("name", ["bos_token", "raise_exception", "self"])
+async def test_a_variable_that_the_template_gets_from_elsewhere_is_refused_by_its_name(name: str) -> None:
+    template = "{{ bos_token }}{{ messages[0].content }}{% if 0 %}{{ raise_exception(self) }}{% endif %}"
+    tokenizer = ModelTokenizer(plain_tokenizer(template), 2000)
+    asked = Conversation([Message(role="user", content="hello")], arguments={name: "x"})
+    with pytest.raises(InvalidArgument, match="left out") as caught:
+        await tokenizer.encode_chat(asked, ROOM, time.monotonic() + 60)
+    assert caught.value.field == f"prompt.template_arguments.{name}"
+    tokenizer.close()
+
+
 def test_a_given_format_overrides_what_is_found() -> None:
     plain = plain_tokenizer(SHAPES["texts or parts"])
     turns = [("user", ["one", "two"])]

@@ -123,3 +123,18 @@ async def test_a_check_whose_process_others_kill_is_not_the_grammars_fault(check
     with pytest.raises(NoCapacity, match="interrupted"):
         await checker.check(Grammar.regex("b"), soon())
     await checker.check(Grammar.regex("b"), soon())
+
+
+async def test_a_grammar_that_takes_too_long_is_refused_and_not_tried_again(checker: GrammarChecker) -> None:
+    primes = (104729, 104723, 104717, 104711, 104707, 104701)
+    properties = {f"p{prime}": {"type": "integer", "multipleOf": prime} for prime in primes}
+    slow = Grammar.json_schema({"properties": properties, "required": [*properties]})
+    await checker.check(Grammar.regex("a"), soon())
+    assert checker._process is not None
+    first = checker._process.pid
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="1 s and 512 MiB"):
+            await checker.check(slow, soon())
+        assert checker._process is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)

@@ -9,11 +9,14 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from kaveri.domain.grammar import Grammar
 from kaveri.domain.sampling import ResolvedParams
+from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
 from kaveri.engine.token_rules import TokenRules, tokens_in
+from kaveri.engine.transformers.sampler import draw_tokens
 from kaveri.errors import InvalidArgument
 from kaveri.models import resolve_model
 from kaveri.text.grammars import Grammars
@@ -114,6 +117,32 @@ SCHEMAS: dict[str, Any] = {
         "additionalProperties": False,
         "$schema": "http://json-schema.org/draft-07/schema#",
     },
+    "zod record": {
+        "type": "object",
+        "propertyNames": {"type": "string"},
+        "additionalProperties": {
+            "type": "object",
+            "propertyNames": {"format": "path"},
+            "additionalProperties": _STRING,
+        },
+    },
+    "formats of any text": {
+        **_OBJECT,
+        "$defs": {"path": {**_STRING, "format": "path"}},
+        "properties": {
+            "file": {"$ref": "#/$defs/path"},
+            "secret": {"anyOf": [{**_STRING, "format": "password"}, {"type": "null"}]},
+            "files": {"type": "array", "items": {**_STRING, "format": "file-path"}, "maxItems": 2},
+            "folder": {**_STRING, "format": "directory-path"},
+            "data": {**_STRING, "format": "binary"},
+        },
+        "required": ["file", "secret", "files", "folder", "data"],
+    },
+    "names like keywords": {
+        **_OBJECT,
+        "properties": {"format": {"const": {"format": "path"}}, "propertyNames": {"enum": [{"propertyNames": {}}]}},
+        "required": ["format", "propertyNames"],
+    },
     "min properties of named": {**_OBJECT, "properties": {"a": {"const": 1}}, "required": ["a"], "minProperties": 1},
     "min properties": {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 2},
     "map of maps": {
@@ -129,10 +158,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "if": ({"if": {"type": "string"}, "then": {"minLength": 2}}, "if"),
     "contains": ({"type": "array", "contains": {"const": 1}}, "contains"),
     "names of properties": ({"type": "object", "propertyNames": {"pattern": "^a"}}, "propertyNames"),
+    "names of some": ({"type": "object", "propertyNames": {"type": "string", "enum": ["a"]}}, "propertyNames"),
+    "names of none": ({"type": "object", "propertyNames": False}, "propertyNames"),
+    "names in definitions": (
+        {"$defs": {"x": {"propertyNames": {"minLength": 1}}}, "type": "array", "items": {"$ref": "#/$defs/x"}},
+        "propertyNames",
+    ),
     "dependent": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
     "unevaluated": ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
     "oneOf that overlaps": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
     "unknown format": ({"type": "string", "format": "telephone"}, "format"),
+    "base64": ({"type": "string", "format": "byte"}, "format"),
+    "reference to a URI": ({"type": "string", "format": "uri-reference"}, "format"),
     "unknown type": ({"type": "text"}, "type"),
     "unknown reference": ({"$ref": "#/$defs/none"}, "none"),
     "remote reference": ({"$ref": "https://example.com/schema"}, "example.com"),
@@ -208,6 +245,19 @@ def test_choices_and_context_free_grammars(grammars: Grammars, tokenizer: Tokeni
         for text in answers(grammars, tokenizer, grammar, 6):
             depth = text.count("(")
             assert text == "(" * depth + "x" + ")" * depth
+
+
+def test_logprobs_of_a_structured_answer_are_the_models_own(grammars: Grammars) -> None:
+    params = ResolvedParams(temperature=0.0, grammar=Grammar.regex("[0-9]+"), logprobs=2)
+    logits = torch.randn(1, 1536, generator=torch.Generator().manual_seed(1))
+    rules = TokenRules(params, [], 0, 1536, EOS, grammars)
+    (drawn,) = draw_tokens(logits, [SequenceSlice((), 0, (), True, 0, params, rules)])
+    assert isinstance(drawn, DrawnToken)
+    assert drawn.logprobs is not None
+    raw = torch.log_softmax(logits[0], -1)
+    assert drawn.logprobs.logprob == raw[drawn.token_id].item()
+    assert drawn.logprobs.top == tuple(zip(*(each.tolist() for each in raw.topk(2)[::-1]), strict=True))
+    assert drawn.logprobs.top[0][0] != drawn.token_id
 
 
 def test_grammars_are_compiled_once_and_the_oldest_is_forgotten(grammars: Grammars) -> None:

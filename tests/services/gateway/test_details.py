@@ -172,5 +172,31 @@ async def test_tokenize_and_detokenize_over_http(gateway: GatewayUnderTest) -> N
         assert (refused.status, refused.error["param"]) == (400, param), refused.body
 
 
+async def test_tokenize_takes_what_a_chats_prompt_depends_on(gateway: GatewayUnderTest) -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "Tells the weather."}}
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good"}]
+    for fields in (
+        {"tools": [tool]},
+        {"tools": [tool], "tool_choice": "none"},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+        {"reasoning_effort": "none", "chat_template_kwargs": {}},
+    ):
+        chat = await gateway.chat(messages=messages, return_token_ids=True, **fields)
+        got = await gateway.ask("/tokenize", {"messages": messages, **fields})
+        assert got.json["tokens"] == chat.json["prompt_token_ids"], fields
+    for body, param in (
+        ({"messages": messages, "tools": "x"}, "tools"),
+        ({"messages": messages, "tools": [tool] * 2}, "tools[1].function.name"),
+        ({"messages": messages, "reasoning_effort": "low"}, "reasoning_effort"),
+        ({"messages": messages, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x"),
+        ({"messages": messages, "add_generation_prompt": 1}, "add_generation_prompt"),
+        ({"prompt": "x", "tools": [tool]}, "tools"),
+        ({"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt"),
+    ):
+        refused = await gateway.ask("/tokenize", body)
+        assert (refused.status, refused.error["param"]) == (400, param), refused.body
+
+
 def _params(**fields: Any) -> SamplingParams:
     return SamplingParams(temperature=0, **fields)

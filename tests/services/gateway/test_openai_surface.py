@@ -56,7 +56,10 @@ WORKS: dict[str, list[dict[str, Any]]] = {
     "service_tier": [{"service_tier": "auto"}, {"service_tier": "default"}],
     "stop": [{"stop": "x"}, {"stop": ["x", "y"]}, {"stop": None}],
     "store": [{"store": False}],
-    "stream_options": [{"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}],
+    "stream_options": [
+        {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": padded}}
+        for padded in (False, True)
+    ],
     "temperature": [{"temperature": 1.5}],
     "tool_choice": [
         {"tools": [_TOOL], "tool_choice": choice}

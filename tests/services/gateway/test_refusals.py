@@ -93,6 +93,27 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("completions", {"guided_json": {"type": "text"}}, "guided_json"),
     ("chat/completions", {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
     ("chat/completions", {"chat_template_kwargs": {"documents": []}}, "chat_template_kwargs.documents"),
+    ("chat/completions", {"chat_template_kwargs": {"documents": []}, "n": 2}, "chat_template_kwargs.documents"),
+    ("chat/completions", {"reasoning_effort": "low", "return_token_ids": True}, "reasoning_effort"),
+    ("chat/completions", {"include_reasoning": "no"}, "include_reasoning"),
+    ("chat/completions", {"separate_reasoning": False}, "separate_reasoning"),
+    ("chat/completions", {"stream_reasoning": False, "stream": True}, "stream_reasoning"),
+    ("completions", {"guided_json_object": 0}, "guided_json_object"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "x", "reasoning_details": [1]}]},
+        "messages[0].reasoning_details",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]},
+        "messages[0].content[0].type",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "assistant", "content": [{"type": "refusal", "text": "no"}]}]},
+        "messages[0].content[0].text",
+    ),
     ("chat/completions", {"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
     ("chat/completions", {"messages": []}, "messages"),
     ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0].role"),
@@ -146,6 +167,8 @@ async def test_values_that_change_nothing_are_taken(gateway: GatewayUnderTest) -
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "n": 1, "logprobs": False},
         {"parallel_tool_calls": True, "store": False, "service_tier": "auto"},
         {"metadata": {"trace": "x"}},
+        {"guided_json_object": False, "structured_outputs": {"json_object": False}},
+        {"include_reasoning": True, "separate_reasoning": True, "stream_reasoning": True},
         {"prompt_cache_retention": "24h"},
         {"logit_bias": {"5": 0, "6": 0.0}},
         {"reasoning_effort": "none"},
@@ -153,9 +176,33 @@ async def test_values_that_change_nothing_are_taken(gateway: GatewayUnderTest) -
         {"tools": [tool], "tool_choice": "none"},
         {"functions": [tool["function"]], "function_call": "none"},
         {"messages": [{"role": "user", "content": "hello", "name": "ann", "refusal": None}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "hello", "cache_control": {"type": "e"}}]}
+            ]
+        },
     ):
         got = await gateway.chat(**fields)
         assert (got.status, got.json.get("choices")) == (200, of_chat), got.body
+    both = await gateway.chat(structured_outputs={"json_object": False, "regex": "[a-z]+"})
+    assert (both.status, both.json["choices"]) == (200, of_chat)
+    events = await gateway.chat(stream=True, stream_options={"include_obfuscation": True})
+    assert events.events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_fields_that_clients_add_to_an_assistants_message_are_taken(gateway: GatewayUnderTest) -> None:
+    def asked(assistant: dict[str, Any]) -> dict[str, Any]:
+        user = {"role": "user", "content": "a"}
+        return {"messages": [user, {"role": "assistant", **assistant}, user], "return_token_ids": True}
+
+    plain = (await gateway.chat(**asked({"content": "I cannot."}))).json["prompt_token_ids"]
+    for assistant in (
+        {"content": "I cannot.", "reasoning_details": [], "provider_specific_fields": {"refusal": None}},
+        {"content": "I cannot.", "reasoning_details": None, "provider_specific_fields": None, "tool_calls": []},
+        {"content": [{"type": "refusal", "refusal": "I cannot."}]},
+    ):
+        got = await gateway.chat(**asked(assistant))
+        assert got.json["prompt_token_ids"] == plain
 
 
 async def test_an_assistants_content_may_be_null_and_no_others(gateway: GatewayUnderTest) -> None:
@@ -391,3 +438,19 @@ async def test_what_a_chat_template_does_to_a_conversation_is_said_by_the_messag
                 assert (got.status, got.error["param"], got.error["code"]) == (400, param, code), got.body
                 assert "chat template" in got.error["message"]
         cluster.tokenizer.close()
+
+
+async def test_template_of_known_roles_shows_developers_and_keeps_its_own_variables(cluster: ScriptedCluster) -> None:
+    plain = AutoTokenizer.from_pretrained(resolve_model("kaveri-tiny"))
+    plain.chat_template = "{{ bos_token }}{% for m in messages %}{% if m.role in ['system', 'user'] %}{{ m.content }}"
+    plain.chat_template += "{% endif %}{% endfor %}"
+    cluster.tokenizer = ModelTokenizer(plain, cluster.tokenizer.vocab_size)
+    asked = {"messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hello"}]}
+    async with run_gateway(cluster) as gateway:
+        shown = (await gateway.chat(**asked, return_token_ids=True)).json["prompt_token_ids"]
+        assert (await gateway.sdk.detokenize(shown)).endswith("Be brief.hello")
+        for n in (1, 2):
+            got = await gateway.chat(**asked, n=n, chat_template_kwargs={"bos_token": "x"})
+            assert (got.status, got.error["param"]) == (400, "chat_template_kwargs.bos_token")
+            assert "TypeError" not in got.error["message"]
+    cluster.tokenizer.close()

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from kaveri import ChatOptions, SamplingParams
+from kaveri.client.answer import Chunk
+from kaveri.domain.sampling import FinishReason
+from kaveri.parsers.answer import AnswerForm
 from kaveri.text.tokenizer import ModelTokenizer
+from services.gateway.formats import DONE, ChatFormat
+from services.gateway.parsed_request import read_chat
+from services.gateway.shown_prompts import ShownPrompt
 from tests.services.gateway.conftest import GatewayUnderTest, HttpAnswer, run_gateway
 from tests.services.router.cluster_script import ScriptedCluster
 from tests.services.router.scripted_answers import SCRIPTED
@@ -111,6 +117,109 @@ async def test_reasoning_comes_apart_from_the_content(
         assert finish == "stop"
 
 
+async def test_reasoning_that_is_not_wanted_is_left_out(cluster: ScriptedCluster, tokenizer: ModelTokenizer) -> None:
+    asked: dict[str, Any] = {**ASKED, "include_reasoning": False}
+    usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    async with run_gateway(cluster, reasoning_parser="think") as gateway:
+        with saying(tokenizer, f"<think>secret</think>{CALL}yes"):
+            whole = await gateway.chat(**asked, n=2)
+            streamed = await gateway.chat(**asked, stream=True)
+            counted = await gateway.chat(**asked, stream=True, **usage)
+        for choice in whole.json["choices"]:
+            assert (choice["message"]["content"], len(choice["message"]["tool_calls"])) == ("yes", 1)
+        for answer in (whole, streamed, counted):
+            assert b"secret" not in answer.body
+            assert b"reasoning" not in answer.body
+        message, finish = joined(streamed)
+        assert (message["content"], len(message["tool_calls"]), finish) == ("yes", 1, "tool_calls")
+        for name in ("logprobs", "return_token_ids"):
+            refused = await gateway.chat(**asked, **{name: True})
+            assert (refused.status, refused.error["param"]) == (400, "include_reasoning")
+            assert (await gateway.chat(include_reasoning=True, **{name: True})).status == 200
+
+
+@pytest.mark.parametrize("text", [f"{CALL}yes", "<think>hm</think>yes", f"<think>hm</think>{CALL}", "yes"])
+@pytest.mark.parametrize("shown", [True, False])
+async def test_echo_comes_first_whatever_the_answer_begins_with(
+    cluster: ScriptedCluster, tokenizer: ModelTokenizer, text: str, shown: bool
+) -> None:
+    asked: dict[str, Any] = {**ASKED, "echo": True, "include_reasoning": shown}
+    async with run_gateway(cluster, reasoning_parser="think") as gateway:
+        with saying(tokenizer, text):
+            whole = (await gateway.chat(**asked)).json["choices"][0]["message"]
+            streamed, _ = joined(await gateway.chat(**asked, stream=True))
+    assert whole["content"] == streamed["content"] == "hello" + ("yes" if "yes" in text else "")
+    assert streamed["reasoning_content"] == whole.get("reasoning_content", "")
+    # All of the answer in one piece.
+    asked = {"messages": [{"role": "user", "content": "hello"}], **asked, "stream": True}
+    made = ChatFormat(read_chat(asked, 1), [ShownPrompt("hello")], "x", "m", 0)
+    chunk = Chunk(
+        index=0, token_ids=(9,), text=text, logprobs=(), finish_reason=FinishReason.STOP, usage=None, timing=None
+    )
+    events = b"".join([*made.events(0, chunk, 1, AnswerForm("hermes", "think")), DONE])
+    at_once, _ = joined(HttpAnswer(200, {}, events))
+    assert at_once == streamed
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_answer_that_continues_unfinished_reasoning_begins_in_it(
+    cluster: ScriptedCluster, tokenizer: ModelTokenizer, n: int
+) -> None:
+    async with run_gateway(cluster, reasoning_parser="think") as gateway:
+        for begun, reasoning, content in (
+            ("<think>hm", "more", "yes"),
+            ("<think>hm</think><think>well", "more", "yes"),
+            ("<think>hm</think>so", "", "more</think>yes"),
+        ):
+            messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": begun}]
+            with saying(tokenizer, "more</think>yes"):
+                got = await gateway.chat(**ASKED, messages=messages, continue_final_message=True, n=n)
+            for choice in got.json["choices"]:
+                message = choice["message"]
+                assert (message.get("reasoning_content", ""), message["content"]) == (reasoning, content)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_stop_text_ends_the_answer_in_its_reasoning_too(
+    cluster: ScriptedCluster, tokenizer: ModelTokenizer, stream: bool
+) -> None:
+    async with run_gateway(cluster, reasoning_parser="think") as gateway:
+        with saying(tokenizer, "<think>one two three</think>yes two"):
+            got = await gateway.chat(**ASKED | {"stop": ["two"]}, stream=stream)
+    choice = None if stream else got.json["choices"][0]
+    message, finish = joined(got) if choice is None else (choice["message"], choice["finish_reason"])
+    assert (message["reasoning_content"], message["content"], finish) == ("one ", "", "stop")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("fields", [{"guided_regex": ".*"}, {"response_format": {"type": "json_object"}}])
+async def test_stop_text_cuts_a_structured_answer(
+    gateway: GatewayUnderTest,
+    cluster: ScriptedCluster,
+    tokenizer: ModelTokenizer,
+    fields: dict[str, Any],
+    stream: bool,
+) -> None:
+    with saying(tokenizer, '{"a": 1, "b": 2}'):
+        got = await gateway.chat(max_tokens=200, stop=[', "b"'], stream=stream, **fields)
+    choice = None if stream else got.json["choices"][0]
+    message, finish = joined(got) if choice is None else (choice["message"], choice["finish_reason"])
+    assert (message["content"], finish) == ('{"a": 1', "stop")
+    (request,) = cluster.taken()
+    assert request.params.HasField("grammar")
+
+
+@pytest.mark.parametrize("fields", [{"guided_regex": "[a-z]+"}, {"structured_outputs": {"choice": ["a", "b"]}}])
+async def test_regex_and_choices_hold_beside_tools_that_may_be_called(
+    gateway: GatewayUnderTest, cluster: ScriptedCluster, fields: dict[str, Any]
+) -> None:
+    assert (await gateway.chat(**ASKED, **fields)).status == 200
+    assert (await gateway.chat(**fields)).status == 200
+    first, second = (request.params.grammar for request in cluster.taken())
+    assert first == second
+    assert not first.lark
+
+
 @pytest.mark.parametrize(
     ("asked", "names", "several"),
     [
@@ -158,6 +267,10 @@ def _called(call: Any) -> dict[str, Any]:
 
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"tools": "x"}, "tools"),
+    ({"tools": False}, "tools"),
+    ({"tools": 0}, "tools"),
+    ({"tools": ""}, "tools"),
+    ({"tools": {}}, "tools"),
     ({"tools": [1]}, "tools[0].type"),
     ({"tools": [{}]}, "tools[0].type"),
     ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type"),
@@ -195,6 +308,16 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
         "tools",
     ),
     ({"tool_choice": "required", "tools": _function(), "response_format": {"type": "json_object"}}, "tool_choice"),
+    *(
+        ({"tools": _function(parameters={"properties": {"a": {"not": {}}}}), "n": n, **schema}, "tools")
+        for schema in ({"guided_json": {}}, {"response_format": {"type": "json_object"}})
+        for n in (1, 2)
+    ),
+    ({"tools": _function(), "guided_json": {"not": {}}}, "guided_json"),
+    ({"tools": _function(), "guided_json": {"not": {}}, "n": 2}, "guided_json"),
+    ({"tools": _function(), "guided_grammar": "start: a\na: b\nb: c\nc: (\n"}, "guided_grammar"),
+    ({"messages": [{"role": "assistant", "tool_calls": False}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
     (_called({"type": "custom"}), "messages[0].tool_calls[0].type"),
     (_called({"function": {}}), "messages[0].tool_calls[0].function.name"),
     (_called({"function": {"name": "f", "arguments": "{"}}), "messages[0].tool_calls[0].function.arguments"),

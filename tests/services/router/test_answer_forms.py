@@ -10,9 +10,11 @@ from kaveri.errors import ConfigError, InvalidArgument
 from kaveri.parsers.answer import AnswerForm
 from kaveri.text.conversation import Conversation, read_conversation
 from kaveri.v1 import inference_pb2
+from kaveri.wire.messages import form_from_proto, form_to_proto
 from services.router.answer_forms import answer_form, answer_grammar, model_form
 
 HERMES = AnswerForm("hermes")
+OFFERED = AnswerForm("hermes", tool_names=("look",))
 THINKING = AnswerForm("hermes", "think")
 SCHEMA = Grammar.json_schema({"type": "object"})
 THINK_BEGIN_ID, THINK_END_ID = 76, 77
@@ -47,13 +49,15 @@ def test_parsers_of_flags_are_checked() -> None:
     ],
 )
 def test_the_end_of_the_prompt_says_where_the_reasoning_is(end: str, reasoning: str, begun: bool) -> None:
-    assert answer_form(THINKING, asked(), end) == AnswerForm("hermes", reasoning, begun)
-    assert answer_form(THINKING, asked(continue_final_message=True), end) == HERMES
+    assert answer_form(THINKING, asked(), end) == AnswerForm("hermes", reasoning, begun, ("look",))
+    assert answer_form(THINKING, asked(continue_final_message=True), end) == OFFERED
 
 
 def test_calls_are_looked_for_only_where_there_are_tools() -> None:
     assert answer_form(HERMES, asked(tools=""), "") == AnswerForm()
-    assert answer_form(HERMES, asked(), "") == HERMES
+    assert answer_form(HERMES, asked(), "") == OFFERED
+    assert answer_form(AnswerForm(), asked(), "") == AnswerForm()
+    assert form_from_proto(form_to_proto(OFFERED)) == OFFERED
     with pytest.raises(InvalidArgument, match="--tool-parser"):
         answer_form(AnswerForm(), asked(tool_required=True), "")
 
