@@ -18,6 +18,8 @@ class Usage:
     """Tokens of the prompt after tokenizing and the chat template."""
     completion_tokens: int
     """Tokens generated and delivered."""
+    cached_tokens: int = 0
+    """Tokens of the prompt whose KV prefill had from earlier requests, as far as the router knows that ended it."""
 
 
 class AnswerCut(KaveriError):

@@ -176,9 +176,7 @@ class AsyncStream:
             text=response.text,
             logprobs=tuple(logprobs_from_proto(entry) for entry in response.logprobs),
             finish_reason=FINISH_FROM_PROTO[response.finish_reason],
-            usage=Usage(prompt_tokens=response.usage.prompt_tokens, completion_tokens=response.usage.completion_tokens)
-            if is_last
-            else None,
+            usage=_usage(response) if is_last else None,
             timing=self._timing(response.timing, now_s) if is_last else None,
             prompt_tokens=_prompt_tokens(response.prompt_logprobs) if response.HasField("prompt_logprobs") else (),
         )
@@ -191,6 +189,15 @@ class AsyncStream:
             tpot_s = (self._last_s - self._first_s) / (token_count - 1)
         server = ServerTiming(**{field.name: getattr(message, field.name) for field in fields(ServerTiming)})
         return Timing(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=now_s - self._started_s, server=server)
+
+
+def _usage(response: inference_pb2.GenerateResponse) -> Usage:
+    counts = response.usage
+    # A request that was placed again had tokens of its answer computed with the prompt.
+    cached_tokens = min(response.timing.cached_tokens, counts.prompt_tokens)
+    return Usage(
+        prompt_tokens=counts.prompt_tokens, completion_tokens=counts.completion_tokens, cached_tokens=cached_tokens
+    )
 
 
 def _prompt_tokens(message: sampling_pb2.PromptLogprobs) -> tuple[PromptToken, ...]:

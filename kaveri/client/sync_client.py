@@ -14,6 +14,7 @@ from kaveri.client.request import ChatOptions, MessageLike
 from kaveri.client.routers import check_not_forked
 from kaveri.domain.sampling import SamplingParams
 from kaveri.errors import Unavailable
+from kaveri.parsers.answer import AnswerForm
 from kaveri.security.tls_files import TlsFiles
 
 ResultT = TypeVar("ResultT")
@@ -265,6 +266,11 @@ class Stream:
                 raise RuntimeError("closed while waiting")
             raise StopIteration
         return chunk
+
+    @property
+    def answer_form(self) -> AnswerForm:
+        """How the text is read, for tool calls and reasoning; known from the first chunk on."""
+        return self._stream.answer_form
 
     def collect(self) -> Completion:
         """Read the remaining chunks and return them as one answer. Raises Unavailable if the stream is closed."""

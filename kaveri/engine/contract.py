@@ -191,6 +191,8 @@ class FirstToken(RequestEvent):
     token_id: int
     logprobs: Logprobs | None
     finish: FinishReason | None
+    cached_tokens: int = 0
+    """Tokens of the prompt whose KV the engine had from earlier requests."""
 
 
 @dataclass(frozen=True, slots=True)

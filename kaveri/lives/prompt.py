@@ -55,6 +55,7 @@ class FirstTokenDrawn:
     logprobs: Logprobs | None
     finish: FinishReason | None
     prefill_s: float
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +360,8 @@ def _first_token(
 ) -> Step:
     token_count = state.terms.token_count
     advance = Advance(token_count, token_count - compute.computed_tokens)
-    drawn = SendReport(FirstTokenDrawn(event.token_id, event.logprobs, event.finish, now_s - compute.started_s))
+    prefill_s = now_s - compute.started_s
+    drawn = SendReport(FirstTokenDrawn(event.token_id, event.logprobs, event.finish, prefill_s, event.cached_tokens))
     if event.finish is not None:
         return _end(state, Outcome.FINISHED, now_s, advance, drawn)
     if isinstance(state, ComputingPrompt):

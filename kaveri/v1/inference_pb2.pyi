@@ -558,6 +558,7 @@ class Timing(_message.Message):
     HELD_TOKENS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     STALL_S_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     router_s: _builtins.float
     """In the router, before the request was sent to a prefill instance: checks, tokenizing, admission, placement."""
     prefill_queue_s: _builtins.float
@@ -600,6 +601,8 @@ class Timing(_message.Message):
     """
     stall_s: _builtins.float
     """From the last token before each loss of an instance to the next one, together."""
+    cached_tokens: _builtins.int
+    """Tokens of the prompt whose KV the prefill instance had from earlier requests."""
     def __init__(
         self,
         *,
@@ -622,10 +625,11 @@ class Timing(_message.Message):
         held_tokens: _builtins.int = ...,
         recomputed_tokens: _builtins.int = ...,
         stall_s: _builtins.float = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_instance_id", b"decode_instance_id", "decode_queue_s", b"decode_queue_s", "decode_s", b"decode_s", "e2e_s", b"e2e_s", "held_tokens", b"held_tokens", "kv_bytes", b"kv_bytes", "kv_tail_s", b"kv_tail_s", "kv_transfer_s", b"kv_transfer_s", "kv_transport", b"kv_transport", "prefill_instance_id", b"prefill_instance_id", "prefill_queue_s", b"prefill_queue_s", "prefill_s", b"prefill_s", "reattaches", b"reattaches", "recomputed_tokens", b"recomputed_tokens", "resumes", b"resumes", "router_s", b"router_s", "stall_s", b"stall_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "cached_tokens", b"cached_tokens", "decode_instance_id", b"decode_instance_id", "decode_queue_s", b"decode_queue_s", "decode_s", b"decode_s", "e2e_s", b"e2e_s", "held_tokens", b"held_tokens", "kv_bytes", b"kv_bytes", "kv_tail_s", b"kv_tail_s", "kv_transfer_s", b"kv_transfer_s", "kv_transport", b"kv_transport", "prefill_instance_id", b"prefill_instance_id", "prefill_queue_s", b"prefill_queue_s", "prefill_s", b"prefill_s", "reattaches", b"reattaches", "recomputed_tokens", b"recomputed_tokens", "resumes", b"resumes", "router_s", b"router_s", "stall_s", b"stall_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

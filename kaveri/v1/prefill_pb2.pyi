@@ -272,12 +272,15 @@ class PrefillFirstToken(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Its id."""
     finish_reason: _sampling_pb2.FinishReason.ValueType
     """Set when the request ends with this token; no hand-over follows."""
     prefill_s: _builtins.float
     """Seconds from the first chunk's start to this token."""
+    cached_tokens: _builtins.int
+    """Tokens of the prompt whose KV the engine had from earlier requests."""
     @_builtins.property
     def logprobs(self) -> _sampling_pb2.Logprobs:
         """When the request asked for logprobs."""
@@ -289,10 +292,11 @@ class PrefillFirstToken(_message.Message):
         logprobs: _sampling_pb2.Logprobs | None = ...,
         finish_reason: _sampling_pb2.FinishReason.ValueType = ...,
         prefill_s: _builtins.float = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "prefill_s", b"prefill_s", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "prefill_s", b"prefill_s", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

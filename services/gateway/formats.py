@@ -306,11 +306,12 @@ class AnswerFormat:
         ids = b',"prompt_token_ids":' + encode(shown.token_ids)
         return (b"", ids) if self._ids_beside_choices else (ids, b"")
 
-    def _usage_sum(self) -> dict[str, int]:
+    def _usage_sum(self) -> dict[str, object]:
         usages = [answer.usage for answer in self._answers]
         return _usage_object(
             sum(usage.prompt_tokens for usage in usages[:: self._asked.n] if usage),
             sum(usage.completion_tokens for usage in usages if usage),
+            sum(usage.cached_tokens for usage in usages[:: self._asked.n] if usage),
         )
 
 
@@ -428,9 +429,12 @@ def _finite(logprob: float) -> float:
     return logprob if logprob >= _LEAST_LOGPROB else _LEAST_LOGPROB
 
 
-def _usage_object(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def _usage_object(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> dict[str, object]:
+    """cached_tokens: None while they are not known."""
+    details = {} if cached_tokens is None else {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        **details,
     }

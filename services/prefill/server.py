@@ -91,7 +91,7 @@ def _fill(report: prefill_pb2.PrefillReport, progress: Progress) -> None:
         case FirstTokenDrawn():
             first = report.first_token
             first.token_id, first.prefill_s = progress.token_id, progress.prefill_s
-            first.finish_reason = FINISH_TO_PROTO[progress.finish]
+            first.finish_reason, first.cached_tokens = FINISH_TO_PROTO[progress.finish], progress.cached_tokens
             if progress.logprobs is not None:
                 first.logprobs.CopyFrom(logprobs_to_proto(progress.logprobs))
         case HandedOver():

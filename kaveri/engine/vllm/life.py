@@ -247,12 +247,14 @@ class Stepped(Event):
 
 @dataclass(frozen=True, slots=True)
 class Drawn(Event):
-    """Event of a request: a step computed it and sampled a token. computed: tokens with KV. finish: set on the last."""
+    """Event of a request: a step computed it and sampled a token. computed: tokens with KV. finish: set on the last.
+    cached: tokens whose KV vLLM's prefix cache supplied, if the token is the prompt's first."""
 
     computed: int
     token_id: int
     logprobs: Logprobs | None
     finish: FinishReason | None
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,7 +442,7 @@ def _drawn(state: State, event: Drawn) -> tuple[State, tuple[Action, ...]]:
             return type(state)(facts=facts, computed=computed, promised=promised, index=index), (token,)
         case VllmPrefilling():
             open_id = state.open_id
-            first = FirstToken(facts.key, token_id, event.logprobs, finish)
+            first = FirstToken(facts.key, token_id, event.logprobs, finish, event.cached)
             if finish is not None:
                 abort = (RankCall("abort_push", (open_id,)),) if open_id is not None else ()
                 return VllmEnded(facts=facts, open_id=open_id), (first, *abort)

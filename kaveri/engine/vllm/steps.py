@@ -319,7 +319,8 @@ class Steps:
         finish = finish_reason(params, eos_token_ids, token_id, request.draw_index, context_tokens, max_model_len)
         if finish is None and output.finish_reason is not None:
             return life.VllmFailed(_ended_by_vllm(output))
-        return life.Drawn(computed, token_id, logprobs, finish)
+        cached = self._core.cached_tokens(request.entry.record) if request.entry is not None else 0
+        return life.Drawn(computed, token_id, logprobs, finish, cached)
 
     def _broken_rules(self, request: VllmRequest, token_id: int) -> str:
         """Return why ranks in processes of their own could draw no token for the request: such a process cannot end one

@@ -10,7 +10,7 @@ from kaveri.models import resolve_model
 from kaveri.text.tokenizer import ModelTokenizer
 from tests.services.gateway.conftest import GatewayUnderTest, run_gateway
 from tests.services.router.cluster_script import ScriptedCluster
-from tests.services.router.scripted_answers import answer
+from tests.services.router.scripted_answers import CACHED_TOKENS, answer
 
 PROMPT = (300, 301, 302)
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
@@ -33,6 +33,7 @@ async def test_a_completion_is_the_sdks(gateway: GatewayUnderTest) -> None:
         "prompt_tokens": expected.usage.prompt_tokens,
         "completion_tokens": 5,
         "total_tokens": expected.usage.prompt_tokens + 5,
+        "prompt_tokens_details": {"cached_tokens": expected.usage.cached_tokens},
     }
     assert (got.json["object"], got.json["model"]) == ("text_completion", "kaveri-tiny")
 
@@ -118,7 +119,8 @@ async def test_answers_of_one_prompt_have_seeds_of_their_own_that_repeat(
 
 async def test_usage_counts_a_prompt_with_several_answers_once(gateway: GatewayUnderTest) -> None:
     usage = (await gateway.complete(n=3)).json["usage"]
-    assert usage == {"prompt_tokens": 3, "completion_tokens": 15, "total_tokens": 18}
+    details = {"cached_tokens": CACHED_TOKENS}
+    assert usage == {"prompt_tokens": 3, "completion_tokens": 15, "total_tokens": 18, "prompt_tokens_details": details}
     events = (await gateway.complete(n=3, stream=True, stream_options={"include_usage": True})).events
     assert events[-1]["usage"] == usage
 

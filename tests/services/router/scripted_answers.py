@@ -21,6 +21,8 @@ VOCAB_FLOOR = 300
 """Lowest id of ordinary tokens in the bundled tokenizer."""
 
 
+CACHED_TOKENS = 2
+"""Tokens of each prompt that scripted prefill instances have from earlier ones."""
 SCRIPTED: list[int] = []
 """Tokens that all answers begin with, whatever the prompt. A test that fills it empties it."""
 

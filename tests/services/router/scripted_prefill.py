@@ -12,7 +12,7 @@ from kaveri.errors import KaveriError, RequestNotFound, Unavailable
 from kaveri.v1 import decode_pb2, feed_pb2, prefill_pb2, prefill_pb2_grpc, sampling_pb2
 from kaveri.wire.attempts import attached_to_proto
 from kaveri.wire.status import abort, error_to_bytes
-from tests.services.router.scripted_answers import logprobs_at, prompt_logprobs_at, token_at
+from tests.services.router.scripted_answers import CACHED_TOKENS, logprobs_at, prompt_logprobs_at, token_at
 from tests.services.router.scripted_decode import BEAT_S, ScriptedDecode
 
 PROMPT_PART = 3
@@ -188,7 +188,10 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServiceServicer):
                         raise Unavailable("scripted to break within the prompt")
             await self._before("first_token")
             first = prefill_pb2.PrefillFirstToken(
-                token_id=token_at(prompt, request.generated_count), finish_reason=finish, prefill_s=0.5
+                token_id=token_at(prompt, request.generated_count),
+                finish_reason=finish,
+                prefill_s=0.5,
+                cached_tokens=CACHED_TOKENS,
             )
             if request.params.HasField("logprobs"):
                 first.logprobs.CopyFrom(logprobs_at(request.generated_count, request.params.logprobs))

@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-from kaveri.engine.contract import PromptLogprobs
+from kaveri.engine.contract import FirstToken, PromptLogprobs
 from kaveri.kv.transfer.ticket import KvEndpoint
-from kaveri.testing.engine_conformance import CHUNK_TOKENS, MAX_MODEL_LEN, EngineConformance, make_request, running_pair
+from kaveri.testing.engine_conformance import (
+    CHUNK_TOKENS,
+    MAX_MODEL_LEN,
+    EngineConformance,
+    make_request,
+    running_pair,
+    with_params,
+)
 from kaveri.testing.engine_replication import ReplicationConformance
 from kaveri.testing.engine_rules import RulesConformance
 from tests.support.engine_process import RemoteEngine
@@ -63,6 +70,15 @@ class TestVllmEngine(EngineSuite):
                     assert entry.logprob == pytest.approx(float(row[token_id]), abs=1e-4)
                     likeliest = row.topk(2).values.tolist()
                     assert [value for _, value in entry.top] == pytest.approx(likeliest, abs=1e-4)
+
+    def test_first_tokens_say_how_much_of_the_prompt_came_from_the_prefix_cache(self, harness: _VllmHarness) -> None:
+        with running_pair(harness) as pair:
+            for name, cached in (("new", False), ("again", True)):
+                request = with_params(make_request(pair.prefill, "prompt", 100, 1), name)
+                pair.prefill.prefill(request)
+                pair.prefilled.wait_for_finish(request.key)
+                (first,) = pair.prefilled.of(FirstToken, request.key)
+                assert (0 < first.cached_tokens < len(request.token_ids)) == cached
 
 
 # One test loads vLLM in up to four engines of two ranks, on as few as two cores.
