@@ -149,7 +149,7 @@ class VllmCore:
 
     def cached_tokens(self, request: Any) -> int:
         """Return how many of a request's tokens vLLM's prefix cache supplied. request: vLLM's record."""
-        return max(0, request.num_cached_tokens)
+        return max(0, int(request.num_cached_tokens))
 
     def holds(self, vllm_id: str) -> bool:
         """Return True if vLLM still has the request, even if only for its blocks."""

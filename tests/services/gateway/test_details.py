@@ -8,7 +8,7 @@ import pytest
 from kaveri import SamplingParams
 from kaveri.errors import InvalidArgument, ModelNotFound
 from tests.services.gateway.conftest import GatewayUnderTest
-from tests.services.router.scripted_answers import answer
+from tests.services.router.scripted_answers import CACHED_TOKENS, answer
 
 
 async def test_a_completions_report_names_each_token_and_the_likeliest(gateway: GatewayUnderTest) -> None:
@@ -132,7 +132,8 @@ async def test_continuous_usage_counts_up_with_each_event(gateway: GatewayUnderT
     for event in events[:-1]:
         count += len(event["choices"][0]["token_ids"])
         assert event["usage"] == {"prompt_tokens": 3, "completion_tokens": count, "total_tokens": 3 + count}
-    assert events[-1] == {**events[-1], "choices": [], "usage": events[-2]["usage"]}
+    details = {"prompt_tokens_details": {"cached_tokens": CACHED_TOKENS}}
+    assert events[-1] == {**events[-1], "choices": [], "usage": events[-2]["usage"] | details}
 
 
 async def test_tokenizing_has_the_limits_of_generating(gateway: GatewayUnderTest) -> None:
