@@ -89,7 +89,7 @@ class MatrixQuestion:
     @property
     def has_rules(self) -> bool:
         given = self.params
-        return any((given.grammar, given.bad_words, given.repetition_penalty, given.presence_penalty))
+        return any((given.grammar, given.bad_words, given.logit_bias, given.repetition_penalty, given.presence_penalty))
 
 
 def draw_questions(rng: random.Random, count: int, largest_token: int) -> tuple[MatrixQuestion, ...]:
@@ -117,6 +117,7 @@ _RULES: Sequence[Mapping[str, Any]] = (
     {},
     {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
     {"presence_penalty": 1.5, "bad_words": ("the", "a")},
+    {"min_p": 0.05, "logit_bias": {300: 2.0, 301: -100.0}, "allowed_token_ids": tuple(range(280, 420))},
     {"grammar": Grammar.regex("([a-z]{2,9} ){3,40}"), "ignore_eos": False, "stop": ()},
     {
         "grammar": Grammar.json_schema({"type": "array", "items": {"type": "integer"}, "minItems": 30}),

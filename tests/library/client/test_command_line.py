@@ -54,7 +54,7 @@ def test_generate_json_is_one_object_with_everything(running_target: str) -> Non
     assert ended.returncode == 0, ended.stderr
     answer = json.loads(ended.stdout)
     assert (answer["text"], answer["token_ids"], answer["finish_reason"]) == ("ab", [0, 1], "length")
-    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 2}
+    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 2, "cached_tokens": 0}
     assert answer["timing"]["ttft_s"] > 0
     assert answer["timing"]["server"]["decode_instance_id"] == "decode-1"
 
