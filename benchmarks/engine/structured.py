@@ -1,4 +1,4 @@
-"""What a JSON schema costs the decode of an engine, beside what it costs bare vLLM: batch 1, 8 and 32.
+"""Decode with a JSON schema against decode without, of our engines and of bare vLLM: batch 1, 8 and 32.
 
 Each engine decodes the same prompts twice by turns: free, and by a schema that no answer comes to the end of. Bare is
 vLLM's own in-process LLMEngine, once with xgrammar and once with guidance (llguidance, as ours). Each engine runs in a
@@ -45,9 +45,9 @@ SCHEMA = json.dumps(
         "minItems": 100,
     }
 )
-"""Of answers of several thousand tokens."""
+"""Schema of answers of several thousand tokens."""
 ASKED = 1.0
-"""Of bare vLLM's own ratio, of ours on vLLM."""
+"""Target of the ratio on Kaveri's vLLM to that on bare vLLM."""
 
 
 def measure(options: Options, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""What strangers' grammars and tools do to a cluster: schemas, regexes and tools that explode, recurse or are wrong.
+"""Measures a cluster that strangers ask for schemas, regexes and tools that explode, recurse or are wrong.
 
 Each is asked for over HTTP, one at a time. Meanwhile others stream answers and ask gateway, router and decode instance
 for their health every 10 ms: the longest answer is at least the longest time that an event loop was blocked. One
@@ -36,7 +36,7 @@ _NAMES = {"json_schema": "json", "regex": "regex", "lark": "grammar", "choices":
 
 @dataclass
 class Meanwhile:
-    """What others see. Times in seconds."""
+    """Times that others see, in seconds."""
 
     pings: dict[str, list[float]] = field(default_factory=dict)
     gaps: list[float] = field(default_factory=list)
@@ -75,6 +75,7 @@ async def others(stack: LocalStack, urls: dict[str, str]) -> Any:
         tasks = [asyncio.create_task(ping(http, urls, seen))]
         tasks += [asyncio.create_task(stream(client, seen)) for _ in range(2)]
         yield seen
+        assert not any(task.done() for task in tasks), "others were disturbed"
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -25,7 +25,7 @@ KAVERI_VLLM = "Kaveri's vLLM"
 BARE_XGRAMMAR = "bare vLLM, xgrammar"
 BARE_GUIDANCE = "bare vLLM, guidance"
 BACKENDS = {BARE: None, BARE_XGRAMMAR: "xgrammar", BARE_GUIDANCE: "guidance"}
-"""What masks structured answers in bare vLLM, by name; None: it makes none."""
+"""Backends of structured answers in bare vLLM, by the engine's name; None: it has none."""
 ENGINES = {TRANSFORMERS: "transformers", KAVERI_VLLM: "vllm"}
 """Kaveri's, by name."""
 _ANSWER_TIMEOUT_S = 300.0

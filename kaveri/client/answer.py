@@ -19,7 +19,7 @@ class Usage:
     completion_tokens: int
     """Tokens generated and delivered."""
     cached_tokens: int = 0
-    """Tokens of the prompt whose KV prefill had from earlier requests, as far as the router knows that ended it."""
+    """Tokens of the prompt whose KV prefill had from earlier requests; 0 if unknown, as after a re-attach."""
 
 
 class AnswerCut(KaveriError):

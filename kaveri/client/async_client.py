@@ -192,9 +192,7 @@ class AsyncStream:
 
 
 def _usage(response: inference_pb2.GenerateResponse) -> Usage:
-    counts = response.usage
-    # A request that was placed again had tokens of its answer computed with the prompt.
-    cached_tokens = min(response.timing.cached_tokens, counts.prompt_tokens)
+    counts, cached_tokens = response.usage, response.timing.cached_tokens
     return Usage(
         prompt_tokens=counts.prompt_tokens, completion_tokens=counts.completion_tokens, cached_tokens=cached_tokens
     )

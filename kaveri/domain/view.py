@@ -14,9 +14,9 @@ ValueT = TypeVar("ValueT")
 ParamsT = ParamSpec("ParamsT")
 
 
-WIRE = 5
-"""Version of the contracts (protos/) and of llguidance, raised with each incompatible change. Processes ignore other
-versions."""
+WIRE = 6
+"""Version of the contracts (protos/) and of grammars' masks, raised with each incompatible change. Processes ignore
+other versions."""
 
 
 class Role(enum.StrEnum):

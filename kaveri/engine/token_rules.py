@@ -126,9 +126,11 @@ class TokenRules:
             assert self._grammars is not None, "the engine has grammars"
             matcher = self._grammars.matcher(params.grammar)
             self._grammar = _FollowedGrammar(matcher, params.grammar)
-            never_ids = {each for each in self._grammars.end_ids if each < self._vocab_size}
-            self._inner = _bits_of({*range(self._vocab_size)} - never_ids - {*self._ending_ids}, self._vocab_size)
+            never_ids = [each for each in self._grammars.end_ids if each < self._vocab_size]
             self._ending = _bits_of(self._ending_ids, self._vocab_size)
+            self._inner = ~(_bits_of(never_ids, self._vocab_size) | self._ending)
+            # No bits behind the last token.
+            self._inner &= np.packbits(np.ones(self._vocab_size, np.bool_), bitorder="little")
         self._seen = 0
 
     def _allowed_now(self, index: int) -> Bits | None:

@@ -10,6 +10,7 @@ from kaveri.parsers.parts import Content, Part, Tool, ToolCall
 from kaveri.parsers.tools import call_rules
 
 _STOPS = re.compile(r'\\.?|["{}\[\]<\x00-\x1f]', re.DOTALL)
+_NOT_SPACE = re.compile(r"\S")
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
 
 
@@ -97,6 +98,10 @@ class MarkedCalls:
 
     def _end(self, scan: "_JsonScan", text: str, start: int) -> int | None:
         """Return where the call's end marker is; -1: the call is malformed; None: neither yet. Sets _held."""
+        if not scan.has_begun and (first := _NOT_SPACE.search(text, start)):
+            scan.has_begun = True
+            if first[0] not in "{[<":
+                return -1
         for index in scan.stops(text, start):
             marker = text[index : index + len(self.END)]
             if marker == self.END:
@@ -202,6 +207,8 @@ class _JsonScan:
     """Scans a JSON value that comes in pieces, and looks at each character once."""
 
     def __init__(self) -> None:
+        self.has_begun = False
+        """Set by the parser once it has seen more than white space."""
         self._depth = 0
         self._in_string = False
         self._skipped = 0

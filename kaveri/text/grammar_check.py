@@ -24,6 +24,7 @@ from kaveri.errors import DeadlineExceeded, InvalidArgument, NoCapacity
 COMPILE_S = 1.0
 """Most CPU time that one grammar may take. Elapsed time would refuse valid grammars on a busy machine."""
 _ANSWER_S = 30.0
+"""Longest wait for an answer: the process may be starved of CPU, or stopped."""
 _LOAD_S = 60.0
 _MEMORY_BYTES = 512 * 2**20
 """Most memory that compiling may add."""
@@ -47,7 +48,7 @@ class GrammarChecker:
     async def check(self, grammar: Grammar, deadline_s: float) -> None:
         """Raise InvalidArgument if the grammar is wrong, takes too much time or memory, or no text matches it;
         DeadlineExceeded at time.monotonic() == deadline_s; NoCapacity while too many wait, or if the process does not
-        start or is killed by others."""
+        start or answer."""
         digest = hashlib.sha256(f"{grammar.kind} {grammar.source}".encode()).digest()
         limit = self._results.get(digest)
         if limit is None:
@@ -92,21 +93,29 @@ class GrammarChecker:
 
     async def _checked(self, grammar: Grammar) -> str:
         """Return the limit that the grammar breaks, worded for InvalidArgument; empty if the grammar is valid."""
-        process = self._process or await self._start()
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps([grammar.kind, grammar.source]).encode() + b"\n")
-            answer = await self._line(process, _ANSWER_S)
-        except BaseException:
+        for _ in range(2):
+            process = self._process
+            if process is None or process.returncode is not None:
+                process = await self._start()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(json.dumps([grammar.kind, grammar.source]).encode() + b"\n")
+                answer = await self._line(process, _ANSWER_S)
+            except BaseException:
+                await self._end()
+                raise
+            if answer is not None:
+                return str(json.loads(answer))
+            has_ended = process.stdout.at_eof()
             await self._end()
-            raise
-        if answer is None:
-            await self._end()
-            if process.returncode in (-signal.SIGKILL, -signal.SIGTERM):
-                # Not the grammar's doing. Clients that re-attach try again, as after every NoCapacity.
-                raise _no_capacity("the check of its grammar was interrupted")
-            return f"a grammar that compiles within {COMPILE_S:g} s and {_MEMORY_BYTES // 2**20} MiB"
-        return str(json.loads(answer))
+            if not has_ended:
+                # Clients that re-attach try again, as after every NoCapacity.
+                raise _no_capacity("the process that checks grammars does not answer")
+            if process.returncode not in (-signal.SIGKILL, -signal.SIGTERM):
+                break
+            # Killed by others; if it is again, for the memory that the grammar takes.
+        return f"a grammar that compiles within {COMPILE_S:g} s and {_MEMORY_BYTES // 2**20} MiB"
 
     async def _start(self) -> asyncio.subprocess.Process:
         leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid())]

@@ -602,7 +602,7 @@ class Timing(_message.Message):
     stall_s: _builtins.float
     """From the last token before each loss of an instance to the next one, together."""
     cached_tokens: _builtins.int
-    """Tokens of the prompt whose KV the prefill instance had from earlier requests."""
+    """Tokens of the prompt whose KV the prefill instance had from earlier requests. 0 after a re-attach."""
     def __init__(
         self,
         *,

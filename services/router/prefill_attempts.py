@@ -267,7 +267,10 @@ class PrefillAttempts:
                 entry.wake()
             case "first_token":
                 first = report.first_token
-                timing.prefill_s, timing.cached_tokens = first.prefill_s, first.cached_tokens
+                timing.prefill_s = first.prefill_s
+                if timing.attempts == 1 and not entry.accepted.session:
+                    # A later attempt finds the KV of an earlier one.
+                    timing.cached_tokens = first.cached_tokens
                 logprobs = (first.logprobs,) if first.HasField("logprobs") else ()
                 entry.handle(
                     lives.FirstTokenReported((first.token_id,), logprobs, FINISH_FROM_PROTO[first.finish_reason]), now_s

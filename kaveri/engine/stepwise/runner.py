@@ -50,7 +50,7 @@ class NoToken:
     is_final: bool = False
     """True if an exception was raised for this slice alone."""
     by_rules: bool = False
-    """True if the request's rules leave no token, or cannot be followed: so it is on every instance."""
+    """True if the request's rules leave no token or fail. Every instance would fail alike."""
 
 
 NOT_FINITE = "the model's logits are NaN or infinite"

@@ -24,6 +24,8 @@ class StepOutput(NamedTuple):
     logprobs: Any = None
     prompt_logprobs: Any = None
     finish_reason: str | None = None
+    cached_tokens: int = 0
+    """Tokens of a prompt that the prefix cache supplied. Known with its first token."""
 
 
 class VllmCore:
@@ -128,28 +130,27 @@ class VllmCore:
         """Convert the outputs of vLLM's core. Bypasses vLLM's output processor (8 us per token) for unfinished answers
         without log-probabilities."""
         processor = self._llm.output_processor
-        found, others = list[StepOutput](), list[Any]()
+        found, others, cached_tokens = list[StepOutput](), list[Any](), dict[str, int]()
         for output in outputs:
             state = processor.request_states.get(output.request_id)
+            if state is not None and output.prefill_stats is not None:
+                cached_tokens[state.external_req_id] = output.prefill_stats.num_local_cached_tokens
             has_logprobs = output.new_logprobs is not None or output.new_prompt_logprobs_tensors is not None
             if state is None or output.finish_reason is not None or has_logprobs:
                 others.append(output)
             else:
-                found.append(StepOutput(state.external_req_id, output.new_token_ids))
+                cached = cached_tokens.get(state.external_req_id, 0)
+                found.append(StepOutput(state.external_req_id, output.new_token_ids, cached_tokens=cached))
         for each in processor.process_outputs(others).request_outputs:
             (drawn,) = each.outputs
             answer = drawn.token_ids, drawn.logprobs, each.prompt_logprobs, drawn.finish_reason
-            found.append(StepOutput(each.request_id, *answer))
+            found.append(StepOutput(each.request_id, *answer, cached_tokens.get(each.request_id, 0)))
         return found
 
     def undrawable(self, request: Any) -> bool:
         """Return True if the request's last step produced NaN logits, so its token is meaningless. Counts infinite
         logits only if vLLM computes in float32 and samples the token. request: vLLM's record."""
         return bool(request.num_nans_in_logits)
-
-    def cached_tokens(self, request: Any) -> int:
-        """Return how many of a request's tokens vLLM's prefix cache supplied. request: vLLM's record."""
-        return max(0, int(request.num_cached_tokens))
 
     def holds(self, vllm_id: str) -> bool:
         """Return True if vLLM still has the request, even if only for its blocks."""

@@ -1,7 +1,7 @@
 """Iterations of the vLLM engine's thread: submits new work to vLLM, runs a vLLM step, and applies its results to the
 requests. Only this thread calls vLLM; during a step vLLM's scheduler calls stepping()."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kaveri.domain.sampling import ALL_RULED_OUT
@@ -9,7 +9,7 @@ from kaveri.engine.blame import StepMember
 from kaveri.engine.contract import EngineInfo, StepTokens, TokenStep
 from kaveri.engine.shared import Shared
 from kaveri.engine.stepwise.runner import NOT_FINITE
-from kaveri.engine.stopping import finish_reason
+from kaveri.engine.stopping import barred_token_ids, finish_reason
 from kaveri.engine.token_rules import TokenRules
 from kaveri.engine.transfers import Transfers
 from kaveri.engine.vllm import life
@@ -56,6 +56,7 @@ class Steps:
         self._max_batch = max_batch
         # The step under way.
         self._advances: Sequence[RequestAdvance] = ()
+        self._broken: Mapping[str, str] = {}
 
     def can_compute(self) -> bool:
         """Return True if vLLM can compute any request that is not held back. The caller holds the lock."""
@@ -79,6 +80,7 @@ class Steps:
         self._advances = ()
         outputs = self._core.step(batch_count, left_out) if does_step else ()
         advanced = bool(self._advances)
+        self._broken = self._broken_rules(outputs) if len(self._core.ranks) > 1 else {}
         with self._shared.lock:
             for request, block_ids in left:
                 self._requests.left(request, block_ids)
@@ -304,13 +306,13 @@ class Steps:
             return life.Stepped(computed)
         if not output.token_ids:
             return life.VllmFailed(_ended_by_vllm(output))
+        if request.engine_id in self._broken:
+            return life.VllmFailed(self._broken[request.engine_id], is_final=True)
         if (raised := RAISED_DRAWS.pop(request.engine_id, None)) is not None:
             return life.VllmFailed(raised, is_final=True)
         if request.entry is not None and self._core.undrawable(request.entry.record):
             return life.VllmFailed(NOT_FINITE)
         token_id = output.token_ids[0]
-        if len(self._core.ranks) > 1 and (broken := self._broken_rules(request, token_id)):
-            return life.VllmFailed(broken, is_final=True)
         position = output.logprobs[0] if output.logprobs else None
         logprobs = logprobs_of(position, token_id, request.request.params.logprobs)
         context_tokens = request.prompt_tokens + len(request.drawn) + 1
@@ -319,23 +321,37 @@ class Steps:
         finish = finish_reason(params, eos_token_ids, token_id, request.draw_index, context_tokens, max_model_len)
         if finish is None and output.finish_reason is not None:
             return life.VllmFailed(_ended_by_vllm(output))
-        cached = self._core.cached_tokens(request.entry.record) if request.entry is not None else 0
-        return life.Drawn(computed, token_id, logprobs, finish, cached)
+        return life.Drawn(computed, token_id, logprobs, finish, output.cached_tokens)
 
-    def _broken_rules(self, request: VllmRequest, token_id: int) -> str:
-        """Return why ranks in processes of their own could draw no token for the request: such a process cannot end one
-        request, and draws a token that the rules do not permit. Empty if they permit it."""
-        asked, core = request.request, self._core
-        if not asked.params.has_rules:
-            return ""
+    def _broken_rules(self, outputs: Sequence[StepOutput]) -> Mapping[str, str]:
+        """Return why requests could draw no token, by engine id. A rank in a process of its own cannot end one request,
+        and draws a token that the request's rules do not permit. Called without the lock: it may compile a grammar."""
+        drawn = {output.engine_id: output.token_ids[0] for output in outputs if output.token_ids}
+        broken = {}
+        for request in (advance.entry.owner for advance in self._advances):
+            token_id = drawn.get(request.engine_id)
+            if token_id is None or request.done or not request.request.params.has_rules:
+                continue
+            try:
+                if not self._permits(request, token_id):
+                    broken[request.engine_id] = ALL_RULED_OUT
+            except EngineError as error:
+                broken[request.engine_id] = error.reason
+        return broken
+
+    def _permits(self, request: VllmRequest, token_id: int) -> bool:
+        asked, core, params = request.request, self._core, request.request.params
         if request.rules is None:
             grammars = grammars_of(core.model, core.vocab_size, core.eos_token_ids)
-            history, start = TwoLists(asked.token_ids, request.drawn), len(asked.token_ids) - asked.generated_count
-            request.rules = TokenRules(asked.params, history, start, core.vocab_size, core.eos_token_ids, grammars)
-        try:
-            return "" if request.rules.changes(request.draw_index).permit(token_id) else ALL_RULED_OUT
-        except EngineError as error:
-            return error.reason
+            history = TwoLists(asked.token_ids, request.drawn)
+            request.rules = TokenRules(
+                params, history, asked.prompt_tokens, core.vocab_size, core.eos_token_ids, grammars
+            )
+        # With a grammar, TokenRules decides where the answer may end.
+        is_barred = params.grammar is None and token_id in barred_token_ids(
+            params, core.eos_token_ids, request.draw_index
+        )
+        return not is_barred and request.rules.changes(request.draw_index).permit(token_id)
 
     def _call_ranks(self, actions: Iterable[TokenStep | RankCall]) -> None:
         for action in actions:

@@ -218,6 +218,12 @@ def test_calls_within_the_reasoning_are_none() -> None:
     assert parsed([f"<think>{call}</think>{call}"], "hermes", "think") == [Reasoning(call), LOOK]
 
 
+def test_text_behind_a_marker_that_begins_no_call_is_not_held_back() -> None:
+    parser = AnswerForm("hermes").parser()
+    shown = [part for piece in ("The <tool_call> ", "marker begins a call. ") for part in parser.feed(piece)]
+    assert "".join(part.text for part in shown if isinstance(part, Content)).endswith("begins a call.")
+
+
 def test_malformed_call_is_released_at_its_first_fault() -> None:
     parser = AnswerForm("hermes").parser()
     for text in ("<tool_call>a<b>", "<tool_call>a\\b", f"{OPEN_STRING}\n"):

@@ -17,6 +17,7 @@ from kaveri.domain.sampling import ResolvedParams
 from kaveri.engine.token_rules import TokenRules, tokens_in
 from kaveri.errors import DeadlineExceeded, EngineError, InvalidArgument, NoCapacity
 from kaveri.models import resolve_model
+from kaveri.text import grammar_check
 from kaveri.text.grammar_check import GrammarChecker
 from kaveri.text.grammars import Grammars
 from tests.support.hostile_grammars import HOSTILE
@@ -115,13 +116,28 @@ async def test_a_valid_grammar_is_taken_though_router_and_process_stand_still(ch
     await checker.check(Grammar.json_schema({"properties": {"q": {"type": "integer"}}}), soon())
 
 
-async def test_a_check_whose_process_others_kill_is_not_the_grammars_fault(checker: GrammarChecker) -> None:
+async def test_a_check_whose_process_others_kill_is_tried_again(checker: GrammarChecker) -> None:
     await checker.check(Grammar.regex("a"), soon())
     assert checker._process is not None
     os.kill(checker._process.pid, signal.SIGSTOP)
     asyncio.get_running_loop().call_later(0.1, os.kill, checker._process.pid, signal.SIGKILL)
-    with pytest.raises(NoCapacity, match="interrupted"):
+    await checker.check(Grammar.regex("b"), soon())
+    # While it is idle, too.
+    os.kill(checker._process.pid, signal.SIGKILL)
+    await checker._process.wait()
+    await checker.check(Grammar.regex("c"), soon())
+
+
+async def test_a_process_that_does_not_answer_is_not_the_grammars_fault(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await checker.check(Grammar.regex("a"), soon())
+    assert checker._process is not None
+    os.kill(checker._process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(grammar_check, "_ANSWER_S", 0.2)
+    with pytest.raises(NoCapacity, match="does not answer"):
         await checker.check(Grammar.regex("b"), soon())
+    monkeypatch.undo()
     await checker.check(Grammar.regex("b"), soon())
 
 

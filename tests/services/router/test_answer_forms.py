@@ -53,6 +53,22 @@ def test_the_end_of_the_prompt_says_where_the_reasoning_is(end: str, reasoning: 
     assert answer_form(THINKING, asked(continue_final_message=True), end) == OFFERED
 
 
+@pytest.mark.parametrize(
+    ("text", "reasoning"),
+    [
+        ("<think>abc", "think"),
+        (" \n<think>", "think"),
+        ("<think>abc</think>yes", ""),
+        ("The tag <think> begins", ""),
+        ("yes", ""),
+    ],
+)
+def test_a_continued_message_says_where_the_reasoning_is(text: str, reasoning: str) -> None:
+    messages = [inference_pb2.Message(role="assistant", content=text)]
+    conversation = read_conversation(inference_pb2.Messages(messages=messages, continue_final_message=True))
+    assert answer_form(THINKING, conversation, "") == AnswerForm("", reasoning, bool(reasoning))
+
+
 def test_calls_are_looked_for_only_where_there_are_tools() -> None:
     assert answer_form(HERMES, asked(tools=""), "") == AnswerForm()
     assert answer_form(HERMES, asked(), "") == OFFERED
