@@ -30,7 +30,7 @@ from kaveri.cli.flip import flip_instance
 from kaveri.client.answer import Completion
 from kaveri.client.request import build_request
 from kaveri.domain.sampling import FinishReason
-from kaveri.domain.view import Phase
+from kaveri.domain.view import ClusterView, Phase
 from kaveri.errors import KaveriError
 from kaveri.local.config import StackConfig
 from kaveri.local.stack import LocalStack
@@ -102,6 +102,8 @@ DISTURBANCES = ("none", "decode killed, copy", "decode killed", "drained", "flip
 ROUTERS = ("router-0", "router-1")
 DECODES = ("decode-0", "decode-1")
 _WITHIN_S = 240.0
+_BURDENS = 10
+"""Requests that nearly fill the pools of two decode instances: with one more they run out of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +319,12 @@ class Asker:
         return None
 
 
+def running_in(view: ClusterView) -> int:
+    """Return how many requests decode."""
+    loads = [found.load for name, found in view.instances.items() if name.startswith("decode")]
+    return sum(load.running_requests for load in loads if load is not None)
+
+
 class Matrix:
     def __init__(self, cluster: LocalCluster) -> None:
         self.cluster = cluster
@@ -336,8 +344,8 @@ class Matrix:
     async def _try(self, cell: Cell) -> None:
         begun, load, preempted = asyncio.Event(), [], self._preemptions()
         if cell.disturbance == "preempted":
-            load = [asyncio.create_task(self._burden(number)) for number in range(10)]
-            await asyncio.sleep(0.3)
+            load = [asyncio.create_task(self._burden(number)) for number in range(_BURDENS)]
+            await self.cluster.wait_for_view(lambda view: running_in(view) >= _BURDENS - 2)
         asking = asyncio.create_task(self.asker.ask(cell, begun))
         if cell.disturbance not in ("none", "preempted"):
             waiting = asyncio.create_task(begun.wait())
@@ -367,9 +375,9 @@ class Matrix:
     async def _burden(self, number: int) -> None:
         """Long answers that take the small pools, so that others are preempted."""
         async with AsyncClient(self.cluster.stack.targets, timeout_s=_WITHIN_S) as client:
-            params = SamplingParams(max_tokens=1200, temperature=1.0, seed=number, ignore_eos=True)
+            params = SamplingParams(max_tokens=200, temperature=1.0, seed=number, ignore_eos=True)
             with contextlib.suppress(KaveriError):
-                await client.generate(prompt_token_ids=[300 + number] * 200, params=params)
+                await client.generate(prompt_token_ids=[300 + number] * 850, params=params)
 
     async def _disturb(self, disturbance: str) -> None:
         cluster = self.cluster
