@@ -51,7 +51,7 @@ def answer_form(model: AnswerForm, conversation: Conversation, prompt_end: str) 
     if conversation.continues:
         last = conversation.turns[-1]
         text = "".join(last.parts) or last.content
-        has_begun = text.lstrip().startswith(THINK_BEGIN) and THINK_END not in text
+        has_begun = text.rpartition(THINK_END)[2].lstrip().startswith(THINK_BEGIN)
     if not model.reasoning_parser or end.endswith(THINK_END) or (conversation.continues and not has_begun):
         # The template has closed the reasoning, as for enable_thinking = false.
         return AnswerForm(tool_parser, tool_names=names)
