@@ -56,7 +56,7 @@ async def ping(client: httpx2.AsyncClient, urls: dict[str, str], seen: Meanwhile
 
 
 async def stream(client: AsyncClient, seen: Meanwhile) -> None:
-    """Ask for long answers, until cancelled."""
+    """Stream one long answer after another, until cancelled; record the times between tokens."""
     for number in range(10_000):
         last_s = None
         params = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -69,7 +69,7 @@ async def stream(client: AsyncClient, seen: Meanwhile) -> None:
 
 @contextlib.asynccontextmanager
 async def others(stack: LocalStack, urls: dict[str, str]) -> Any:
-    """Run the pings and two streams; yields what they see."""
+    """Run the pings and two streams during the context; yield their times."""
     seen = Meanwhile()
     async with httpx2.AsyncClient(timeout=60) as http, AsyncClient(stack.targets) as client:
         tasks = [asyncio.create_task(ping(http, urls, seen))]
@@ -82,7 +82,7 @@ async def others(stack: LocalStack, urls: dict[str, str]) -> Any:
 
 
 def bodies() -> dict[str, dict[str, Any]]:
-    """The strangers' requests, by name."""
+    """Return the hostile request bodies, by name."""
     found: dict[str, dict[str, Any]] = {}
     for name, make in HOSTILE_GRAMMARS.items():
         # Some are refused where they are made, as the gateway does.

@@ -204,7 +204,7 @@ class LeadingCalls:
 
 
 class _JsonScan:
-    """Scans a JSON value that comes in pieces, and looks at each character once."""
+    """Incremental scan of one JSON value for brackets outside strings. Visits each character once."""
 
     def __init__(self) -> None:
         self.has_begun = False

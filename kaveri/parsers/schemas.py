@@ -32,7 +32,7 @@ def one_line_schema(schema: object) -> dict[str, Any]:
 
 
 def _effective(value: Any) -> Any:
-    """Return a schema without the keywords in _WITHOUT_EFFECT; lists and plain values pass through."""
+    """Return a decoded schema, or part of one, without the keywords in _WITHOUT_EFFECT at any depth."""
     if isinstance(value, list):
         return [_effective(each) for each in value]
     if not isinstance(value, dict):

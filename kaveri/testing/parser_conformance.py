@@ -1,5 +1,5 @@
-"""Conformance tests of tool parsers. Subclass ToolParserConformance; fixtures give the parser's maker and examples. Not
-verified: that the work stays in proportion to the text.
+"""Conformance tests for tool parsers: subclass ToolParserConformance and provide the fixtures `make` and `examples`.
+Not verified: that parsing takes linear time.
 
     class TestMyCalls(ToolParserConformance):
         @pytest.fixture
@@ -34,9 +34,10 @@ def parse(parser: ToolParser, pieces: Sequence[str]) -> list[Part]:
     """Return the parts of a text that comes in pieces, with neighbouring Content joined."""
     found: list[Part] = []
     for part in [*(part for piece in pieces for part in parser.feed(piece)), *parser.close()]:
-        if found and isinstance(part, Content) and isinstance(found[-1], Content):
-            part = Content(found.pop().text + part.text)  # type: ignore[union-attr]
-        found.append(part)
+        if found and isinstance(part, Content) and isinstance(last := found[-1], Content):
+            found[-1] = Content(last.text + part.text)
+        else:
+            found.append(part)
     return found
 
 
@@ -80,7 +81,7 @@ def _has_calls(parts: Sequence[Part]) -> bool:
 
 
 def _drawn(grammar: Grammar, rng: random.Random) -> str:
-    """Draw a text of the grammar, byte by byte; the likelier to end it where it may, the longer it is."""
+    """Draw a random text of the grammar, byte by byte."""
     tokenizer = grammar_tokenizer(None, 256, frozenset())
     matcher, text = compile_grammar(tokenizer, grammar), b""
     while not (matcher.is_accepting() and rng.random() < 0.5):
@@ -88,7 +89,6 @@ def _drawn(grammar: Grammar, rng: random.Random) -> str:
         allowed = [each for each in range(256) if mask >> each & 1]
         if not allowed:
             break
-        # Characters that end strings and objects, before others.
         closing = [each for each in allowed if each in b'"}']
         text += bytes([rng.choice(closing if closing and rng.random() < 0.3 else allowed)])
         matcher.consume_token(text[-1])

@@ -101,7 +101,7 @@ class ParsedRequest:
     echo: bool = False
     """True if the answer's text begins with the prompt, or with the last message that it continues."""
     shows_reasoning: bool = True
-    """False: the answer leaves the model's reasoning out."""
+    """False: the answer is sent without the model's reasoning."""
     chat: ChatOptions | None = None
     """What a conversation has beside its messages; None for prompts that are none, or are tokenized."""
     form: AnswerForm = PLAIN

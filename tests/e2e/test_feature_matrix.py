@@ -10,7 +10,7 @@ STATES = (
     Cell("reasoning, tools required", "HTTP", "seeded", "streamed", "router killed"),
     Cell("reasoning, schema", "SDK", "seeded", "streamed", "decode killed, copy"),
 )
-"""Cells whose parsers and grammars are in the middle of something when a process dies."""
+"""Cells in which a process dies before a tool call, the reasoning or the grammar is complete."""
 
 
 def test_cells_cover_all_pairs_that_are_possible() -> None:

@@ -1,4 +1,4 @@
-"""The bundled model with <think> and </think> among its tokens, and a chat template that may begin the reasoning."""
+"""Writes a copy of the bundled model with the tokens <think> and </think>, with which its prompts may end."""
 
 import json
 import shutil

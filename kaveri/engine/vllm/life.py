@@ -247,8 +247,8 @@ class Stepped(Event):
 
 @dataclass(frozen=True, slots=True)
 class Drawn(Event):
-    """Event of a request: a step computed it and sampled a token. computed: tokens with KV. finish: set on the last.
-    cached: tokens whose KV vLLM's prefix cache supplied, if the token is the prompt's first."""
+    """Event of a request: a step sampled its next token. computed: tokens with KV. finish: set on the last token.
+    cached: with the first token, prompt tokens whose KV vLLM's prefix cache had."""
 
     computed: int
     token_id: int

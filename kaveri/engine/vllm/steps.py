@@ -324,8 +324,8 @@ class Steps:
         return life.Drawn(computed, token_id, logprobs, finish, output.cached_tokens)
 
     def _broken_rules(self, outputs: Sequence[StepOutput]) -> Mapping[str, str]:
-        """Return why requests could draw no token, by engine id. A rank in a process of its own cannot end one request,
-        and draws a token that the request's rules do not permit. Called without the lock: it may compile a grammar."""
+        """Return the reason for each request whose rules left no token to draw, by engine id. Ranks in other processes
+        cannot end a single request, so they draw a forbidden token. Call without the lock: may compile a grammar."""
         drawn = {output.engine_id: output.token_ids[0] for output in outputs if output.token_ids}
         broken = {}
         for request in (advance.entry.owner for advance in self._advances):
