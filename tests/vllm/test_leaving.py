@@ -34,6 +34,7 @@ class _Core:
 
     free_blocks = 5
     unfinished_count = 0
+    ranks = (None,)
 
     def __init__(self) -> None:
         self.scheduler_side = SchedulerSide(_LAYOUT.block_tokens)
