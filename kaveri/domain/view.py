@@ -14,7 +14,7 @@ ValueT = TypeVar("ValueT")
 ParamsT = ParamSpec("ParamsT")
 
 
-WIRE = 6
+WIRE = 7
 """Version of the contracts (protos/) and of grammars' masks, raised with each incompatible change. Processes ignore
 other versions."""
 

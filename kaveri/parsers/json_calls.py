@@ -114,9 +114,10 @@ class MarkedCalls:
         return None
 
     def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
-        marked = f'"{self.BEGIN}\\n" call "\\n{self.END}"'
+        marked = 'call_begin "\\n" call "\\n" call_end'
+        markers = f'call_begin: "{self.BEGIN}"\ncall_end: "{self.END}"'
         calls = 'calls: call_marked ("\\n" call_marked)*' if several else "calls: call_marked"
-        return f"{calls}\ncall_marked: {marked}\n{call_rules(tools, 'arguments')}"
+        return f"{calls}\ncall_marked: {marked}\n{markers}\n{call_rules(tools, 'arguments')}"
 
     def close(self) -> Iterator[Part]:
         while self._scan is not None:

@@ -52,4 +52,5 @@ class ToolParser(Protocol):
 
     def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
         """Return a Lark grammar, with llguidance's %json, of answers that consist of calls of these tools. Its rule
-        "calls" matches the whole answer; rule names begin with "call". several: allow more than one call."""
+        "calls" matches the whole answer; rule names begin with "call". A rule that is one literal in angle brackets,
+        `call_begin: "<tool_call>"`, is that token where the vocabulary has it. several: allow more than one call."""

@@ -6,6 +6,7 @@ the tokenizer. llguidance releases the GIL while it compiles and while it comput
 
 import json
 import random
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -27,6 +28,9 @@ _KEPT_CHARACTERS = 2**19
 """Limit on their total source length, in characters: one nested schema of 300 kB took 90 MB."""
 _ERROR_CHARACTERS = 200
 _TRIED_TOKENS = 16
+_MARKER = re.compile(r"<.*>", re.DOTALL)
+_NO_CHARACTER = "\ufdd0"
+"""Unicode noncharacter, which no text contains."""
 
 
 def parser_limits() -> LLParserLimits:
@@ -61,11 +65,34 @@ def grammar_tokenizer(tokenizer_json: str | None, vocab_size: int, eos_token_ids
     if tokenizer_json is None:
         return LLTokenizer("byte")
     eos_token = sorted(eos_token_ids) or None
+    tokenizer_json = _without_marker_texts(tokenizer_json)
     try:
         return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos_token)
     except ValueError:
         # The tokenizer has tokens beyond the model's vocabulary, which masks then leave out.
         return LLTokenizer(tokenizer_json, eos_token=eos_token)
+
+
+def _without_marker_texts(tokenizer_json: str) -> str:
+    """Return a tokenizer in which no text has markers such as <tool_call>, the tokens that llguidance takes as special.
+
+    It would spell required text with them, and then not take them as that text. Grammars name them by id: <[128]>."""
+    tokenizer = json.loads(tokenizer_json)
+    names = {
+        token["content"]: f"<{_NO_CHARACTER}{token['id']}>"
+        for token in tokenizer.get("added_tokens") or ()
+        if not token["special"] and _MARKER.fullmatch(token["content"])
+    }
+    if not names:
+        return tokenizer_json
+    for token in tokenizer["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    vocabulary = tokenizer["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        tokenizer["model"]["vocab"] = {names.get(text, text): token_id for text, token_id in vocabulary.items()}
+    else:
+        tokenizer["model"]["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
+    return json.dumps(tokenizer, ensure_ascii=False)
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:

@@ -1,5 +1,6 @@
 """Decides how the answer to a conversation is read, and what grammar it must match. Pure."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,6 +19,9 @@ from kaveri.parsers.reasoning import THINK_BEGIN, THINK_END
 from kaveri.parsers.tools import inline_schema
 from kaveri.text.chat_template import ChatTemplate
 from kaveri.text.conversation import Conversation
+
+_MARKER_RULE = re.compile(r'^(?P<rule>call\w*): "(?P<text><[^"\\]+>)"$', re.MULTILINE)
+"""A rule of a ToolParser's grammar that is one literal in angle brackets."""
 
 
 def model_form(tool_parser: str, reasoning_parser: str, template: ChatTemplate | None) -> AnswerForm:
@@ -66,11 +70,11 @@ def answer_grammar(
     if conversation.wanted:
         if grammar is not None:
             raise InvalidArgument("tool_choice", "required", "left out or auto if the request has a grammar")
-        grammar = Grammar.lark("start: calls\n" + _calls(form, conversation))
+        grammar = Grammar.lark("start: calls\n" + _calls(form, conversation, token_id_of))
     elif grammar is not None and form.tool_parser and grammar.kind is GrammarKind.JSON_SCHEMA:
         # An answer is a call, or what the schema says.
         schema = f"answer: %json {inline_schema(grammar.source)}"
-        grammar = Grammar.lark(f"start: calls | answer\n{schema}\n{_calls(form, conversation)}")
+        grammar = Grammar.lark(f"start: calls | answer\n{schema}\n{_calls(form, conversation, token_id_of)}")
     if grammar is None or not form.reasoning_parser:
         return grammar
     begin_id, end_id = token_id_of(THINK_BEGIN), token_id_of(THINK_END)
@@ -81,6 +85,12 @@ def answer_grammar(
     return replace(grammar, reasoning_end_ids=(end_id,), reasoning_begin_ids=reasoning_begin_ids)
 
 
-def _calls(form: AnswerForm, conversation: Conversation) -> str:
+def _calls(form: AnswerForm, conversation: Conversation, token_id_of: Callable[[str], int | None]) -> str:
     tools = conversation.wanted or conversation.known
-    return str(TOOL_PARSERS.load(form.tool_parser)(form.tool_names).grammar(tools, several=conversation.several))
+    rules = str(TOOL_PARSERS.load(form.tool_parser)(form.tool_names).grammar(tools, several=conversation.several))
+
+    def marker(found: re.Match[str]) -> str:
+        token_id = token_id_of(found["text"])
+        return found[0] if token_id is None else f"{found['rule']}: <[{token_id}]>"
+
+    return _MARKER_RULE.sub(marker, rules)

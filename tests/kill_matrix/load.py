@@ -110,8 +110,8 @@ class MatrixLoad:
         # On a machine that is too busy for heartbeats instances come and go.
         for _ in range(_LEARN_TRIES):
             with contextlib.suppress(Unavailable):
-                return await self._client.generate(prompt_token_ids=question.prompt, params=question.params)
-        return await self._client.generate(prompt_token_ids=question.prompt, params=question.params)
+                return await self._client.generate(params=question.params, **question.asked)
+        return await self._client.generate(params=question.params, **question.asked)
 
     async def _run(self) -> None:
         while True:
@@ -130,8 +130,8 @@ class MatrixLoad:
         while True:
             began_s = time.monotonic()
             stream = self._client.stream(
-                prompt_token_ids=question.prompt,
                 params=question.params,
+                **question.asked,
                 request_id=request_id,
                 timeout_s=REQUEST_TIMEOUT_S,
             )

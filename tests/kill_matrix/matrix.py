@@ -30,6 +30,7 @@ from tests.kill_matrix.load import AskedRequest, MatrixLoad
 from tests.kill_matrix.plan import Aim, DrawnFault, HitKind, MatrixQuestion, draw_fault, draw_questions
 from tests.support.local_cluster import LocalCluster
 from tests.support.redis_fixture import free_port
+from tests.support.thinking_model import write_thinking_model
 
 _CUTS = (HitKind.CUT_OFF, HitKind.LINK_CUT)
 _PHASE_WITHIN_S = 1.0
@@ -280,9 +281,13 @@ async def run_matrix(options: MatrixOptions) -> dict[str, Any]:
     settings["lease_ttl_s"] = options.lease_ttl_s
     # Below those that the kernel gives to others while a router is away.
     settings["port"] = random.Random().randrange(*_ROUTER_PORTS)
-    questions = draw_questions(random.Random(f"questions {options.seed}"), _QUESTION_COUNT, _LARGEST_TOKEN)
+    chats = options.engine != "fake"
+    rng = random.Random(f"questions {options.seed}")
+    questions = draw_questions(rng, _QUESTION_COUNT, _LARGEST_TOKEN, chats=chats)
     began_s = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
+        if chats:
+            settings["model"] = write_thinking_model(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         links = None
         if over_links:
             links = Links(tuple(StackConfig.of(**settings).roles))

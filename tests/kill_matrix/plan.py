@@ -1,12 +1,14 @@
 """Questions and faults of a kill matrix run, drawn from a seed. Pure."""
 
 import enum
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kaveri import Grammar, SamplingParams
+from kaveri import ChatOptions, Grammar, SamplingParams
+from tests.support.thinking_model import THINK_END_ID
 
 FREEZES_S = (0.3, 1.0, 5.0)
 MOST_DOWN_S = 1.0
@@ -85,6 +87,15 @@ def draw_fault(rng: random.Random, kinds: Sequence[HitKind]) -> DrawnFault:
 class MatrixQuestion:
     prompt: tuple[int, ...]
     params: SamplingParams
+    chat: ChatOptions | None = None
+    """Of a conversation, which is sent in place of the prompt."""
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Arguments of Client.stream() beside the parameters."""
+        if self.chat is None:
+            return {"prompt_token_ids": self.prompt}
+        return {"messages": [{"role": "user", "content": f"Count to {self.prompt}."}], "chat": self.chat}
 
     @property
     def has_rules(self) -> bool:
@@ -92,8 +103,17 @@ class MatrixQuestion:
         return any((given.grammar, given.bad_words, given.logit_bias, given.repetition_penalty, given.presence_penalty))
 
 
-def draw_questions(rng: random.Random, count: int, largest_token: int) -> tuple[MatrixQuestion, ...]:
-    return tuple(_question(rng, number, largest_token) for number in range(count))
+def draw_questions(
+    rng: random.Random, count: int, largest_token: int, *, chats: bool = False
+) -> tuple[MatrixQuestion, ...]:
+    """chats: every fourth is a conversation with tools or reasoning, for a model that knows them."""
+    questions = [_question(rng, number, largest_token) for number in range(count)]
+    if chats:
+        for number, (params, chat) in zip(range(3, count, 4), itertools.cycle(_CHATS), strict=False):
+            asked = questions[number]
+            changed = replace(asked.params, max_tokens=150, ignore_eos=False, stop=(), **(_NO_RULES | params))
+            questions[number] = MatrixQuestion(asked.prompt[:5], changed, chat)
+    return tuple(questions)
 
 
 def _question(rng: random.Random, number: int, largest_token: int) -> MatrixQuestion:
@@ -127,3 +147,27 @@ _RULES: Sequence[Mapping[str, Any]] = (
     },
 )
 """What questions ask of their tokens, in turn."""
+
+_NO_RULES: Mapping[str, Any] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_p": 0.0,
+    "bad_words": (),
+    "logit_bias": (),
+    "allowed_token_ids": (),
+    "grammar": None,
+}
+_DAYS = {"type": "array", "items": {"type": "integer", "maximum": 99}, "minItems": 8, "maxItems": 12}
+_PARAMETERS = {"type": "object", "properties": {"days": _DAYS}, "required": ["days"], "additionalProperties": False}
+_TOOLS = tuple({"type": "function", "function": {"name": name, "parameters": _PARAMETERS}} for name in ("plan", "rest"))
+_THINKS = {"enable_thinking": True}
+# The longer it thinks, the likelier it ends.
+_THOUGHT = {"logit_bias": ((THINK_END_ID, 9.0),), "frequency_penalty": 0.6}
+_CHATS: Sequence[tuple[Mapping[str, Any], ChatOptions]] = (
+    ({}, ChatOptions(tools=_TOOLS, tool_choice="required")),
+    (_THOUGHT, ChatOptions(tools=_TOOLS, template_arguments=_THINKS)),
+    (_THOUGHT, ChatOptions(tools=_TOOLS, tool_choice="rest", template_arguments=_THINKS)),
+    ({"grammar": Grammar.json_schema(_PARAMETERS)}, ChatOptions(tools=_TOOLS)),
+)
+"""What conversations ask for, in turn."""

@@ -2,11 +2,14 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import pytest
 
 from kaveri import AsyncStream, Chunk, Completion
 from kaveri.client.answer import ServerTiming
+from kaveri.parsers.answer import AnswerParser
+from kaveri.parsers.parts import Content, Part, Reasoning
 
 
 class Reading:
@@ -14,6 +17,8 @@ class Reading:
         self.chunks: list[Chunk] = []
         self.times_s: list[float] = []
         """Arrival time of each chunk."""
+        self.parts: list[Part] = []
+        """Calls of tools, reasoning and content, read as they came."""
         self._grown = asyncio.Condition()
         self.task = asyncio.create_task(self._read(stream))
 
@@ -32,8 +37,12 @@ class Reading:
         return timing.server
 
     async def _read(self, stream: AsyncStream) -> None:
+        parser: AnswerParser | None = None
         async with stream:
             async for chunk in stream:
+                parser = parser or stream.answer_form.parser()
+                self.parts += parser.feed(chunk.text)
+                self.parts += parser.close() if chunk.finish_reason is not None else ()
                 assert chunk.index == self.token_count, "a token is missing, or came twice"
                 async with self._grown:
                     self.chunks.append(chunk)
@@ -45,6 +54,7 @@ class Reading:
         token_ids = tuple(token_id for chunk in self.chunks for token_id in chunk.token_ids)
         assert token_ids == expected.token_ids, f"they differ from token {_first_difference(token_ids, expected)} on"
         assert "".join(chunk.text for chunk in self.chunks) == expected.text
+        assert _joined(self.parts) == _joined(expected.parts)
         logprobs = tuple(entry for chunk in self.chunks for entry in chunk.logprobs)
         if logprob_tolerance:
             theirs = [entry.logprob for entry in expected.logprobs]
@@ -55,6 +65,18 @@ class Reading:
         assert last.finish_reason == expected.finish_reason
         assert last.usage == expected.usage
         assert last.timing is not None
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """Join neighbouring texts."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, Content | Reasoning) and isinstance(last, type(part)):
+            found[-1] = type(part)(last.text + part.text)
+        else:
+            found.append(part)
+    return found
 
 
 def _first_difference(token_ids: tuple[int, ...], expected: Completion) -> int:

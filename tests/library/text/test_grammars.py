@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -20,6 +21,7 @@ from kaveri.engine.transformers.sampler import draw_tokens
 from kaveri.errors import InvalidArgument
 from kaveri.models import resolve_model
 from kaveri.text.grammars import Grammars
+from tests.support.thinking_model import THINK_ID, write_thinking_model
 
 EOS = frozenset({0})
 MOST_TOKENS = 3000
@@ -245,6 +247,16 @@ def test_choices_and_context_free_grammars(grammars: Grammars, tokenizer: Tokeni
         for text in answers(grammars, tokenizer, grammar, 6):
             depth = text.count("(")
             assert text == "(" * depth + "x" + ")" * depth
+
+
+def test_text_that_spells_a_marker_is_made_of_other_tokens_and_the_marker_is_named_by_its_id(tmp_path: Path) -> None:
+    model = write_thinking_model(tmp_path)
+    tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
+    grammars = Grammars(model, 1536, EOS)
+    texts = {"<think>", "a</think>b"}
+    assert set(answers(grammars, tokenizer, Grammar.choices(sorted(texts)), 20)) == texts
+    named = Grammar.lark(f'start: <[{THINK_ID}]> "x"')
+    assert set(answers(grammars, tokenizer, named, 3)) == {"<think>x"}
 
 
 def test_logprobs_of_a_structured_answer_are_the_models_own(grammars: Grammars) -> None:

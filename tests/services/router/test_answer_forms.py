@@ -99,6 +99,23 @@ def test_grammar_of_calls_and_of_a_schema() -> None:
         answer_grammar(HERMES, asked(tool_required=True), SCHEMA, ids)
 
 
+def test_markers_of_calls_are_the_tokens_of_the_vocabulary() -> None:
+    required = answer_grammar(HERMES, asked(tool_required=True), None, {"<tool_call>": 5, "</tool_call>": 6}.get)
+    spelled = answer_grammar(HERMES, asked(tool_required=True), None, ids)
+    assert required is not None
+    assert spelled is not None
+    assert [line for line in required.source.splitlines() if line not in spelled.source.splitlines()] == [
+        "call_begin: <[5]>",
+        "call_end: <[6]>",
+    ]
+    # A schema may have such texts, and keeps them.
+    schema = {"properties": {"a": {"const": "<tool_call>"}}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    either = answer_grammar(HERMES, asked(tools=json.dumps([tool])), SCHEMA, {"<tool_call>": 5}.get)
+    assert either is not None
+    assert '"<tool_call>"' in either.source
+
+
 def test_grammar_begins_after_the_reasoning() -> None:
     found = answer_grammar(THINKING, asked(tools=""), SCHEMA, ids)
     assert found is not None

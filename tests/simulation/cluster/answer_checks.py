@@ -18,10 +18,11 @@ from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.engine.stepwise.runner import DrawnToken, SequenceSlice
 from kaveri.engine.token_rules import TokenRules
 from kaveri.text.grammars import Grammars
+from tests.simulation.cluster.chats import answer_violations
 from tests.simulation.cluster.draws import DrawRecord, DrawRun, seed_salt
 from tests.simulation.cluster.outcomes import RequestOutcome
 from tests.simulation.cluster.plan import ROUTER_DEFAULTS, FaultKind
-from tests.simulation.cluster.tokenizer import texts_of
+from tests.simulation.cluster.tokenizer import make_grammars, texts_of
 from tests.simulation.cluster.world import World
 
 _MOST_ENDED = 2
@@ -34,7 +35,8 @@ def check_answers(world: World) -> list[str]:
     """What is wrong with what the clients of a schedule got."""
     backend = world.tokenizer.backend
     defaults = tuple(ROUTER_DEFAULTS.get(router.name, SamplingParams()) for router in world.plan.routers)
-    checker = AnswerChecker(world.model, world.draws, backend, world.plan.divergent, defaults)
+    grammars = world.new_grammars()
+    checker = AnswerChecker(world.model, world.draws, backend, world.plan.divergent, defaults, grammars)
     return [each for outcome in world.outcomes for each in checker.violations(outcome)]
 
 
@@ -138,6 +140,8 @@ class AnswerChecker:
     divergent: bool
     defaults: tuple[SamplingParams, ...] = (SamplingParams(),)
     """What the routers fill in: an answer is drawn with those of one of them."""
+    grammars: Grammars | None = None
+    """None: over tokens that are bytes."""
 
     def violations(self, outcome: RequestOutcome) -> list[str]:
         """What is wrong with an answer, as sentences."""
@@ -150,6 +154,7 @@ class AnswerChecker:
             *self._finish_violations(outcome, prompt),
             *self._logprob_violations(outcome),
             *self._prompt_violations(outcome, prompt),
+            *self._chat_violations(outcome),
         ]
         return [f"{outcome.request_id} at {outcome.router}, sending {outcome.send_number}: {each}" for each in found]
 
@@ -175,7 +180,7 @@ class AnswerChecker:
         possible = [outcome.params.resolved(each) for each in self.defaults]
         if self.divergent or any(params.temperature > 0 and params.seed is None for params in possible):
             return
-        answers = [expected_answer(self.model, prompt, params, len(token_ids)) for params in possible]
+        answers = [expected_answer(self.model, prompt, params, len(token_ids), self.grammars) for params in possible]
         if token_ids not in answers:
             right = max(sum(takewhile(bool, map(eq, token_ids, expected))) for expected in answers)
             wanted = sorted({token_id for each in answers for token_id in each[right : right + 1]})
@@ -238,6 +243,10 @@ class AnswerChecker:
         if logprobs != expected:
             yield f"log-probabilities {logprobs}, not {expected}"
 
+    def _chat_violations(self, outcome: RequestOutcome) -> Iterator[str]:
+        if outcome.chat is not None:
+            yield from answer_violations(outcome.chat, "".join(chunk.text for chunk in outcome.chunks), outcome.finish)
+
     def _prompt_violations(self, outcome: RequestOutcome, prompt: tuple[int, ...]) -> Iterator[str]:
         """What is said of the prompt comes once, in order, and all of it before the first token."""
         told = [token for chunk in outcome.chunks for token in chunk.prompt_tokens]
@@ -255,17 +264,21 @@ class AnswerChecker:
 
 
 def expected_answer(
-    model: FakeModel, prompt: tuple[int, ...], params: ResolvedParams, token_count: int
+    model: FakeModel,
+    prompt: tuple[int, ...],
+    params: ResolvedParams,
+    token_count: int,
+    grammars: Grammars | None = None,
 ) -> tuple[int, ...]:
     """The first tokens of the answer where engines do not diverge.
 
-    params: with a seed where there is a temperature.
+    params: with a seed where there is a temperature. grammars: None: over tokens that are bytes.
     """
     chain, token_ids = model.chain(prompt), list(prompt)
     rules = None
     if params.has_rules:
         eos_token_ids = frozenset({model.eos_token_id})
-        grammars = Grammars(None, model.vocab_size, eos_token_ids)
+        grammars = grammars or make_grammars(None, model.vocab_size)
         rules = TokenRules(params, token_ids, len(prompt), model.vocab_size, eos_token_ids, grammars)
     for index in range(token_count):
         drawn = model.drawn(SequenceSlice((), 0, (), True, index, params, rules), chain ^ seed_salt(params))

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 
 from kaveri.client.async_client import AsyncClient, AsyncStream
 from kaveri.errors import KaveriError, RequestAlreadyExists, RequestCancelled, Unavailable
+from kaveri.parsers.answer import PLAIN
+from tests.simulation.cluster.chats import ChatReader, render_chat
 from tests.simulation.cluster.outcomes import RequestOutcome
 from tests.simulation.cluster.plan import ScheduledRequest
 from tests.simulation.cluster.world import World
@@ -27,21 +29,26 @@ class Clients:
         """One request, in its client's process, with all its repetitions."""
         world = self._world
         first_s = world.now()
+        prompt, params, chat = planned.prompt, planned.params, planned.chat
+        form = PLAIN
+        if chat is not None:
+            prompt, params, form = render_chat(world.tokenizer, chat, params)
         for number, router in enumerate((planned.router, *planned.sends_again), 1):
             if number > 1:
                 await asyncio.sleep(_SEND_AGAIN_AFTER_S * _SLOWER_EACH_TIME ** (number - 2))
             outcome = RequestOutcome(
                 request_id=planned.request_id,
                 router=router,
-                prompt=planned.prompt or None,
+                prompt=prompt or None,
                 text=planned.text or None,
-                params=planned.params,
+                params=params,
                 started_s=world.now(),
                 timeout_s=planned.timeout_s,
                 process=world.process_of(router),
                 send_number=number,
                 probe=probe,
                 direct=planned.client in world.plan.direct_clients,
+                chat=None if chat is None else ChatReader(chat, form),
             )
             world.outcomes.append(outcome)
             world.trace.note("send", f"{planned.request_id} {router} {number}")
@@ -62,6 +69,8 @@ class Clients:
             stream = sdk.stream(
                 planned.text or None,
                 prompt_token_ids=planned.prompt or None,
+                messages=None if planned.chat is None else planned.chat.messages,
+                chat=None if planned.chat is None else planned.chat.options,
                 params=planned.params,
                 request_id=None if planned.draws_id else planned.request_id,
                 timeout_s=planned.timeout_s,
@@ -69,6 +78,8 @@ class Clients:
             async with stream, self._cancelling(planned, outcome, sdk, stream):
                 async for chunk in stream:
                     outcome.chunks.append(chunk)
+                    if outcome.chat is not None:
+                        outcome.chat.read(chunk, stream.answer_form)
                     outcome.finish = chunk.finish_reason
                     if planned.read_pause_s:
                         await asyncio.sleep(planned.read_pause_s)

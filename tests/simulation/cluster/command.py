@@ -183,7 +183,7 @@ def _planted(name: str | None) -> contextlib.AbstractContextManager[None]:
     from tests.simulation.cluster.planting import PLANTED
 
     # They import every service.
-    for module in ("", "_blame", "_lives", "_owners", "_replicas", "_terms"):
+    for module in ("", "_blame", "_chats", "_lives", "_owners", "_replicas", "_terms"):
         importlib.import_module(f"tests.simulation.cluster.planted{module}")
     return PLANTED[name].apply()
 

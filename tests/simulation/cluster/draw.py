@@ -13,6 +13,7 @@ from kaveri.policy.ordering import OrderingPolicy
 from kaveri.policy.placement import DecodePlacementPolicy, PlacementPolicy
 from kaveri.policy.prediction import PredictionMode
 from kaveri.policy.replication import ReplicationMode
+from tests.simulation.cluster.chats import with_chat
 from tests.simulation.cluster.network import LinkQuality
 from tests.simulation.cluster.plan import INSTANCE_KINDS, Fault, FaultKind, Plan, PlannedInstance, ScheduledRequest
 from tests.simulation.cluster.store import STORE_NAME
@@ -21,6 +22,7 @@ from tests.simulation.cluster.tokenizer import STOP_TEXTS, make_tokenizer
 BLOCK_TOKENS = 16
 _FIRST_WITH_FLIPS = 1_000_000
 """Tests name seeds below, which keep their plans."""
+_FIRST_WITH_CHATS = 10_000_000
 _FIRST_WITH_LOSSES = 1000
 _TOKENIZER = make_tokenizer()
 VOCAB_SIZE = len(_TOKENIZER)
@@ -88,6 +90,8 @@ def draw_plan(seed: int, *, faults: bool = True) -> Plan:
         plan = _with_losses(plan, random.Random(f"losses {seed}"), faults=faults)
     plan = _with_predictor(plan, random.Random(f"predictor {seed}"), load_s, faults=faults)
     plan = _with_direct_clients(plan, random.Random(f"direct {seed}"))
+    if seed >= _FIRST_WITH_CHATS:
+        plan = _with_chats(plan, random.Random(f"chats {seed}"))
     if not faults:
         return plan
     plan = _with_former_lives(plan, random.Random(f"former lives {seed}"))
@@ -155,6 +159,15 @@ def _with_direct_clients(plan: Plan, rng: random.Random) -> Plan:
     if rng.random() < 0.5:
         return plan
     return replace(plan, direct_clients=tuple(name for name in plan.clients if rng.random() < 0.7))
+
+
+def _with_chats(plan: Plan, rng: random.Random) -> Plan:
+    """The plan with conversations, tools and reasoning in place of some prompts, in a third of all."""
+    if rng.random() < 0.67:
+        return plan
+    share = rng.choice((0.2, 0.5))
+    requests = (with_chat(request, rng) if rng.random() < share else request for request in plan.requests)
+    return replace(plan, requests=tuple(requests))
 
 
 def _with_rare_faults(plan: Plan, rng: random.Random) -> Plan:

@@ -44,6 +44,7 @@ from tests.simulation.cluster.kv_receiver import SimulatedReceiver
 from tests.simulation.cluster.kv_sender import SimulatedSender
 from tests.simulation.cluster.kv_wire import KvWire
 from tests.simulation.cluster.replicas import SimulatedReplicas
+from tests.simulation.cluster.tokenizer import make_grammars
 
 _MOST_IN_FLIGHT = 4
 _LOOK_EVERY_S = 0.1
@@ -75,7 +76,7 @@ class SimulatedEngine:
     wire: the KV network. rng: of this life of the engine alone; also gives its epoch.
     step_s: mean seconds of a step; each takes from half of it to one and a half.
     divergent: every life draws other tokens from the same prefix, and so does every request of it.
-    draws: keeps what is drawn; None: nothing does.
+    draws: keeps what is drawn; None: nothing does. grammars: None: over tokens that are bytes.
     Raises ConfigError as StepwiseEngine does.
     """
 
@@ -91,6 +92,7 @@ class SimulatedEngine:
         step_s: float,
         divergent: bool = False,
         draws: DrawRecord | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         layout = model.layout
         if layout.layer_count != 1:
@@ -119,7 +121,7 @@ class SimulatedEngine:
             runs_ahead=True,
         )
         self._shared = _EndingShared(self._end)
-        self._grammars = Grammars(None, model.vocab_size, info.eos_token_ids)
+        self._grammars = grammars or make_grammars(None, model.vocab_size)
         self._lifecycle = Lifecycle(
             info, chunk_tokens, max_batch, self._shared.put, on_work=self._wake, grammars=self._grammars
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from kaveri.client.answer import Chunk
 from kaveri.domain.sampling import FinishReason, SamplingParams
 from kaveri.errors import KaveriError
+from tests.simulation.cluster.chats import ChatReader
 from tests.simulation.cluster.loop import SimulatedProcess
 
 
@@ -16,10 +17,11 @@ class RequestOutcome:
     router: str
     """Name of the router that it was sent to."""
     prompt: tuple[int, ...] | None
+    """Of a chat: as rendered."""
     text: str | None
     """The prompt, where it was sent as text."""
     params: SamplingParams
-    """As sent: without a seed the router draws one."""
+    """As sent: without a seed the router draws one. Of a chat: with the grammar of its calls."""
     started_s: float
     timeout_s: float
     process: SimulatedProcess
@@ -37,6 +39,8 @@ class RequestOutcome:
     """When its client cancelled it."""
     gone: bool = False
     """Its client was killed."""
+    chat: ChatReader | None = None
+    """What was read of a chat."""
     direct: bool = False
     """Whether its client reads answers at decode instances."""
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from kaveri.client.request import ChatOptions, Message
 from kaveri.domain.sampling import SamplingParams
 from kaveri.domain.view import BOTH_PHASES, DrainWay, Phase, Role
 from kaveri.policy.admission import AdmissionPolicy
@@ -127,6 +128,19 @@ ROUTER_DEFAULTS: Mapping[str, SamplingParams] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedChat:
+    """A conversation that is sent instead of a prompt."""
+
+    messages: tuple[Message, ...]
+    options: ChatOptions
+
+    def __str__(self) -> str:
+        names = [tool["function"]["name"] for tool in self.options.tools]
+        arguments = dict(self.options.template_arguments)
+        return f"{len(self.messages)} messages, tools {names} {self.options.tool_choice} {arguments}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledRequest:
     """One request of one client."""
 
@@ -137,6 +151,8 @@ class ScheduledRequest:
     prompt: tuple[int, ...] = ()
     text: str = ""
     """Sent instead of the prompt if not empty."""
+    chat: PlannedChat | None = None
+    """Sent instead of the prompt, by a client that reads calls of tools and reasoning as the gateway does."""
     params: SamplingParams = field(default_factory=SamplingParams)
     timeout_s: float = 120.0
     cancel_after_s: float | None = None
@@ -192,6 +208,11 @@ class Plan:
     """Those that read answers at decode instances."""
 
     @property
+    def has_chats(self) -> bool:
+        """The model has a chat template."""
+        return any(request.chat is not None for request in self.requests)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Of all instances."""
         return tuple(instance.name for instance in self.instances)
@@ -228,7 +249,8 @@ def _request(request: ScheduledRequest) -> str:
         if getattr(request.params, item.name) != getattr(default, item.name)
     }
     parts = [f"{request.request_id} at {request.at_s:.3f} s: {request.client} -> {request.router}"]
-    parts.append(f"{len(request.prompt)} tokens" if request.prompt else f"text {request.text!r}")
+    text = f"text {request.text!r}" if request.chat is None else f"chat of {request.chat}"
+    parts.append(f"{len(request.prompt)} tokens" if request.prompt else text)
     parts.append(" ".join(f"{name}={value}" for name, value in params.items()))
     if request.cancel_after_s is not None:
         parts.append(f"cancelled {'by id ' if request.cancels_by_id else ''}after {request.cancel_after_s:.3f} s")

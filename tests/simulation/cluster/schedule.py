@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NoReturn
 
 import structlog
@@ -62,17 +63,24 @@ class ScheduleResult:
     """The trace, where it was asked for."""
 
 
-def simulated_tokenizer() -> ModelTokenizer:
-    """The router's tokenizer; any number of schedules may share one."""
-    tokenizer = make_tokenizer()
+def simulated_tokenizer(*, chats: bool = False) -> ModelTokenizer:
+    """The router's tokenizer; any number of schedules may share one. chats: with a chat template."""
+    tokenizer = make_tokenizer(chats=chats)
     return ModelTokenizer(tokenizer, len(tokenizer))
+
+
+@cache
+def _chat_tokenizer() -> ModelTokenizer:
+    return simulated_tokenizer(chats=True)
 
 
 def run_schedule(
     plan: Plan, tokenizer: ModelTokenizer, checks: Sequence[Check] = CHECKS, *, lines: bool = False
 ) -> ScheduleResult:
-    """Runs the plan. checks: called at the end. lines: keep the trace as text."""
+    """Runs the plan. tokenizer: of plans without chats. checks: called at the end. lines: keep the trace as text."""
     import_services()
+    if plan.has_chats:
+        tokenizer = _chat_tokenizer()
     logs = structlog.get_config()
     collects = gc.isenabled()
     gc.disable()

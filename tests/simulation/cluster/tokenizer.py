@@ -1,7 +1,11 @@
 """A small real tokenizer: byte-level BPE whose random answers are full of split characters and beginnings of words."""
 
+from functools import cache
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from kaveri.text.grammars import Grammars, grammar_tokenizer
 
 EOS_TOKEN_ID = 0
 STOP_TEXTS = ("ab", "the end", "é", "😀a", "stop", "ba b")
@@ -10,10 +14,20 @@ STOP_TEXTS = ("ab", "the end", "é", "😀a", "stop", "ba b")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CHARACTERS = "abdehnopst " + "éü漢😀"
 _MERGED = ("ab", "ba", " b", "th", "the", " the", "en", "end", "st", "op", " a", "é", "漢", "😀", "e ", "hé")
+CALL = '{"name":"look","arguments":{"n":1}}'
+CHAT_PIECES = (CALL, "<tool_call>", "</tool_call>", "<think>", "</think>", "<tool", "_call>", "</th", "ink>", "\n", "a")
+"""Texts of single tokens, of which random answers to a chat are made: whole markers, parts of them, a call."""
+_CHAT_TEMPLATE = """\
+{% for message in messages %}{{ message.role }}: {{ message.content }}\
+{% for call in message.tool_calls or () %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}
+{% endfor %}{% for tool in tools or () %}{{ tool.function.name }} {% endfor %}\
+{% if add_generation_prompt %}a{% if enable_thinking is defined %}<think>{% if not enable_thinking %}</think>\
+{% endif %}{% endif %}{% endif %}"""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Encodes text of _CHARACTERS. Its ids are [0, len(tokenizer)); EOS_TOKEN_ID is a special token."""
+def make_tokenizer(*, chats: bool = False) -> PreTrainedTokenizerFast:
+    """Encodes text of _CHARACTERS. Its ids are [0, len(tokenizer)); EOS_TOKEN_ID is a special token. chats: it has a
+    chat template with tools and reasoning, and encodes ASCII."""
     letters = {byte: _letter(byte) for byte in sorted({byte for text in _CHARACTERS for byte in text.encode()})}
     vocabulary = {"</s>": EOS_TOKEN_ID}
     for letter in letters.values():
@@ -28,11 +42,32 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
                 merges.append((left, right))
                 vocabulary[left + right] = len(vocabulary)
             left += right
+    if chats:
+        # Behind the others, whose ids stay as they are.
+        for byte in (ord("\n"), *range(0x20, 0x7F)):
+            vocabulary.setdefault(_letter(byte), len(vocabulary))
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("</s>", special=True)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    if not chats:
+        return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    pieces = [piece for piece in CHAT_PIECES if backend.token_to_id(piece) is None and len(piece) > 1]
+    backend.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=_CHAT_TEMPLATE)
+
+
+def make_grammars(backend: Tokenizer | None, vocab_size: int) -> Grammars:
+    """Grammars over a tokenizer's own tokens. backend: None for tokens that are bytes."""
+    grammars = Grammars(None, vocab_size, {EOS_TOKEN_ID})
+    if backend is not None:
+        grammars._tokenizer = grammar_tokenizer(_json_of(backend), vocab_size, {EOS_TOKEN_ID})
+    return grammars
+
+
+@cache
+def _json_of(backend: Tokenizer) -> str:
+    return str(backend.to_str())
 
 
 def texts_of(

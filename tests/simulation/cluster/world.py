@@ -20,6 +20,7 @@ from kaveri.hosting.service_host import ServiceHost
 from kaveri.kv.tiers.pool import BlockAllocator
 from kaveri.policy.replication import ReplicationMode
 from kaveri.text.generation_config import SamplingDefaults
+from kaveri.text.grammars import Grammars
 from kaveri.text.tokenizer import ModelTokenizer
 from services.instance.config import PhasesConfig
 from services.instance.service import instance_host
@@ -39,6 +40,7 @@ from tests.simulation.cluster.plan import ROUTER_DEFAULTS, Plan, PlannedInstance
 from tests.simulation.cluster.predictor import SimulatedPredictor, SimulatedWorker
 from tests.simulation.cluster.replicas import SimulatedReplicas
 from tests.simulation.cluster.store import SimulatedStore, SimulatedStoreServer
+from tests.simulation.cluster.tokenizer import make_grammars
 from tests.simulation.cluster.trace import Trace
 
 MODEL_NAME = "simulated"
@@ -132,6 +134,12 @@ class World:
         """All that ever lived."""
         lives = (*self.former, *self.lives.values())
         return [life.engine for life in lives if life.engine is not None]
+
+    def new_grammars(self) -> Grammars:
+        """Compiled grammars of one engine. Where there are no chats tokens are bytes to grammars, as seeds below those
+        with chats were found with."""
+        backend = self.tokenizer.backend if self.plan.has_chats else None
+        return make_grammars(backend, self.model.vocab_size)
 
     def now(self) -> float:
         """The simulation's time."""
@@ -283,6 +291,7 @@ class World:
                 step_s=planned.step_s,
                 divergent=plan.divergent,
                 draws=self.draws,
+                grammars=self.new_grammars(),
             )
             registry, rng = CollectorRegistry(), random.Random(self.rng.getrandbits(64))
             holds_copies = Phase.DECODE in phases or plan.prefills_hold_copies
