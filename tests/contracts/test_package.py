@@ -96,4 +96,4 @@ def test_another_version_of_llguidance_raises_the_wire_number() -> None:
     every = [*needed["dependencies"], *(each for extra in needed["optional-dependencies"].values() for each in extra)]
     # Answers that move are masked alike. When you change the version, raise WIRE, then both here.
     assert {each for each in every if each.startswith("llguidance")} == {"llguidance==1.7.6"}
-    assert WIRE == 6
+    assert WIRE == 7
