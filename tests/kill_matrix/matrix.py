@@ -24,6 +24,7 @@ from kaveri.engine.stepwise.fake import FakeModel
 from kaveri.local.config import StackConfig
 from kaveri.local.process import ChildProcess
 from kaveri.local.stack import LocalStack
+from kaveri.models import KAVERI_TINY
 from tests.kill_matrix.cluster import LOGPROB_TOLERANCE, Rest, count_events, stack_settings
 from tests.kill_matrix.links import CLIENT, REDIS, Links, family_of
 from tests.kill_matrix.load import AskedRequest, MatrixLoad
@@ -287,7 +288,9 @@ async def run_matrix(options: MatrixOptions) -> dict[str, Any]:
     began_s = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         if chats:
-            settings["model"] = write_thinking_model(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            model = write_thinking_model(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            # The name that the predictor was made for.
+            settings |= {"model": model, "served_model_name": KAVERI_TINY}
         links = None
         if over_links:
             links = Links(tuple(StackConfig.of(**settings).roles))
