@@ -81,7 +81,7 @@ def _without_marker_texts(tokenizer_json: str) -> str:
     names = {
         token["content"]: f"<{_NO_CHARACTER}{token['id']}>"
         for token in tokenizer.get("added_tokens") or ()
-        if not token["special"] and _MARKER.fullmatch(token["content"])
+        if not token.get("special") and _MARKER.fullmatch(token["content"])
     }
     if not names:
         return tokenizer_json
