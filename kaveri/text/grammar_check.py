@@ -114,7 +114,7 @@ class GrammarChecker:
                 raise _no_capacity("the process that checks grammars does not answer")
             if process.returncode not in (-signal.SIGKILL, -signal.SIGTERM):
                 break
-            # Killed from outside. A second time, the grammar's memory is taken for the cause.
+            # Killed, perhaps for other processes' memory: check it once more. If killed again, blame the grammar.
         return f"a grammar that compiles within {COMPILE_S:g} s and {_MEMORY_BYTES // 2**20} MiB"
 
     async def _start(self) -> asyncio.subprocess.Process:

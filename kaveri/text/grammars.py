@@ -74,9 +74,10 @@ def grammar_tokenizer(tokenizer_json: str | None, vocab_size: int, eos_token_ids
 
 
 def _without_marker_texts(tokenizer_json: str) -> str:
-    """Return a tokenizer in which no text has markers such as <tool_call>, the tokens that llguidance takes as special.
+    """Return the tokenizer with markers such as <tool_call> renamed, so that no text is encoded as one.
 
-    It would spell required text with them, and then not take them as that text. Grammars name them by id: <[128]>."""
+    llguidance treats added tokens of the form <...> as special. It would encode forced text as such a token, and then
+    reject that token. Grammars name markers by id: <[128]>."""
     tokenizer = json.loads(tokenizer_json)
     names = {
         token["content"]: f"<{_NO_CHARACTER}{token['id']}>"

@@ -88,7 +88,7 @@ class MatrixQuestion:
     prompt: tuple[int, ...]
     params: SamplingParams
     chat: ChatOptions | None = None
-    """Of a conversation, which is sent in place of the prompt."""
+    """Options of a conversation. If set, a message is sent in place of the prompt's token ids."""
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -111,7 +111,10 @@ def draw_questions(
     if chats:
         for number, (params, chat) in zip(range(3, count, 4), itertools.cycle(_CHATS), strict=False):
             asked = questions[number]
-            changed = replace(asked.params, max_tokens=150, ignore_eos=False, stop=(), **(_NO_RULES | params))
+            old = asked.params
+            changed = SamplingParams(
+                max_tokens=150, temperature=old.temperature, seed=old.seed, logprobs=old.logprobs, **params
+            )
             questions[number] = MatrixQuestion(asked.prompt[:5], changed, chat)
     return tuple(questions)
 
@@ -148,16 +151,6 @@ _RULES: Sequence[Mapping[str, Any]] = (
 )
 """What questions ask of their tokens, in turn."""
 
-_NO_RULES: Mapping[str, Any] = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_p": 0.0,
-    "bad_words": (),
-    "logit_bias": (),
-    "allowed_token_ids": (),
-    "grammar": None,
-}
 _DAYS = {"type": "array", "items": {"type": "integer", "maximum": 99}, "minItems": 8, "maxItems": 12}
 _PARAMETERS = {"type": "object", "properties": {"days": _DAYS}, "required": ["days"], "additionalProperties": False}
 _TOOLS = tuple({"type": "function", "function": {"name": name, "parameters": _PARAMETERS}} for name in ("plan", "rest"))

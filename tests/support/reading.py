@@ -18,7 +18,7 @@ class Reading:
         self.times_s: list[float] = []
         """Arrival time of each chunk."""
         self.parts: list[Part] = []
-        """Calls of tools, reasoning and content, read as they came."""
+        """Tool calls, reasoning and content, parsed chunk by chunk."""
         self._grown = asyncio.Condition()
         self.task = asyncio.create_task(self._read(stream))
 

@@ -108,7 +108,7 @@ def test_markers_of_calls_are_the_tokens_of_the_vocabulary() -> None:
         "call_begin: <[5]>",
         "call_end: <[6]>",
     ]
-    # A schema may have such texts, and keeps them.
+    # The same text within a schema is not replaced.
     schema = {"properties": {"a": {"const": "<tool_call>"}}}
     tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
     either = answer_grammar(HERMES, asked(tools=json.dumps([tool])), SCHEMA, {"<tool_call>": 5}.get)

@@ -55,19 +55,15 @@ def with_chat(request: ScheduledRequest, rng: random.Random) -> ScheduledRequest
         tools=_TOOLS if rng.random() < 0.8 else (),
         template_arguments={} if thinks is None else {"enable_thinking": thinks},
     )
-    params = replace(
-        request.params,
+    given = request.params
+    params = SamplingParams(
         max_tokens=rng.randint(20, _MOST_TOKENS),
-        min_tokens=0,
-        stop=(),
-        stop_token_ids=(),
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        allowed_token_ids=(),
-        grammar=None,
+        temperature=given.temperature,
+        seed=given.seed,
+        logprobs=given.logprobs,
+        prompt_logprobs=given.prompt_logprobs,
     )
-    # Reasoning of random tokens would hardly end.
+    # Otherwise reasoning would rarely end within max_tokens.
     end_bias = ((_TOKENIZER.token_to_id("</think>"), 2.5),)
     if options.tools and rng.random() < 0.5:
         options = replace(
@@ -78,19 +74,12 @@ def with_chat(request: ScheduledRequest, rng: random.Random) -> ScheduledRequest
         params = replace(params, ignore_eos=False, logit_bias=end_bias, grammar=Grammar.json_schema(_SCHEMA))
     else:
         others = rng.sample(CHAT_PIECES[_WHOLE_PIECES:], rng.randint(1, 4))
-        pieces = tuple(
-            _TOKENIZER.token_to_id(_vocabulary_text(text)) for text in (*CHAT_PIECES[:_WHOLE_PIECES], *others)
-        )
+        pieces = tuple(_TOKENIZER.encode(text).ids[0] for text in (*CHAT_PIECES[:_WHOLE_PIECES], *others))
         params = replace(params, ignore_eos=True, logit_bias=(), allowed_token_ids=pieces)
     messages = (*(_HISTORY if rng.random() < 0.4 else ()), Message("user", rng.choice(("go on", "a band, the end"))))
     pause_s = min(request.read_pause_s, _MOST_READ_S / _MOST_TOKENS)
     chat = PlannedChat(messages=messages, options=options)
     return replace(request, prompt=(), text="", chat=chat, params=params, read_pause_s=pause_s)
-
-
-def _vocabulary_text(text: str) -> str:
-    # A line feed's letter in a byte-level vocabulary.
-    return "\u010a" if text == "\n" else text
 
 
 def render_chat(
@@ -124,14 +113,14 @@ class _Read:
 
 
 class ChatReader:
-    """Reads one answer as the gateway's clients do: in the events that its own formatter writes."""
+    """Reads an answer from the server-sent events that the gateway's formatter writes for it."""
 
     def __init__(self, chat: PlannedChat, form: AnswerForm) -> None:
-        """form: how the answer is to be read."""
+        """form: the form that the router should send."""
         self.chat = chat
         self.form = form
         self.told = form
-        """What the router said last of how it is read."""
+        """The form that the stream had with the newest chunk."""
         self.so_far = _Read()
         self.finish_reason: str | None = None
         asked = ParsedRequest(model=None, prompts=(chat.messages,), params=SamplingParams(), stream=True)
@@ -152,7 +141,7 @@ class ChatReader:
 
 def answer_violations(reader: ChatReader, text: str, finish: FinishReason | None) -> Iterator[str]:
     """What is wrong with what was read of an answer. text: all of it that arrived."""
-    # A request that is cancelled before a router has it ends without.
+    # A request that is cancelled before a router accepts it gets no form.
     if text and reader.told != reader.form:
         yield f"the answer was to be read as {reader.told}, not {reader.form}"
     parser, expected = reader.form.parser(), _Read()

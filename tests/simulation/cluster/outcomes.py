@@ -17,7 +17,7 @@ class RequestOutcome:
     router: str
     """Name of the router that it was sent to."""
     prompt: tuple[int, ...] | None
-    """Of a chat: as rendered."""
+    """Token ids of the prompt; of a chat, those of the rendered template. None: sent as text."""
     text: str | None
     """The prompt, where it was sent as text."""
     params: SamplingParams

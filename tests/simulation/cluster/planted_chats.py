@@ -1,4 +1,4 @@
-"""Planted bugs of calls of tools and reasoning. See planted.py."""
+"""Planted bugs in tool calls and reasoning. See planted.py."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ from tests.simulation.cluster.planting import planted, replaced
 
 @planted
 def parser_begins_anew_at_a_reattach() -> Iterator[None]:
-    """The gateway reads calls and reasoning as from the answer's beginning once another router goes on with it."""
+    """The gateway makes a new parser of tool calls and reasoning at each re-attach."""
 
     def make(original: Any) -> Any:
         def read(self: Any, chunk: Any, form: Any) -> Any:
@@ -30,7 +30,7 @@ def parser_begins_anew_at_a_reattach() -> Iterator[None]:
 
 @planted
 def grammar_of_calls_lost_at_a_reattach() -> Iterator[None]:
-    """A router that goes on with a request takes its own grammar alone, without that of the calls."""
+    """After a re-attach, the router drops the grammar of required tool calls."""
 
     def make(original: Any) -> Any:
         async def accept(self: Any, request: Any, request_id: str, params: Any, *args: Any, **named: Any) -> Any:

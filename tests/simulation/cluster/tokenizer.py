@@ -16,7 +16,7 @@ _CHARACTERS = "abdehnopst " + "éü漢😀"
 _MERGED = ("ab", "ba", " b", "th", "the", " the", "en", "end", "st", "op", " a", "é", "漢", "😀", "e ", "hé")
 CALL = '{"name":"look","arguments":{"n":1}}'
 CHAT_PIECES = (CALL, "<tool_call>", "</tool_call>", "<think>", "</think>", "<tool", "_call>", "</th", "ink>", "\n", "a")
-"""Texts of single tokens, of which random answers to a chat are made: whole markers, parts of them, a call."""
+"""Texts that are one token each. Unconstrained answers to chats consist of them."""
 _CHAT_TEMPLATE = """\
 {% for message in messages %}{{ message.role }}: {{ message.content }}\
 {% for call in message.tool_calls or () %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}
