@@ -76,8 +76,7 @@ def grammar_tokenizer(tokenizer_json: str | None, vocab_size: int, eos_token_ids
 def _without_marker_texts(tokenizer_json: str) -> str:
     """Return the tokenizer with markers such as <tool_call> renamed, so that no text is encoded as one.
 
-    llguidance treats added tokens of the form <...> as special. It would encode forced text as such a token, and then
-    reject that token. Grammars name markers by id: <[128]>."""
+    llguidance would encode forced text as such a token, and then reject it. Grammars name markers by id: <[128]>."""
     tokenizer = json.loads(tokenizer_json)
     names = {
         token["content"]: f"<{_NO_CHARACTER}{token['id']}>"
