@@ -8,8 +8,8 @@ from tests.figures.sizes import ROOT, tree_figures
 
 BUDGET = tomllib.loads((ROOT / "tests/figures/budget.toml").read_text())
 TREE = BUDGET.pop("tree")
-_RUNS = 3
-"""Most runs of one request. On a busy machine messages cross, and a run passes a function more; none passes fewer."""
+_RUNS = 5
+"""Most runs of one request. A slow peer makes a run pass a function more: a sender that waits for credit, for one."""
 
 
 def test_the_tree_is_no_larger_and_no_more_tangled_than_its_budget() -> None:
@@ -29,11 +29,14 @@ def _over(passages: Mapping[str, Passage]) -> dict[tuple[str, str], tuple[int, i
 
 
 async def test_one_request_passes_no_more_files_classes_and_functions_than_its_budget() -> None:
-    runs: list[dict[tuple[str, str], tuple[int, int]]] = []
-    while len(runs) < _RUNS and all(runs):
+    common: dict[str, Passage] = {}
+    over = {}
+    for _ in range(_RUNS):
         passages = dict(await trace_request())
         passages["all processes"] = joined(passages.values())
         assert passages.keys() == BUDGET.keys()
         assert all(passage.counts["functions"] > 30 for passage in passages.values()), "the trace found too little"
-        runs.append(_over(passages))
-    assert not runs[-1], f"(passed, budget), by process, of each run: {runs}"
+        common = {process: passage & common.get(process, passage) for process, passage in passages.items()}
+        if not (over := _over(common)):
+            return
+    raise AssertionError(f"(passed by every run, budget), by process: {over}")

@@ -35,6 +35,9 @@ class Passage:
 
     functions: frozenset[tuple[str, str, int]]
 
+    def __and__(self, other: "Passage") -> "Passage":
+        return Passage(self.functions & other.functions)
+
     @property
     def files(self) -> frozenset[str]:
         """Return the functions' files, relative to the repository's root."""
